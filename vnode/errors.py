@@ -1,0 +1,51 @@
+"""The errors that vnode raises.
+
+Knows how a message is laid out (what, where in the user's code, shapes, remedies). Must not know how any of
+them is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class VnodeError(Exception):
+    """Base class of every error that vnode itself raises."""
+
+
+class CouplingError(VnodeError):
+    """One example influences another in a way that cannot be, or must not be, honoured as asked."""
+
+
+class UnsupportedPrimitiveError(VnodeError):
+    """The step uses a primitive on a batched value that no operator description covers."""
+
+
+class PlacementError(VnodeError):
+    """Nodes, devices, counts or mesh do not fit together."""
+
+
+class BatchError(VnodeError):
+    """The batched arguments do not make up one batch."""
+
+
+def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
+    """Lays out an error: what happened, where, the facts, and what the user can do.
+
+    Args:
+      what: one sentence.
+      where: the user's source line, ``file:line (function)``.
+      facts: shapes and other particulars, a line each.
+      remedies: things to try, a line each.
+
+    Returns:
+      The message.
+    """
+    lines = [what]
+    if where:
+        lines.append(f"  at {where}")
+    lines += [f"  {fact}" for fact in facts]
+    if remedies:
+        lines.append("What to do:")
+        lines += [f"  - {remedy}" for remedy in remedies]
+    return "\n".join(lines)

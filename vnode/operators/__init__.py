@@ -1,0 +1,16 @@
+"""One description per operator: `describe` reads them, `register` adds a user's own.
+
+Knows jax only. Importing this package fills the registry from the families beside this file.
+"""
+
+from vnode.operators import contraction, elementwise, reduce, shape  # noqa: F401
+from vnode.operators.description import (
+    Factors,
+    Monoid,
+    OperatorDescription,
+    describe,
+    evaluate,
+    register,
+)
+
+__all__ = ["Factors", "Monoid", "OperatorDescription", "describe", "evaluate", "register"]

@@ -1,0 +1,108 @@
+"""Elementwise operators: every result element depends on the operand elements at the same index.
+
+Knows the names of the elementwise primitives and in which operands each is linear. One table, one rule.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import Dims, Factors, OperatorDescription, rule
+
+NONLINEAR = """
+    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
+    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
+    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or
+    philox2x32 philox4x32 polygamma polynomial population_count pow random_clone random_fold_in reciprocal
+    reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
+    sign sin sinh sqrt square stochastic_round tan tanh threefry2x32 threefry4x32 xor zeta
+""".split()
+"""Primitives that are linear in no operand."""
+
+LINEAR: dict[str, tuple[set[int], ...]] = {
+    "add": ({0, 1},),
+    "add_any": ({0, 1},),
+    "complex": ({0, 1},),
+    "copy": ({0},),
+    "copy_p": ({0},),
+    "imag": ({0},),
+    "mul": ({0}, {1}),
+    "name": ({0},),
+    "neg": ({0},),
+    "real": ({0},),
+    "stop_gradient": ({0},),
+    "sub": ({0, 1},),
+}
+"""For each primitive the groups of operands in which it is linear, whatever the dtype."""
+
+MOVEMENT = {"copy", "copy_p", "name", "stop_gradient"}
+
+
+def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:
+    """Factors of an elementwise equation: size-one dimensions and scalars broadcast implicitly."""
+    f = Factors()
+    result = f.dims(eqn.outvars[0].aval.shape)
+    operands = tuple(
+        tuple(
+            () if have == 1 and want != 1 else dim
+            for have, want, dim in zip(atom.aval.shape, eqn.outvars[0].aval.shape, result, strict=True)
+        )
+        if atom.aval.shape
+        else ()
+        for atom in eqn.invars
+    )
+    return f, operands, result
+
+
+def elementwise(eqn: JaxprEqn, linear: tuple[set[int], ...], movement: bool = False) -> OperatorDescription:
+    """The description of an elementwise equation that is linear in the groups `linear`."""
+    f, operands, result = broadcast(eqn)
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=operands,
+        results=(result,) * len(eqn.outvars),
+        linear=tuple(frozenset(group) for group in linear),
+        movement=movement,
+    )
+
+
+@rule(*(set(NONLINEAR) - set(LINEAR)))
+def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
+    return elementwise(eqn, ())
+
+
+@rule(*LINEAR)
+def linear(eqn: JaxprEqn) -> OperatorDescription:
+    name = eqn.primitive.name
+    return elementwise(eqn, LINEAR[name], movement=name in MOVEMENT)
+
+
+@rule("div")
+def div(eqn: JaxprEqn) -> OperatorDescription:
+    exact = jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.inexact)  # an integer division rounds
+    return elementwise(eqn, ({0},) if exact else ())
+
+
+@rule("convert_element_type")
+def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
+    """Linear between inexact dtypes, and where integers get narrower (both are sums modulo a power of two)."""
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    inexact = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
+    drops_imaginary = jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating)
+    integers = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
+    is_linear = (inexact and not drops_imaginary) or (integers and new.itemsize <= old.itemsize)
+    return elementwise(eqn, ({0},) if is_linear else ())
+
+
+@rule("select_n")
+def select_n(eqn: JaxprEqn) -> OperatorDescription:
+    return elementwise(eqn, (set(range(1, len(eqn.invars))),), movement=True)
+
+
+@rule("optimization_barrier")
+def optimization_barrier(eqn: JaxprEqn) -> OperatorDescription:
+    """Operand i to result i; the operands do not share factors, so each is described alone."""
+    f = Factors()
+    dims = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
+    return OperatorDescription(sizes=f.sizes, operands=dims, results=dims, movement=True)

@@ -1,0 +1,64 @@
+"""Reductions along dimensions, by a monoid or by position.
+
+Knows which dimensions vanish and by which monoid. Must not know what is done with the partial results.
+"""
+
+from __future__ import annotations
+
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import Factors, Monoid, OperatorDescription, rule
+
+MONOIDS = {
+    "reduce_sum": Monoid.SUM,
+    "reduce_prod": Monoid.PROD,
+    "reduce_max": Monoid.MAX,
+    "reduce_min": Monoid.MIN,
+    "reduce_and": Monoid.AND,
+    "reduce_or": Monoid.OR,
+    "reduce_xor": Monoid.XOR,
+}
+
+COLLECTIVES = {"psum": Monoid.SUM, "psum_invariant": Monoid.SUM, "pmax": Monoid.MAX, "pmin": Monoid.MIN}
+"""After `jax.vmap(..., axis_name=...)` a collective is a reduction along positional axes."""
+
+
+def over_axes(eqn: JaxprEqn, monoid: Monoid) -> OperatorDescription:
+    """The description of a reduction along the dimensions in the parameter ``axes``."""
+    f = Factors()
+    operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
+    axes = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=operands,
+        results=tuple(tuple(dim for d, dim in enumerate(dims) if d not in axes) for dims in operands),
+        reduced={f: monoid for dims in operands for d, dim in enumerate(dims) if d in axes for f in dim},
+        linear=(frozenset({0}),) if monoid is Monoid.SUM and len(operands) == 1 else (),
+    )
+
+
+@rule(*MONOIDS)
+def reduction(eqn: JaxprEqn) -> OperatorDescription:
+    return over_axes(eqn, MONOIDS[eqn.primitive.name])
+
+
+@rule(*COLLECTIVES)
+def collective(eqn: JaxprEqn) -> OperatorDescription | None:
+    """Undescribed while it names a mesh axis: that is the user's own device program, not a whole-batch step."""
+    if any(not isinstance(axis, int) for axis in eqn.params["axes"]) or eqn.params.get("axis_index_groups"):
+        return None
+    return over_axes(eqn, COLLECTIVES[eqn.primitive.name])
+
+
+@rule("argmax", "argmin")
+def argument(eqn: JaxprEqn) -> OperatorDescription:
+    f = Factors()
+    dims = f.dims(eqn.invars[0].aval.shape)
+    axes = set(eqn.params["axes"])
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,),
+        results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),),
+        whole=frozenset(dims[d][0] for d in axes),
+    )
+
