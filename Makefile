@@ -1,0 +1,48 @@
+# Every target sets up what it needs: a virtual environment in .venv, rebuilt when pyproject.toml changes.
+# Needs make and a Python of at least 3.11; `make PYTHON=/path/to/python ...` chooses one.
+
+PYTHON ?= $(firstword $(foreach name,python3.11 python3 python3.12 python3.13 python3.14 python,\
+	$(if $(shell $(name) -c 'import sys; print(sys.version_info >= (3, 11) or "")' 2>/dev/null | grep True),$(name))))
+VENV ?= .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+PYTEST_ARGS ?=
+PROGRAMS ?= 20000
+
+# Tests and demo pretend to have several devices, which only the CPU backend can do.
+export JAX_PLATFORMS ?= cpu
+
+.PHONY: help demo test test-all lint bench clean
+
+help:
+	@echo "make demo      train a small network on 1, 2, 4 and 8 devices and compare"
+	@echo "make test      the tests"
+	@echo "make test-all  every combination of step, nodes and devices, and $(PROGRAMS) random programs"
+	@echo "make lint      ruff and pyright"
+	@echo "make bench     the benchmarks, as a table"
+
+$(VENV)/.installed: pyproject.toml
+	@test -n "$(PYTHON)" || { echo "no Python of at least 3.11 found; try make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -e '.[test]'
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python examples/digits.py
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+test-all: $(VENV)/.installed
+	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) out .pytest_cache .hypothesis .ruff_cache
