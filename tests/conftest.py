@@ -1,0 +1,28 @@
+"""What every test process needs before jax is imported: eight CPU devices.
+
+Knows environment variables, and hypothesis's profiles. Must not know vnode. pytest imports this file first in every
+process, the workers of pytest-xdist included, so nothing here may depend on another test module.
+"""
+
+import os
+
+# Read by XLA when the first device is asked for, and by jax when it is imported.
+_devices = "--xla_force_host_platform_device_count=8"
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_devices}".strip()
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_platforms", "cpu")  # a plugin of pytest may have imported jax before us
+
+hypothesis.settings.register_profile("vnode", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("vnode")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _eight_devices() -> None:
+    """Fails early and clearly where the flags above came too late."""
+    assert len(jax.devices()) >= 8, f"tests need 8 CPU devices, jax has {jax.devices()}"
