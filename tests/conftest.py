@@ -6,17 +6,14 @@ process, the workers of pytest-xdist included, so nothing here may depend on ano
 
 import os
 
-# Read by XLA when the first device is asked for, and by jax when it is imported.
+import hypothesis
+import pytest
+
+# Read by XLA when the first device is asked for, and by jax when it is imported: nothing above imports jax.
 _devices = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_devices}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
-
-import hypothesis
-import jax
-import pytest
-
-jax.config.update("jax_platforms", "cpu")  # a plugin of pytest may have imported jax before us
 
 hypothesis.settings.register_profile("vnode", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("vnode")
@@ -25,4 +22,6 @@ hypothesis.settings.load_profile("vnode")
 @pytest.fixture(scope="session", autouse=True)
 def _eight_devices() -> None:
     """Fails early and clearly where the flags above came too late."""
-    assert len(jax.devices()) >= 8, f"tests need 8 CPU devices, jax has {jax.devices()}"
+    import jax
+
+    assert jax.default_backend() == "cpu" and len(jax.devices()) >= 8, f"tests need 8 CPU devices, not {jax.devices()}"

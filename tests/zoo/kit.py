@@ -6,6 +6,7 @@ would compile more than the step under test. Every value is a function of its se
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -74,20 +75,18 @@ def init(module: Any, *inputs: Any, seed: int = 0, **kwargs: Any) -> Any:
 
 
 def warm(state: Any, seed: int = 0) -> Any:
-    """An optimizer state as after some training, in the precision of the run: moments that are not zero.
+    """An optimizer state as after some training: moments that are not zero.
 
     A cold Adam divides rounding noise by rounding noise wherever a gradient is zero in exact arithmetic.
     """
 
     def leaf(path: Any, x: Any) -> Any:
         name = jax.tree_util.keystr(path)
-        if not jnp.issubdtype(jnp.result_type(x), jnp.floating):
-            return x
         if "mu" not in name and "nu" not in name:
-            return jnp.asarray(x, real() if x.dtype in (jnp.float32, jnp.float64) else x.dtype)
+            return x
         rng = np.random.default_rng((seed, 4, *name.encode()))
         values = rng.uniform(0.01, 0.02, np.shape(x)) if "nu" in name else 0.01 * rng.standard_normal(np.shape(x))
-        return jnp.asarray(np.asarray(values).astype(real()))
+        return jnp.asarray(np.asarray(values).astype(x.dtype))
 
     return jax.tree_util.tree_map_with_path(leaf, state)
 
@@ -96,7 +95,7 @@ def dense(*widths: int, seed: int = 0) -> list[dict[str, jax.Array]]:
     """Weights of a plain multilayer perceptron."""
     shapes = [
         {"w": jax.ShapeDtypeStruct((m, n), jnp.float32), "b": jax.ShapeDtypeStruct((n,), jnp.float32)}
-        for m, n in zip(widths[:-1], widths[1:], strict=True)
+        for m, n in itertools.pairwise(widths)
     ]
     return fill(shapes, seed)
 
