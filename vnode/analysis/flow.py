@@ -1,0 +1,620 @@
+"""Batch flow: follows the examples through a program and finds, for every value, the form in which nodes hold it.
+
+Knows operator descriptions, forms, and how loops and branches pass values on. Must not know devices, how many nodes
+there are beyond what a grain needs, or how anything is evaluated.
+
+Levels. A value of level k is available once k rounds of reductions are complete: the step's arguments have level 0, a
+sum over examples that node programs of pass k produce has level k + 1 when it is read as a whole value. An equation
+over batched values that reads a whole value of level k belongs to pass k. Where a batched value must be had whole
+(a sort over the batch, all pairs), it is materialized: gathered after its pass, one level up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.forms import (
+    VARYING,
+    WHOLE,
+    Batch,
+    Form,
+    Location,
+    Partial,
+    Slice,
+    Varying,
+    Whole,
+    locate,
+    project,
+    stands_in,
+)
+from vnode.analysis.program import Atom, Program, inline, signature, where
+from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
+from vnode.operators import Monoid, OperatorDescription, describe
+from vnode.operators.control import Branches, Loop, Region, While, region_of
+
+IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What batch flow knows of a value.
+
+    Attributes:
+      form: how nodes hold it.
+      level: the round after which a whole value is available; the earliest pass that can compute any other.
+      local: the round after which nodes can have their own estimate of a whole value (below `level` where
+        ``coupling="local"`` applies).
+      zero: known to be all zeros.
+      model: depends on an argument that is not batched.
+    """
+
+    form: Form
+    level: int = 0
+    local: int = 0
+    zero: bool = False
+    model: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupling:
+    """One place where an example influences another.
+
+    Attributes:
+      eqn: the equation that reads what other examples contributed.
+      kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
+      level: the pass it belongs to.
+      mode: ``"exact"`` or ``"local"``.
+      source: for a reduction, the equation that reduces.
+    """
+
+    eqn: JaxprEqn
+    kind: str
+    level: int
+    mode: str = "exact"
+    source: JaxprEqn | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """How one equation is evaluated.
+
+    Attributes:
+      eqn: the equation.
+      per_node: evaluated by every node on its own operands; otherwise once, on whole values.
+      level: the pass, or the level of the whole values it reads.
+      operands: the form in which each operand is read.
+      results: the form of each result.
+      description: for an equation that is neither loop nor branch.
+      location: the factor that is split, if one is.
+      region: the loop or branch that the equation is.
+      bodies: batch flow of the region's bodies, in the order of the region's fields.
+    """
+
+    eqn: JaxprEqn
+    per_node: bool
+    level: int
+    operands: tuple[Form, ...]
+    results: tuple[Form, ...]
+    description: OperatorDescription | None = None
+    location: Location | None = None
+    region: Region | None = None
+    bodies: tuple[Flow, ...] = ()
+    over_batch: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """Batch flow of one program.
+
+    Attributes:
+      program: what was followed.
+      states: of every variable.
+      steps: one per equation, in order.
+      output_forms: the form in which each output is handed on.
+    """
+
+    program: Program
+    states: dict[Var, State]
+    steps: list[Step]
+    output_forms: list[Form] = dataclasses.field(default_factory=list)
+
+    def state(self, atom: Atom) -> State:
+        if isinstance(atom, Literal):
+            return State(WHOLE, zero=bool(np.all(np.asarray(atom.val) == 0)))
+        return self.states[atom]
+
+
+class Coupled(Exception):
+    """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
+
+    def __init__(self, eqn: JaxprEqn, why: str) -> None:
+        super().__init__(why)
+        self.eqn = eqn
+
+
+Mode = Callable[[JaxprEqn], str]
+
+
+@dataclasses.dataclass(eq=False)
+class Follower:
+    """Follows one batch through programs; holds what is common to a program and its bodies.
+
+    Attributes:
+      batch: the examples.
+      nodes: how many nodes there will be; decides which grains are acceptable.
+      mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
+      couplings: found so far.
+      grain: the number of examples that a node must hold a multiple of, so far.
+    """
+
+    batch: Batch
+    nodes: int
+    mode: Mode
+    couplings: list[Coupling] = dataclasses.field(default_factory=list)
+    grain: int = 1
+
+    def accept(self, form: Slice | Location) -> bool:
+        """Whether nodes may hold multiples of the form's grain without leaving most of them empty."""
+        grain = math.lcm(self.grain, form.ratio.denominator)
+        node = -(-self.batch.size // self.nodes)
+        if grain > max(2 * node, 1) and node % grain:
+            return False
+        self.grain = grain
+        return True
+
+    def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
+        """Runs batch flow over `program`.
+
+        Args:
+          program: what to follow.
+          inputs: states of its inputs.
+          body: the program is a loop's body or a branch: nothing can be completed or materialized inside it.
+
+        Returns:
+          The flow.
+
+        Raises:
+          Coupled: in a body, where something would have to be.
+          UnsupportedPrimitiveError: a batched value meets a primitive without description.
+        """
+        flow = Flow(program, {}, [])
+        flow.states.update(zip(program.inputs, inputs, strict=True))
+        flow.states.update((var, State(WHOLE)) for var in program.constants)
+        reducers: dict[Var, JaxprEqn] = {}
+        for eqn in program.equations:
+            view = View(self, flow, eqn, body, reducers)
+            step = self.step(view)
+            flow.steps.append(step)
+            view.record(step)
+        flow.output_forms = [flow.state(atom).form for atom in program.outputs]
+        return flow
+
+    def step(self, view: View) -> Step:
+        """Decides how one equation is evaluated."""
+        eqn = view.eqn
+        forms = view.forms
+        if all(isinstance(form, Whole) for form in forms):
+            return view.once()
+        region = region_of(eqn)
+        if region is not None:
+            return self.region_step(view, region)
+        if eqn.effects and not eqn.outvars:
+            return self.effect_step(view)
+        description = describe(eqn)
+        if description is None:
+            if all(isinstance(form, Whole | Partial) for form in forms):
+                view.complete(range(len(forms)))
+                return view.once()
+            raise UnsupportedPrimitiveError(
+                layout_message(
+                    f"vnode has no description of the primitive {eqn.primitive.name!r}, "
+                    "which is applied to a batched value.",
+                    where=where(eqn),
+                    facts=[signature(eqn)],
+                    remedies=[
+                        "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
+                        "or write the operation with primitives that jax.lax documents",
+                    ],
+                )
+            )
+        return self.described_step(view, description)
+
+    def described_step(self, view: View, description: OperatorDescription) -> Step:
+        partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
+        if partial:
+            monoid = self.stays_partial(view, description, partial)
+            if monoid is not None:
+                return view.per_node((Partial(monoid),) * len(view.eqn.outvars), description)
+            view.complete(partial)
+        location = self.agree(view, description)
+        if location is None:
+            if any(isinstance(form, Varying) for form in view.forms):
+                return view.per_node((VARYING,) * len(view.eqn.outvars), description)
+            return view.once()
+        for i, dims in enumerate(description.operands):
+            if isinstance(view.forms[i], Whole) and stands_in(location.factor, dims):
+                view.forms[i] = project(location, dims, description.sizes) or WHOLE
+        results: list[Form] = []
+        for dims in description.results:
+            form = project(location, dims, description.sizes)
+            if form is None:
+                results.append(Partial(description.reduced[location.factor]))
+            else:
+                results.append(form)
+        return view.per_node(tuple(results), description, location)
+
+    @staticmethod
+    def stays_partial(view: View, description: OperatorDescription, partial: Sequence[int]) -> Monoid | None:
+        """The monoid under which an equation of partial operands gives a partial result, or None."""
+        monoids = {form.monoid for form in view.forms if isinstance(form, Partial)}
+        if len(monoids) != 1:
+            return None
+        (monoid,) = monoids
+        if any(not isinstance(form, Whole | Partial) for form in view.forms):
+            return None
+        made = max(view.states[i].level for i in partial)
+        if any(view.local_level(i) > made for i, form in enumerate(view.forms) if isinstance(form, Whole)):
+            return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
+        if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
+            return monoid
+        if monoid is not Monoid.SUM and not description.movement:
+            return None
+        for group in description.linear:
+            if not group.issuperset(partial):
+                continue
+            if all(
+                i in partial or view.states[i].zero or (monoid in IDEMPOTENT and description.movement) for i in group
+            ) and (monoid in (Monoid.SUM, *IDEMPOTENT) or len(group) == 1):
+                return monoid
+        return None
+
+    def agree(self, view: View, description: OperatorDescription) -> Location | None:
+        """Finds the one factor that holds the batch, materializing operands that stand in the way."""
+        locations: dict[int, Location] = {}
+        for i, form in enumerate(view.forms):
+            if not isinstance(form, Slice):
+                continue
+            location = locate(form, description.operands[i], description.sizes)
+            if location is None or location.factor in description.whole or not self.accept(location):
+                view.materialize([i], "needs the whole batch at once")
+            elif location.factor not in description.reduced and not all(
+                stands_in(location.factor, dims) for dims in description.results
+            ):
+                view.materialize([i], "does not keep the batch in every result")
+            else:
+                locations[i] = location
+        if not locations:
+            return None
+        free = {loc.factor for loc in locations.values() if loc.factor not in description.reduced}
+        if len(free) > 1:
+            view.materialize(locations, "compares every example with every other")
+            return None
+
+        def weight(i: int) -> tuple[bool, int]:
+            return locations[i].factor in free, math.prod(view.eqn.invars[i].aval.shape)
+
+        location = locations[max(locations, key=weight)]
+        view.materialize([i for i, other in locations.items() if other != location], "orders the batch differently")
+        for dims in description.results:
+            form = project(location, dims, description.sizes)
+            if form is not None:
+                self.accept(form)
+        for i, dims in enumerate(description.operands):
+            form = project(location, dims, description.sizes)
+            if form is not None and not isinstance(view.forms[i], Slice) and not self.accept(form):
+                raise AssertionError("a projection is never finer than its factor")
+        return location
+
+    def effect_step(self, view: View) -> Step:
+        """An equation that is run for its effect: once per node if a node's examples reach it, else once."""
+        view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial)])
+        if all(isinstance(form, Whole) for form in view.forms):
+            return view.once()
+        if any("Ordered" in type(effect).__name__ for effect in view.eqn.effects):
+            raise CouplingError(
+                layout_message(
+                    f"the ordered effect of {view.eqn.primitive.name!r} cannot be kept: nodes run in parallel.",
+                    where=where(view.eqn),
+                    facts=[signature(view.eqn)],
+                    remedies=["use ordered=False", "or pass values that are reduced over the batch"],
+                )
+            )
+        return view.per_node((), None)
+
+    # Loops and branches
+
+    def region_step(self, view: View, region: Region) -> Step:
+        kept = list(view.forms), view.level
+        try:
+            match region:
+                case Loop():
+                    return self.loop_step(view, region)
+                case While():
+                    return self.while_step(view, region)
+                case Branches():
+                    return self.branch_step(view, region)
+        except Coupled as coupled:
+            view.forms[:], view.level = kept
+            view.materialize(
+                [i for i, form in enumerate(view.forms) if not isinstance(form, Whole)],
+                f"holds a coupling ({coupled}, at {where(coupled.eqn)})",
+            )
+            return view.once()
+
+    def inputs_of(self, view: View, positions: Iterable[int]) -> list[State]:
+        """States of a body's inputs: as the equation reads its operands, all available from the start."""
+        return [
+            State(view.forms[i], zero=view.states[i].zero, model=view.states[i].model) for i in positions
+        ]
+
+    def loop_step(self, view: View, loop: Loop) -> Step:
+        first, split = loop.constants, loop.constants + loop.carries
+        count = len(view.forms)
+        view.complete([i for i in range(count) if isinstance(view.forms[i], Partial) and not first <= i < split])
+        if all(isinstance(form, Whole) for form in view.forms):
+            return view.once()
+        body = inline(loop.body.jaxpr, loop.body.constants)
+        scanned = {form for form in view.forms[split:] if isinstance(form, Slice) and form.dim == 0}
+        if scanned:
+            return self.loop_over_batch(view, loop, body, scanned)
+        xs = [
+            dataclasses.replace(s, form=s.form.move(s.form.dim - 1)) if isinstance(s.form, Slice) else s
+            for s in self.inputs_of(view, range(split, count))
+        ]
+        constants = self.inputs_of(view, range(first))
+        carries = self.inputs_of(view, range(first, split))
+        carries, flow = self.fixpoint(
+            view.eqn, carries, lambda states: self.follow(body, [*constants, *states, *xs], body=True), loop.carries
+        )
+        forms = [state.form for state in carries]
+        results: list[Form] = [
+            *forms,
+            *(
+                form.move(form.dim + 1) if isinstance(form, Slice) else form
+                for form in flow.output_forms[loop.carries :]
+            ),
+        ]
+        flow.output_forms = [*forms, *flow.output_forms[loop.carries :]]
+        view.forms[first:split] = forms
+        return view.per_node(tuple(results), None, region=loop, bodies=(flow,))
+
+    def fixpoint(
+        self, eqn: JaxprEqn, carries: list[State], follow: Callable[[list[State]], Flow], count: int
+    ) -> tuple[list[State], Flow]:
+        """Follows a body until its carries keep their forms."""
+        while True:
+            flow = follow(carries)
+            joined = [
+                join(eqn, carry, flow.state(atom))
+                for carry, atom in zip(carries, flow.program.outputs[:count], strict=True)
+            ]
+            if joined == carries:
+                return carries, flow
+            carries = joined
+
+    def loop_over_batch(self, view: View, loop: Loop, body: Program, scanned: set[Slice]) -> Step:
+        """A loop that takes the examples one after another, without passing anything on, is a plain split."""
+        first, split = loop.constants, loop.constants + loop.carries
+        (form, *others) = scanned
+        if others or form.outer != 1 or form.ratio.denominator != 1:
+            raise Coupled(view.eqn, "it takes the examples in several orders")
+        for i, other in enumerate(view.forms):
+            if i >= split and isinstance(other, Whole):
+                view.forms[i] = form
+            elif other != form and not isinstance(other, Whole):
+                raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
+        if any(body.outputs[i] is not body.inputs[first + i] for i in range(loop.carries)):
+            raise Coupled(view.eqn, "it carries a value from example to example")
+        states = [
+            *self.inputs_of(view, range(split)),
+            *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
+        ]
+        flow = self.follow(body, states, body=True)
+        if any(isinstance(f, Partial | Slice) for f in flow.output_forms):
+            raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
+        flow.output_forms[loop.carries :] = [VARYING] * (len(flow.output_forms) - loop.carries)
+        results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[loop.carries :]))
+        return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
+
+    def while_step(self, view: View, loop: While) -> Step:
+        first = loop.condition_constants + loop.body_constants
+        count = len(view.forms)
+        view.complete([i for i in range(first) if isinstance(view.forms[i], Partial)])
+        if all(isinstance(form, Whole) for form in view.forms):
+            return view.once()
+        body = inline(loop.body.jaxpr, loop.body.constants)
+        condition = inline(loop.condition.jaxpr, loop.condition.constants)
+        condition_constants = self.inputs_of(view, range(loop.condition_constants))
+        constants = self.inputs_of(view, range(loop.condition_constants, first))
+        carries = self.inputs_of(view, range(first, count))
+        while True:
+            carries, flow = self.fixpoint(
+                view.eqn,
+                carries,
+                lambda states: self.follow(body, [*constants, *states], body=True),
+                len(carries),
+            )
+            test = self.follow(condition, [*condition_constants, *carries], body=True)
+            (form,) = test.output_forms
+            if isinstance(form, Whole):
+                break
+            if isinstance(form, Partial):
+                raise Coupled(view.eqn, "its condition is reduced over the batch")
+            if isinstance(form, Varying):
+                joined = [join(view.eqn, state, State(VARYING)) for state in carries]
+            else:
+                joined = [join(view.eqn, state, State(form)) for state in carries]
+            if joined == carries:
+                break
+            carries = joined
+        forms = tuple(state.form for state in carries)
+        flow.output_forms = list(forms)
+        view.forms[first:] = forms
+        return view.per_node(forms, None, region=loop, bodies=(test, flow))
+
+    def branch_step(self, view: View, branches: Branches) -> Step:
+        view.complete([0] if isinstance(view.forms[0], Partial) else [])
+        if isinstance(view.forms[0], Slice | Varying):
+            raise Coupled(view.eqn, "its branch depends on single examples")
+        if all(isinstance(form, Whole) for form in view.forms):
+            return view.once()
+        inputs = self.inputs_of(view, range(1, len(view.forms)))
+        flows = [
+            self.follow(inline(body.jaxpr, body.constants), inputs, body=True) for body in branches.bodies
+        ]
+        joined = [flows[0].state(atom) for atom in flows[0].program.outputs]
+        for flow in flows[1:]:
+            joined = [
+                join(view.eqn, state, flow.state(atom))
+                for state, atom in zip(joined, flow.program.outputs, strict=True)
+            ]
+        forms = tuple(state.form for state in joined)
+        for flow in flows:
+            flow.output_forms = list(forms)
+        return view.per_node(forms, None, region=branches, bodies=tuple(flows))
+
+
+def join(eqn: JaxprEqn, a: State, b: State) -> State:
+    """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
+    zero, model = a.zero and b.zero, a.model or b.model
+    for form, other, is_zero in ((a.form, b.form, b.zero), (b.form, a.form, a.zero)):
+        if form == other or isinstance(other, Whole):
+            if isinstance(form, Partial) and form.monoid is not Monoid.SUM and form != other and not is_zero:
+                break
+            if isinstance(form, Partial) and form.monoid is not Monoid.SUM and form != other:
+                break
+            return State(form, zero=zero and isinstance(form, Whole), model=model)
+    raise Coupled(eqn, f"it carries a value that is {a.form} and becomes {b.form}")
+
+
+@dataclasses.dataclass(eq=False)
+class View:
+    """An equation while batch flow decides about it: the forms in which it reads its operands so far."""
+
+    follower: Follower
+    flow: Flow
+    eqn: JaxprEqn
+    body: bool
+    reducers: dict[Var, JaxprEqn]
+
+    def __post_init__(self) -> None:
+        self.states = [self.flow.state(atom) for atom in self.eqn.invars]
+        self.forms: list[Form] = [state.form for state in self.states]
+        self.gathered: dict[int, str] = {}
+        self.level = 0
+
+    def complete(self, positions: Iterable[int]) -> None:
+        """Reads partial operands as completed reductions, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, "it reads a sum over the batch inside the loop")
+            self.forms[i] = WHOLE
+
+    def materialize(self, positions: Iterable[int], why: str) -> None:
+        """Reads batched operands whole, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, f"{self.eqn.primitive.name} {why}")
+            if isinstance(self.forms[i], Slice | Varying):
+                self.gathered[i] = why
+            self.forms[i] = WHOLE
+
+    def whole_level(self, i: int) -> int:
+        """The level at which operand i can be read whole."""
+        state = self.states[i]
+        return state.level if isinstance(state.form, Whole) else state.level + 1
+
+    def local_level(self, i: int) -> int:
+        """The level at which nodes can have operand i, or their own estimate of it."""
+        state = self.states[i]
+        if isinstance(state.form, Partial) and not self.is_local(i):
+            return state.level + 1
+        return state.local if isinstance(state.form, Whole | Partial) else state.level + 1
+
+    def is_local(self, i: int) -> bool:
+        """Whether a partial operand is estimated by each node where other examples read it."""
+        state, atom = self.states[i], self.eqn.invars[i]
+        return (
+            isinstance(state.form, Partial)
+            and state.model
+            and self.follower.mode(self.reducers.get(atom, self.eqn)) == "local"
+        )
+
+    def once(self) -> Step:
+        """The equation is evaluated once, on whole values."""
+        level = max((self.whole_level(i) for i in range(len(self.forms))), default=0)
+        return Step(
+            self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None
+        )
+
+    def per_node(
+        self,
+        results: tuple[Form, ...],
+        description: OperatorDescription | None,
+        location: Location | None = None,
+        region: Region | None = None,
+        bodies: tuple[Flow, ...] = (),
+        over_batch: bool = False,
+    ) -> Step:
+        """The equation is evaluated by every node."""
+        level = 0
+        for i, form in enumerate(self.forms):
+            state = self.states[i]
+            if form == state.form and not isinstance(form, Whole):
+                level = max(level, state.level)
+            elif self.local_level(i) < self.whole_level(i):
+                if isinstance(form, Whole):
+                    self.forms[i] = VARYING
+                level = max(level, self.local_level(i))
+            else:
+                level = max(level, self.whole_level(i))
+        return Step(
+            self.eqn, True, level, tuple(self.forms), results, description, location, region, bodies, over_batch
+        )
+
+    def record(self, step: Step) -> None:
+        """Writes the states of the results, and the couplings met."""
+        model = any(state.model for state in self.states)
+        zero = self.results_zero(step)
+        local = max((self.local_level(i) for i in range(len(self.states))), default=0)
+        for var, form in zip(self.eqn.outvars, step.results, strict=True):
+            if isinstance(form, Whole):
+                self.flow.states[var] = State(form, step.level, min(local, step.level), zero, model)
+            else:
+                self.flow.states[var] = State(form, step.level, step.level, zero, model)
+            if isinstance(form, Partial):
+                inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
+                self.reducers[var] = inherited[0] if inherited else self.eqn
+            elif isinstance(form, Whole):
+                inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
+                if inherited:
+                    self.reducers[var] = inherited[0]
+        if self.gathered:
+            self.follower.couplings.append(Coupling(self.eqn, "materialize", step.level))
+        elif step.per_node:
+            for i, form in enumerate(step.operands):
+                atom = self.eqn.invars[i]
+                reads_reduction = isinstance(form, Whole | Varying | Slice) and isinstance(
+                    self.states[i].form, Whole | Partial
+                )
+                if not reads_reduction or self.whole_level(i) == 0:
+                    continue
+                mode = "local" if self.local_level(i) < self.whole_level(i) else "exact"
+                source = self.reducers.get(atom) if isinstance(atom, Var) else None
+                self.follower.couplings.append(Coupling(self.eqn, "reduction", step.level, mode, source))
+
+    def results_zero(self, step: Step) -> bool:
+        """Whether the equation maps zeros to zeros, and its operands are zeros."""
+        if not any(state.zero for state in self.states):
+            return False
+        description = step.description
+        if description is None:
+            description = describe(self.eqn) if region_of(self.eqn) is None else None
+        if description is None:
+            return False
+        return any(all(self.states[i].zero for i in group) for group in description.linear)

@@ -1,0 +1,156 @@
+"""The forms in which a node can hold a value, and how a form moves through an index expression.
+
+Knows factors, dimensions and the batch. Must not know equations' primitives, passes or devices.
+
+The batch factor sits inside one dimension as ``outer x batch x inner``: an array whose dimension was made by
+``concatenate([a, b])`` of two batches has ``outer = 2``; one made by merging ``(batch, time)`` has ``inner = time``. In
+row-major order all of that survives a reshape. A node that holds examples ``[v*m, (v+1)*m)`` therefore holds
+``outer`` runs of ``m * ratio`` elements, ``ratio`` being the elements of a run per example: a whole number after a
+merge, a fraction after ``reshape(B // 2, 2)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from fractions import Fraction
+
+from vnode.operators.description import Dim, Dims, Monoid, Sizes
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """The examples that are divided among the nodes.
+
+    Attributes:
+      size: examples of the global batch.
+    """
+
+    size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """Every node holds the same, full value."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A node holds its own examples along one dimension.
+
+    Attributes:
+      batch: what is divided.
+      dim: the dimension.
+      outer: how many runs of the batch lie in the dimension, one after another.
+      ratio: elements of a run per example.
+    """
+
+    batch: Batch
+    dim: int
+    outer: int
+    ratio: Fraction
+
+    @property
+    def grain(self) -> int:
+        """The number of examples that a node must hold a multiple of."""
+        return self.ratio.denominator
+
+    @property
+    def units(self) -> int:
+        """Elements of one run, over all nodes."""
+        return int(self.batch.size * self.ratio)
+
+    def move(self, dim: int) -> Slice:
+        """The same examples along another dimension."""
+        return dataclasses.replace(self, dim=dim)
+
+    def __str__(self) -> str:
+        runs = f"{self.outer} x " if self.outer > 1 else ""
+        per = f" x {self.ratio}" if self.ratio != 1 else ""
+        return f"batched(dim {self.dim}: {runs}batch{per})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Partial:
+    """Each node holds a piece; the monoid's sum of the pieces is the value."""
+
+    monoid: Monoid
+
+    def __str__(self) -> str:
+        return f"partial({self.monoid.value})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Varying:
+    """Each node, or each iteration of a loop over examples, holds a full-shaped value of its own."""
+
+    def __str__(self) -> str:
+        return "varying"
+
+
+WHOLE = Whole()
+VARYING = Varying()
+
+Form = Whole | Slice | Partial | Varying
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where the batch lies among the factors of an equation.
+
+    Attributes:
+      batch: what is divided.
+      factor: the factor.
+      outer: runs within the factor.
+      ratio: elements of a run per example, within the factor.
+    """
+
+    batch: Batch
+    factor: int
+    outer: int
+    ratio: Fraction
+
+
+def locate(form: Slice, dims: Dims, sizes: Sizes) -> Location | None:
+    """The factor that holds the batch of a sliced operand, or None if it straddles factors.
+
+    A batch that spans several factors is located in the major one, at a coarser grain.
+
+    Example:
+      >>> form = Slice(Batch(8), 0, 1, Fraction(3))           # (batch 8 x 3)
+      >>> locate(form, ((0, 1),), (8, 3))                      # reshaped to (8)(3)
+      Location(batch=Batch(size=8), factor=0, outer=1, ratio=Fraction(1, 1))
+      >>> locate(form, ((0, 1),), (4, 6)).ratio                # reshaped to (4)(6): pairs of examples
+      Fraction(1, 2)
+    """
+    outer = form.outer
+    dim: Dim = dims[form.dim]
+    for k, factor in enumerate(dim):
+        size = sizes[factor]
+        if outer % size == 0:
+            outer //= size
+        elif size % outer == 0:
+            ratio = form.ratio / math.prod(sizes[f] for f in dim[k + 1 :])
+            return Location(form.batch, factor, outer, ratio)
+        else:
+            return None
+    return None
+
+
+def project(location: Location, dims: Dims, sizes: Sizes) -> Slice | None:
+    """The form of an array whose dimensions are `dims`, or None if the batch's factor is not among them."""
+    for d, dim in enumerate(dims):
+        if location.factor in dim:
+            k = dim.index(location.factor)
+            major = math.prod(sizes[f] for f in dim[:k])
+            minor = math.prod(sizes[f] for f in dim[k + 1 :])
+            return Slice(location.batch, d, major * location.outer, location.ratio * minor)
+    return None
+
+
+def stands_in(factor: int, dims: Sequence[Dim]) -> bool:
+    return any(factor in dim for dim in dims)

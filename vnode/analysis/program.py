@@ -1,0 +1,146 @@
+"""A step as a straight list of equations: traced, calls inlined, loops and branches kept.
+
+Knows jaxprs, and that calls can be inlined. Must not know about batches or devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.extend import source_info_util
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.operators.control import Body, call_of
+
+Atom = Var | Literal
+
+
+@dataclasses.dataclass(eq=False)
+class Program:
+    """A list of equations in order of evaluation, each variable defined once.
+
+    Attributes:
+      inputs: variables given by the caller.
+      constants: variables whose values are known, with the values.
+      equations: no calls among them; loops and branches are.
+      outputs: what is returned.
+      custom_derivatives: whether a call that was inlined carried its own derivative rule.
+    """
+
+    inputs: list[Var]
+    constants: dict[Var, Any]
+    equations: list[JaxprEqn]
+    outputs: list[Atom]
+    custom_derivatives: bool = False
+
+    @functools.cached_property
+    def definitions(self) -> dict[Var, JaxprEqn]:
+        """The equation that defines a variable; inputs and constants have none."""
+        return {var: eqn for eqn in self.equations for var in eqn.outvars}
+
+
+@functools.lru_cache(maxsize=1)
+def barrier_equation() -> JaxprEqn:
+    """An ``optimization_barrier`` of one operand, to copy."""
+    return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0]
+
+
+def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
+    """Inlines every call in `jaxpr`, at any depth, with fresh variables.
+
+    Name stacks are joined, so that profiles and errors name the scopes that the user opened. A rematerialized body
+    gets a barrier on its operands, so that the compiler does not merge it with the forward computation again.
+
+    Args:
+      jaxpr: an open jaxpr.
+      constants: values of its constant variables.
+
+    Returns:
+      The program.
+    """
+    program = Program([], {}, [], [])
+
+    def walk(body: Body, operands: Sequence[Atom] | None, stack: Any) -> list[Atom]:
+        env: dict[Var, Atom] = {}
+
+        def fresh(var: Var) -> Var:
+            env[var] = new = Var(var.aval)
+            return new
+
+        def read(atom: Atom) -> Atom:
+            return atom if isinstance(atom, Literal) else env[atom]
+
+        for var, value in zip(body.jaxpr.constvars, body.constants, strict=True):
+            program.constants[fresh(var)] = value
+        if operands is None:
+            program.inputs.extend(fresh(var) for var in body.jaxpr.invars)
+        else:
+            env.update(zip(body.jaxpr.invars, operands, strict=True))
+        for eqn in body.jaxpr.eqns:
+            source = eqn.source_info
+            if stack is not None:
+                source = source.replace(name_stack=stack + source.name_stack)
+            call = call_of(eqn)
+            if call is None:
+                program.equations.append(
+                    eqn.replace(
+                        invars=[read(atom) for atom in eqn.invars],
+                        outvars=[fresh(var) for var in eqn.outvars],
+                        source_info=source,
+                    )
+                )
+                continue
+            program.custom_derivatives |= call.custom_derivative
+            passed = [read(eqn.invars[i]) for i in call.operands]
+            if call.barrier:
+                passed = [behind_barrier(atom, source) for atom in passed]
+            results = walk(call.body, passed, source.name_stack)
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in body.jaxpr.outvars]
+
+    def behind_barrier(atom: Atom, source: Any) -> Atom:
+        if isinstance(atom, Literal):
+            return atom
+        new = Var(atom.aval)
+        program.equations.append(barrier_equation().replace(invars=[atom], outvars=[new], source_info=source))
+        return new
+
+    program.outputs = walk(Body(jaxpr, tuple(constants)), None, None)
+    return program
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+    """Traces `fun` abstractly and inlines its calls.
+
+    Args:
+      fun: any function of pytrees of arrays.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The program over the flattened arguments, and the pytree of `jax.ShapeDtypeStruct`s that `fun` returns.
+    """
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
+    return inline(closed.jaxpr, closed.consts), shapes
+
+
+def where(eqn: JaxprEqn) -> str:
+    """The user's source line of an equation, ``file:line:column (function)``."""
+    return source_info_util.summarize(eqn.source_info)
+
+
+def scope(eqn: JaxprEqn) -> str:
+    """The name stack of an equation: flax modules and ``jax.named_scope``s, joined by slashes."""
+    return str(eqn.source_info.name_stack)
+
+
+def signature(eqn: JaxprEqn) -> str:
+    """The primitive with the types of its operands and results."""
+
+    def types(atoms: Sequence[Any]) -> str:
+        return ", ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms)
+
+    return f"{eqn.primitive.name}({types(eqn.invars)}) -> {types(eqn.outvars)}"

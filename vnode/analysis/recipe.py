@@ -1,0 +1,289 @@
+"""Recipes: which equations to evaluate, each in which form, so that requested values come out in requested forms.
+
+Knows batch flow's steps and how one form is made from another. Must not know devices or how an equation is evaluated.
+
+A recipe is found by one sweep backwards from what is requested (dead-code elimination over pairs of variable and
+form). A whole value of which nodes need slices is not built and sliced: its producers are cloned at the node's size as
+far as they are cheap (`pull`), so that a dropout mask, an iota or a vector of ones never exists at the size of the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+
+from jax.extend.core import Var
+
+from vnode.analysis.flow import Flow, Step
+from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole, locate, project
+from vnode.analysis.program import Atom
+from vnode.operators import OperatorDescription, describe
+from vnode.operators.control import Loop, While
+
+Key = tuple[Var, Form]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Evaluation:
+    """One evaluation of an equation.
+
+    Attributes:
+      step: the equation, as batch flow decided about it.
+      operands: the form in which each operand is read.
+      results: the forms produced, None for a result that nobody wants.
+      description: for an equation that is neither loop nor branch, unless it is evaluated whole.
+      location: the factor that is split, if one is.
+      bodies: for a loop or branch evaluated by nodes: the recipe of each body.
+      carried: for a loop: the carries that are kept.
+    """
+
+    step: Step
+    operands: tuple[Form | None, ...]
+    results: tuple[Form | None, ...]
+    description: OperatorDescription | None = None
+    location: Location | None = None
+    bodies: tuple[Recipe, ...] = ()
+    carried: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """One form of a variable made from another."""
+
+    var: Var
+    source: Form
+    target: Form
+
+
+@dataclasses.dataclass(eq=False)
+class Recipe:
+    """What to evaluate, in order.
+
+    Attributes:
+      flow: batch flow of the program.
+      actions: in order of evaluation.
+      requests: what comes out.
+      leaves: what must be given.
+    """
+
+    flow: Flow
+    actions: list[Evaluation | Conversion]
+    requests: list[tuple[Atom, Form]]
+    leaves: dict[Key, None]
+
+
+def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Evaluation | None:
+    """A clone of the whole equation `step` that gives a node's slice of its result; None if it is not cheap."""
+    if step.per_node or step.eqn.effects:
+        return None
+    description = describe(step.eqn)
+    if description is None or description.contraction or description.reduced:
+        return None
+    location = locate(form, description.results[result], description.sizes)
+    if location is None or location.factor in description.whole or node_size % location.ratio.denominator:
+        return None
+    results = [project(location, dims, description.sizes) for dims in description.results]
+    operands = [project(location, dims, description.sizes) for dims in description.operands]
+    if any(f is None or node_size % f.grain for f in results) or any(f and node_size % f.grain for f in operands):
+        return None
+    if results[result] != form:
+        return None
+    wanted: tuple[Form | None, ...] = tuple(form if i == result else None for i in range(len(results)))
+    read = tuple(
+        operand or estimate(flow, atom) for operand, atom in zip(operands, step.eqn.invars, strict=True)
+    )
+    return Evaluation(step, read, wanted, description, location)
+
+
+def estimate(flow: Flow, atom: Atom) -> Form:
+    """How a node reads a whole value: as it is, or its own estimate of it where that is available earlier."""
+    state = flow.state(atom)
+    return VARYING if state.local < state.level else WHOLE
+
+
+def recipe(
+    flow: Flow,
+    requests: Iterable[tuple[Atom, Form]],
+    node_size: int,
+    *,
+    is_leaf: Callable[[Var, Form], bool] | None = None,
+    effects: Sequence[Step] = (),
+) -> Recipe:
+    """Finds what to evaluate so that `requests` come out.
+
+    Args:
+      flow: batch flow of the program.
+      requests: atoms, each with the form wanted.
+      node_size: examples per node.
+      is_leaf: says which pairs of variable and form are given; by default the program's inputs and constants in the
+        form that batch flow found for them.
+      effects: steps to evaluate whether or not their results are wanted.
+
+    Returns:
+      The recipe; `Recipe.leaves` holds the pairs that must be given.
+    """
+    program = flow.program
+    given = set(program.inputs) | set(program.constants)
+    leaf = is_leaf or (lambda var, form: var in given and flow.states[var].form == form)
+    wanted: dict[Var, dict[Form, None]] = {}
+    leaves: dict[Key, None] = {}
+    actions: list[Evaluation | Conversion] = []
+    requests = list(requests)
+
+    def want(atom: Atom, form: Form) -> None:
+        if isinstance(atom, Var):
+            if leaf(atom, form):
+                leaves[(atom, form)] = None
+            else:
+                wanted.setdefault(atom, {})[form] = None
+
+    def convert(var: Var, target: Form) -> None:
+        source = flow.states[var].form
+        if source == target:
+            raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
+        actions.append(Conversion(var, source, target))
+        want(var, source)
+
+    def visit(step: Step, forced: bool) -> None:
+        results = step.eqn.outvars
+        native = [step.results[i] in wanted.get(var, ()) for i, var in enumerate(results)]
+        whole = [isinstance(form, Whole) for form in step.results]
+        for i, var in enumerate(results):
+            for form in list(wanted.get(var, ())):
+                if form == step.results[i]:
+                    continue
+                if isinstance(form, Slice) and whole[i]:
+                    clone = pull(flow, step, i, form, node_size)
+                    if clone is not None:
+                        add(clone)
+                        continue
+                if isinstance(form, Varying) and whole[i] and flow.states[var].local < flow.states[var].level:
+                    add(estimated(flow, step, i))
+                    continue
+                convert(var, form)
+                native[i] = native[i] or (var in wanted and step.results[i] in wanted[var])
+        in_whole = [n and w for n, w in zip(native, whole, strict=True)]
+        in_nodes = [n and not w for n, w in zip(native, whole, strict=True)]
+        if any(in_nodes) or (forced and step.per_node):
+            add(evaluation(step, in_nodes, node_size))
+        if any(in_whole) or (forced and not step.per_node):
+            add(evaluation(step, in_whole, node_size))
+
+    def add(action: Evaluation) -> None:
+        actions.append(action)
+        for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
+            if form is not None:
+                want(atom, form)
+
+    for atom, form in requests:
+        want(atom, form)
+    forced = set(map(id, effects))
+    for step in reversed(flow.steps):
+        if id(step) in forced or any(var in wanted for var in step.eqn.outvars):
+            visit(step, id(step) in forced)
+    for var in [*program.inputs, *program.constants]:
+        for form in list(wanted.get(var, ())):
+            convert(var, form)
+    actions.reverse()
+    return Recipe(flow, actions, requests, leaves)
+
+
+def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
+    """The evaluation of a whole equation on a node's own estimates of its operands."""
+    operands = []
+    for atom in step.eqn.invars:
+        state = flow.state(atom)
+        if isinstance(state.form, Partial):
+            operands.append(VARYING)
+        else:
+            operands.append(estimate(flow, atom))
+    results: tuple[Form | None, ...] = tuple(
+        VARYING if i == result else None for i in range(len(step.eqn.outvars))
+    )
+    return Evaluation(step, tuple(operands), results)
+
+
+def evaluation(step: Step, wanted: Sequence[bool], node_size: int) -> Evaluation:
+    """The evaluation of an equation in the forms that batch flow found, for the results in `wanted`."""
+    results = tuple(form if w else None for form, w in zip(step.results, wanted, strict=True))
+    if not step.per_node:
+        return Evaluation(step, step.operands, results, step.description)
+    if step.region is None:
+        return Evaluation(step, step.operands, results, step.description, step.location)
+    match step.region:
+        case Loop() as loop:
+            return loop_evaluation(step, loop, results, node_size)
+        case While() as loop:
+            return while_evaluation(step, loop, results, node_size)
+        case _:
+            recipes = tuple(
+                recipe(
+                    flow,
+                    [
+                        (atom, form)
+                        for atom, form in zip(flow.program.outputs, results, strict=True)
+                        if form is not None
+                    ],
+                    node_size,
+                    effects=[s for s in flow.steps if s.eqn.effects],
+                )
+                for flow in step.bodies
+            )
+            used = {flow.program.inputs.index(v) + 1 for r, flow in paired(recipes, step) for v, _ in r.leaves
+                    if v in flow.program.inputs}
+            operands = tuple(
+                form if i == 0 or i in used else None for i, form in enumerate(step.operands)
+            )
+            return Evaluation(step, operands, results, bodies=recipes)
+
+
+def paired(recipes: Sequence[Recipe], step: Step) -> list[tuple[Recipe, Flow]]:
+    return list(zip(recipes, step.bodies, strict=True))
+
+
+def loop_evaluation(step: Step, loop: Loop, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
+    """Keeps the carries that the wanted results depend on."""
+    (flow,) = step.bodies
+    carried = {i for i in range(loop.carries) if results[i] is not None}
+    inputs = {var: i for i, var in enumerate(flow.program.inputs)}
+    while True:
+        requests = [(flow.program.outputs[i], flow.output_forms[i]) for i in sorted(carried)]
+        requests += [
+            (flow.program.outputs[i], flow.output_forms[i])
+            for i in range(loop.carries, len(results))
+            if results[i] is not None
+        ]
+        body = recipe(flow, requests, node_size, effects=[s for s in flow.steps if s.eqn.effects])
+        used = {inputs[var] for var, _ in body.leaves if var in inputs}
+        more = {i - loop.constants for i in used if loop.constants <= i < loop.constants + loop.carries}
+        if more <= carried:
+            break
+        carried |= more
+    used |= {loop.constants + i for i in carried}
+    operands = tuple(form if i in used else None for i, form in enumerate(step.operands))
+    return Evaluation(step, operands, results, bodies=(body,), carried=tuple(sorted(carried)))
+
+
+def while_evaluation(step: Step, loop: While, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
+    """Keeps the carries that the wanted results and the condition depend on."""
+    test_flow, flow = step.bodies
+    test = recipe(test_flow, [(test_flow.program.outputs[0], test_flow.output_forms[0])], node_size)
+    test_inputs = {var: i for i, var in enumerate(test_flow.program.inputs)}
+    inputs = {var: i for i, var in enumerate(flow.program.inputs)}
+    tested = {test_inputs[var] for var, _ in test.leaves if var in test_inputs}
+    carried = {i for i, form in enumerate(results) if form is not None}
+    carried |= {i - loop.condition_constants for i in tested if i >= loop.condition_constants}
+    while True:
+        requests = [(flow.program.outputs[i], flow.output_forms[i]) for i in sorted(carried)]
+        body = recipe(flow, requests, node_size, effects=[s for s in flow.steps if s.eqn.effects])
+        used = {inputs[var] for var, _ in body.leaves if var in inputs}
+        more = {i - loop.body_constants for i in used if i >= loop.body_constants}
+        if more <= carried:
+            break
+        carried |= more
+    first = loop.condition_constants + loop.body_constants
+    positions = {i for i in tested if i < loop.condition_constants}
+    positions |= {loop.condition_constants + i for i in used if i < loop.body_constants}
+    positions |= {first + i for i in carried}
+    operands = tuple(form if i in positions else None for i, form in enumerate(step.operands))
+    return Evaluation(step, operands, results, bodies=(test, body), carried=tuple(sorted(carried)))

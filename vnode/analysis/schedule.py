@@ -1,0 +1,356 @@
+"""The schedule of a step: its passes, what each accumulates and gathers, and what is computed once in between.
+
+Knows recipes and levels. Must not know devices or how anything is evaluated.
+
+Where a partial value is accumulated matters: the frontier between per-node and once-only work may be moved along
+linear equations. It is moved as early as possible as long as the accumulators do not grow, so that scaling, casting
+and transposing happen once, while two gradients of a tied weight are added before they are accumulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from vnode.analysis.flow import Coupling, Flow, Follower, Step
+from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Whole
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
+from vnode.operators import Monoid, describe
+from vnode.operators.control import Branches, Loop, call_of, region_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """A partial value that a pass completes.
+
+    Attributes:
+      var: the value.
+      monoid: how pieces combine.
+      dtype: of the accumulator.
+    """
+
+    var: Var
+    monoid: Monoid
+    dtype: Any
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.var.aval.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """One scan over all nodes.
+
+    Attributes:
+      level: of the whole values it reads.
+      recipe: what every node evaluates.
+      accumulators: partial values that are completed over all nodes.
+      collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
+    """
+
+    level: int
+    recipe: Recipe
+    accumulators: tuple[Accumulator, ...]
+    collected: tuple[tuple[Var, Slice], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """What happens at one level: some equations once, then a pass.
+
+    Attributes:
+      once: evaluated once, on whole values, in order.
+      nodes: the pass that follows, if one is needed.
+    """
+
+    once: tuple[Evaluation, ...]
+    nodes: Pass | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A step, ready to be emitted.
+
+    Attributes:
+      flow: batch flow of the step.
+      node_size: examples per node, padding included.
+      stages: in order.
+      gathered: batched values that are read whole.
+      couplings: the places where examples influence each other.
+      flops: of the whole step, each equation counted once.
+      recomputed: flops of equations that more than one pass evaluates, beyond the first time.
+    """
+
+    flow: Flow
+    node_size: int
+    stages: tuple[Stage, ...]
+    gathered: dict[Var, Slice]
+    couplings: tuple[Coupling, ...]
+    flops: int
+    recomputed: int
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [stage.nodes for stage in self.stages if stage.nodes is not None]
+
+
+def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
+    """16-bit (and smaller) floats are summed in float32, unless the user wants another dtype."""
+    dtype = np.dtype(dtype)
+    if monoid not in (Monoid.SUM, Monoid.PROD) or not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    if wanted is not None:
+        return np.dtype(wanted)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def schedule(follower: Follower, flow: Flow, node_size: int, accumulate_dtype: Any = None) -> Schedule:
+    """Divides a step into passes.
+
+    Args:
+      follower: that made `flow`.
+      flow: batch flow of the step.
+      node_size: examples per node.
+      accumulate_dtype: the dtype of floating-point accumulators; None for the default.
+
+    Returns:
+      The schedule.
+    """
+    earliest: dict[Var, int] = {}
+    while True:
+        sweep = Sweep(flow, node_size, accumulate_dtype, earliest)
+        stages = sweep.run()
+        late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
+        if not late:
+            break
+        earliest |= sweep.needed
+    total, recomputed = work(flow, stages)
+    return Schedule(flow, node_size, tuple(stages), sweep.gathered, tuple(follower.couplings), total, recomputed)
+
+
+class Sweep:
+    """One sweep from the last level to the first, collecting what each level asks of the levels before it.
+
+    What a pass completes or collects is wanted by some later level and possible from some level on. It waits
+    (`pending`) until a pass is inevitable, so that there are as few passes as possible and each value is computed in
+    the latest: a loss is summed where the gradients are, not in the pass that only counts tokens.
+
+    Attributes:
+      needed: for every whole value the first level at which it is needed.
+      made: the level at which it is there. A value that was put too late (its first user was met last) calls for
+        another sweep, which is told so by `earliest`.
+    """
+
+    def __init__(self, flow: Flow, node_size: int, accumulate_dtype: Any, earliest: dict[Var, int]) -> None:
+        self.flow = flow
+        self.node_size = node_size
+        self.accumulate_dtype = accumulate_dtype
+        self.earliest = earliest
+        self.given = set(flow.program.inputs) | set(flow.program.constants)
+        self.level = 1 + max((step.level for step in flow.steps), default=0)
+        self.needed: dict[Var, int] = {}
+        self.made: dict[Var, int] = {}
+        self.gathered: dict[Var, Slice] = {}
+        self.pending: dict[Var, None] = {}
+        self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
+        self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
+        self.waiting = [-i for i, step in enumerate(flow.steps) if step.eqn.effects and not step.per_node]
+        self.held: dict[int, list[int]] = {}
+        heapq.heapify(self.waiting)
+
+    def want_whole(self, atom: Atom) -> None:
+        if not isinstance(atom, Var):
+            return
+        known = atom in self.needed
+        self.needed[atom] = min(self.level, self.needed.get(atom, self.level))
+        if known:
+            return
+        state = self.flow.states[atom]
+        if isinstance(state.form, Slice):
+            self.gathered[atom] = state.form
+        if atom in self.given:
+            return
+        if not isinstance(state.form, Whole):
+            self.pending[atom] = None
+            return
+        release = 0 if state.level == 0 else self.earliest.get(atom, self.level)
+        if release < self.level:
+            self.held.setdefault(release, []).append(-self.position[atom])
+        else:
+            heapq.heappush(self.waiting, -self.position[atom])
+
+    def run(self) -> list[Stage]:
+        flow = self.flow
+        for atom in flow.program.outputs:
+            if not isinstance(flow.state(atom).form, Slice):
+                self.want_whole(atom)
+            elif isinstance(atom, Var) and atom not in self.given:
+                self.pending[atom] = None
+        stages: list[Stage] = []
+        while self.level >= 0:
+            nodes = None
+            if any(flow.states[var].level == self.level for var in self.pending) or any(
+                step.level == self.level for step in self.effects
+            ):
+                moved, nodes = self.make_pass()
+                if moved:
+                    stages[-1] = Stage((*moved, *stages[-1].once), stages[-1].nodes)
+            stages.append(Stage(self.once(), nodes))
+            self.level -= 1
+        stages.reverse()
+        while stages and not stages[-1].once and stages[-1].nodes is None:
+            stages.pop()
+        return stages
+
+    def once(self) -> tuple[Evaluation, ...]:
+        """Everything wanted so far that is evaluated once, on whole values: as late as those who want it allow."""
+        actions: list[Evaluation] = []
+        for position in self.held.pop(self.level, ()):
+            heapq.heappush(self.waiting, position)
+        while self.waiting:
+            position = heapq.heappop(self.waiting)
+            while self.waiting and self.waiting[0] == position:
+                heapq.heappop(self.waiting)
+            step = self.flow.steps[-position]
+            wanted = [
+                var in self.needed and isinstance(form, Whole)
+                for var, form in zip(step.eqn.outvars, step.results, strict=True)
+            ]
+            self.made.update((var, self.level) for var, want in zip(step.eqn.outvars, wanted, strict=True) if want)
+            actions.append(self.whole(step, wanted))
+        actions.reverse()
+        return tuple(actions)
+
+    def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
+        """The evaluation of an equation on whole values, its operands wanted."""
+        if step.per_node and not any(isinstance(form, Partial) for form in step.results):
+            action = evaluation(step, needed, self.node_size)
+        else:
+            action = Evaluation(
+                step, (WHOLE,) * len(step.eqn.invars), tuple(WHOLE if need else None for need in needed)
+            )
+        for atom, form in zip(step.eqn.invars, action.operands, strict=True):
+            if form is not None:
+                self.want_whole(atom)
+        return action
+
+    def make_pass(self) -> tuple[list[Evaluation], Pass]:
+        """The pass of a level, with the equations that are better evaluated once, right after it."""
+        flow, level = self.flow, self.level
+        moved: list[Evaluation] = []
+        completed: list[Var] = []
+        ready = {
+            var
+            for var in self.pending
+            if flow.states[var].level == level
+            or (flow.states[var].level < level and self.earliest.get(var, level + 1) > level)
+        }
+        collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
+        self.level += 1  # what is moved behind the pass is evaluated at the next level
+        if any(isinstance(flow.states[var].form, Partial) for var in ready):
+            for step in reversed(flow.steps):
+                if step.level > level or not step.per_node:
+                    continue
+                late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
+                late = [v for v in late if v in ready or flow.states[v].level == level or v not in self.earliest]
+                if not late:
+                    continue
+                ready.update(late)
+                if self.moves_once(step, late):
+                    moved.append(self.whole(step, [var in late for var in step.eqn.outvars]))
+                else:
+                    completed += late
+                for var in late:
+                    del self.pending[var]
+        self.level = level
+        moved.reverse()
+        self.made.update((var, level + 1) for var in ready)
+        effects = [step for step in self.effects if step.level <= level]
+        self.effects = [step for step in self.effects if step.level > level]
+        self.pending = {var: None for var in self.pending if var not in ready}
+        states = flow.states
+        requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
+        requests += collected.items()
+        leaf = set(self.given)
+
+        def is_leaf(var: Var, form: Form) -> bool:
+            return isinstance(form, Whole) or (var in leaf and form == states[var].form)
+
+        made = recipe(flow, requests, self.node_size, is_leaf=is_leaf, effects=effects)
+        accumulators = []
+        for var in completed:
+            form = states[var].form
+            assert isinstance(form, Partial)
+            dtype = accumulator_dtype(var.aval.dtype, form.monoid, self.accumulate_dtype)
+            accumulators.append(Accumulator(var, form.monoid, dtype))
+        for var, form in made.leaves:
+            if isinstance(form, Whole):
+                self.want_whole(var)
+        return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
+
+    def moves_once(self, step: Step, late: Sequence[Var]) -> bool:
+        """Whether a linear equation of partial values is better evaluated once, on completed operands."""
+        if step.location is not None or step.region is not None or step.description is None:
+            return False
+        partial = {
+            atom: None
+            for atom in step.eqn.invars
+            if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Partial)
+        }
+        cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
+        return bool(partial) and cost <= sum(size_of(var) for var in late)
+
+
+def work(flow: Flow, stages: Sequence[Stage]) -> tuple[int, int]:
+    """Scalar operations of a step, and those that passes repeat."""
+    first: set[Step] = set()
+    recomputed = 0
+    for stage in stages:
+        for action in stage.nodes.recipe.actions if stage.nodes else ():
+            if isinstance(action, Conversion) or not action.step.per_node:
+                continue
+            if action.step in first:
+                recomputed += step_flops(action.step)
+            first.add(action.step)
+    return sum(step_flops(step) for step in flow.steps), recomputed
+
+
+def size_of(var: Var) -> int:
+    """Bytes of an accumulator of `var`."""
+    dtype = getattr(var.aval, "dtype", np.dtype(np.float32))
+    return math.prod(var.aval.shape) * max(4, getattr(dtype, "itemsize", 4))
+
+
+def step_flops(step: Step) -> int:
+    if step.description is not None:
+        return step.description.flops
+    return equation_flops(step.eqn)
+
+
+def equation_flops(eqn: Any) -> int:
+    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
+    call = call_of(eqn)
+    if call is not None:
+        return sum(equation_flops(e) for e in call.body.jaxpr.eqns)
+    region = region_of(eqn)
+    if region is None:
+        description = describe(eqn)
+        return 0 if description is None else description.flops
+    match region:
+        case Loop():
+            return region.length * sum(equation_flops(e) for e in region.body.jaxpr.eqns)
+        case Branches():
+            return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
+        case _:
+            return sum(equation_flops(e) for e in region.body.jaxpr.eqns)
+
+

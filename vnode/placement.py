@@ -1,0 +1,125 @@
+"""Which virtual nodes live on which device.
+
+Knows devices and meshes. Must not know steps, values or programs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+
+
+class Placement:
+    """Maps virtual nodes onto devices: contiguous ranges, as even as possible unless `counts` says otherwise.
+
+    Args:
+      virtual_nodes: V, at least 1.
+      devices: the devices, in order; all of ``jax.devices()`` by default. More devices than nodes is allowed: the
+        last ones then hold no node.
+      counts: nodes on each device; must add up to V.
+      mesh: spread the nodes over one axis of this mesh instead; its other axes stay automatic, so that parameters
+        may be sharded over them.
+      axis: the name of the mesh axis over which nodes are spread.
+
+    Raises:
+      PlacementError: the arguments do not fit together.
+
+    Example:
+      >>> import jax
+      >>> placement = Placement(8, jax.devices()[:1])
+      >>> placement.counts
+      (8,)
+    """
+
+    def __init__(
+        self,
+        virtual_nodes: int,
+        devices: Sequence[Any] | None = None,
+        *,
+        counts: Sequence[int] | None = None,
+        mesh: Mesh | None = None,
+        axis: str = "vnode",
+    ) -> None:
+        if not isinstance(virtual_nodes, int) or isinstance(virtual_nodes, bool) or virtual_nodes < 1:
+            raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+        if mesh is not None:
+            if devices is not None:
+                raise PlacementError("give either devices or a mesh: a mesh already has devices")
+            if axis not in mesh.axis_names:
+                raise PlacementError(
+                    layout_message(
+                        f"the mesh has no axis {axis!r}.",
+                        facts=[f"its axes are {', '.join(map(repr, mesh.axis_names))}"],
+                        remedies=["name the axis over which to spread nodes: Placement(..., mesh=mesh, axis='data')"],
+                    )
+                )
+        else:
+            devices = list(jax.devices() if devices is None else devices)
+            if not devices:
+                raise PlacementError("a placement needs at least one device")
+            if len(set(devices)) != len(devices):
+                raise PlacementError("a device may be named only once in a placement")
+            mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+        size = mesh.shape[axis]
+        if counts is None:
+            counts = [virtual_nodes // size + (d < virtual_nodes % size) for d in range(size)]
+        counts = tuple(int(n) for n in counts)
+        if len(counts) != size:
+            raise PlacementError(f"counts has {len(counts)} entries for {size} devices")
+        if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:
+            raise PlacementError(f"counts must be at least 0 and add up to {virtual_nodes} nodes, not {list(counts)}")
+        self.virtual_nodes = virtual_nodes
+        self.mesh = mesh
+        self.axis = axis
+        self.counts = counts
+
+    @property
+    def devices(self) -> list[Any]:
+        """All devices, those of the mesh's other axes included."""
+        return list(self.mesh.devices.flat)
+
+    @property
+    def size(self) -> int:
+        """Devices along the node axis."""
+        return len(self.counts)
+
+    @property
+    def waves(self) -> int:
+        """Nodes that the fullest device computes one after another."""
+        return max(self.counts)
+
+    @property
+    def even(self) -> bool:
+        """Whether every device holds as many nodes as every other."""
+        return min(self.counts) == max(self.counts)
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """The first node of every device."""
+        return tuple(int(n) for n in np.cumsum((0, *self.counts[:-1])))
+
+    def sharding(self, *spec: Any) -> NamedSharding:
+        """A sharding over the placement's mesh; replicated without arguments."""
+        return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Placement)
+            and self.counts == other.counts
+            and self.mesh == other.mesh
+            and self.axis == other.axis
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.counts, self.mesh, self.axis))
+
+    def __repr__(self) -> str:
+        kinds = sorted({getattr(d, "device_kind", str(d)) for d in self.devices})
+        return f"Placement({self.virtual_nodes} nodes on {self.size} x {'/'.join(kinds)}: {list(self.counts)})"

@@ -1,0 +1,234 @@
+"""Emits a schedule: each pass a loop over the nodes of a device under `shard_map`, one reduction across devices per pass.
+
+Knows schedules and placements. Must not know how a step was analysed, nor any primitive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Var
+from jax.sharding import PartitionSpec
+
+from vnode.analysis.forms import WHOLE, Slice, Whole
+from vnode.analysis.program import Atom
+from vnode.analysis.schedule import Accumulator, Pass, Schedule
+from vnode.operators import Monoid
+from vnode.placement import Placement
+from vnode.runtime.evaluate import Env, evaluate_once, evaluate_recipe
+from vnode.runtime.node import Node, arrange
+
+COMBINE = {
+    Monoid.SUM: jnp.add,
+    Monoid.PROD: jnp.multiply,
+    Monoid.MAX: jnp.maximum,
+    Monoid.MIN: jnp.minimum,
+    Monoid.AND: jnp.bitwise_and,
+    Monoid.OR: jnp.bitwise_or,
+    Monoid.XOR: jnp.bitwise_xor,
+}
+
+
+def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any]) -> list[Any]:
+    """Runs (under a trace: emits) a scheduled step.
+
+    Args:
+      schedule: the step.
+      placement: where its nodes live.
+      inputs: values of the program's inputs, whole and batched alike at their global shapes.
+
+    Returns:
+      The program's outputs at their global shapes.
+    """
+    return Emission(schedule, placement, inputs).run()
+
+
+class Emission:
+    """One emission: the whole values so far, and the batched values that are kept for all nodes."""
+
+    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any]) -> None:
+        self.schedule = schedule
+        self.placement = placement
+        self.flow = schedule.flow
+        program = self.flow.program
+        self.whole: dict[Var, Any] = dict(program.constants)
+        self.batched: dict[Var, Any] = {}
+        self.collected: dict[Var, Any] = {}
+        for var, value in zip(program.inputs, inputs, strict=True):
+            target = self.batched if isinstance(self.flow.states[var].form, Slice) else self.whole
+            target[var] = value
+
+    def run(self) -> list[Any]:
+        for stage in self.schedule.stages:
+            for action in stage.once:
+                values = evaluate_once(action, self.read)
+                for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
+                    if form is not None:
+                        self.whole[var] = value
+            if stage.nodes is not None:
+                self.run_pass(stage.nodes)
+        return [self.output(atom) for atom in self.flow.program.outputs]
+
+    def read(self, atom: Atom) -> Any:
+        """The whole value of an atom."""
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom not in self.whole:
+            value = self.batched[atom] if atom in self.batched else self.in_order(atom)
+            self.whole[atom] = lax.with_sharding_constraint(value, self.placement.sharding())
+        return self.whole[atom]
+
+    def output(self, atom: Atom) -> Any:
+        if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice):
+            return self.batched[atom] if atom in self.batched else self.in_order(atom)
+        value = self.read(atom)
+        return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
+
+    def in_order(self, var: Var) -> Any:
+        """A collected value in the order of the batch."""
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        value = self.collected[var]
+        if not self.placement.even:
+            value = value[self.slots_of_nodes]
+        return arrange(value, form, self.placement.virtual_nodes, self.schedule.node_size)
+
+    @property
+    def slots_of_nodes(self) -> np.ndarray:
+        """For every node its slot, when every device has as many slots as the fullest needs."""
+        waves = self.placement.waves
+        return np.concatenate([d * waves + np.arange(n) for d, n in enumerate(self.placement.counts)])
+
+    def shard(self, var: Var) -> tuple[Any, int]:
+        """A batched value laid out so that each device's part holds its nodes; with the dimension that is split."""
+        if var in self.collected:
+            return self.collected[var], 0
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        value, size, placement = self.batched[var], self.schedule.node_size, self.placement
+        if not (placement.even and placement.virtual_nodes * size == form.batch.size):
+            nodes = [
+                min(start + k, placement.virtual_nodes - 1) for start in placement.starts for k in range(placement.waves)
+            ]
+            rows = (np.array(nodes)[:, None] * size + np.arange(size)).reshape(-1)
+            value = jnp.take(value, np.minimum(rows, form.batch.size - 1), axis=form.dim, mode="clip")
+        return value, form.dim
+
+    def run_pass(self, nodes: Pass) -> None:
+        """Emits one pass: the loop over a device's nodes, then one reduction across devices."""
+        placement, size = self.placement, self.schedule.node_size
+        axis, waves = placement.axis, placement.waves
+        batch = self.batch
+        wholes = [var for var, form in nodes.recipe.leaves if isinstance(form, Whole)]
+        sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
+        shards = [self.shard(var) for var, _ in sliced]
+        slots = [var in self.collected for var, _ in sliced]
+
+        def device_program(
+            start: jax.Array, count: jax.Array, whole: list[Any], shard: list[Any]
+        ) -> tuple[list[Any], list[Any]]:
+            def node_program(index: jax.Array) -> tuple[list[Any], list[Any]]:
+                env: Env = {(var, WHOLE): value for var, value in zip(wholes, whole, strict=True)}
+                for (var, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
+                    if slot:
+                        env[(var, form)] = lax.dynamic_index_in_dim(value, index, 0, keepdims=False)
+                    else:
+                        env[(var, form)] = lax.dynamic_slice_in_dim(value, index * size, size, dim)
+                node = Node(start[0] + index, placement.virtual_nodes, size, batch)
+                values = evaluate_recipe(nodes.recipe, env, node)
+                return values[: len(nodes.accumulators)], values[len(nodes.accumulators) :]
+
+            def accumulate(carry: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+                partials, kept = node_program(index)
+                added = [
+                    COMBINE[a.monoid](total, piece.astype(a.dtype))
+                    for a, total, piece in zip(nodes.accumulators, carry, partials, strict=True)
+                ]
+                return added, kept
+
+            init = [jnp.full(a.var.aval.shape, a.monoid.identity(a.dtype), a.dtype) for a in nodes.accumulators]
+            if placement.even:
+                totals, kept = lax.scan(accumulate, init, jnp.arange(waves, dtype=jnp.int32))
+            else:
+                totals, kept = self.counted(accumulate, init, count[0], waves)
+            return across_devices(nodes.accumulators, totals, axis), kept
+
+        spec = PartitionSpec
+        in_specs = (
+            spec(axis),
+            spec(axis),
+            [spec()] * len(wholes),
+            [spec(*[None] * dim, axis) for _, dim in shards],
+        )
+        out_specs = ([spec()] * len(nodes.accumulators), [spec(axis)] * len(nodes.collected))
+        program = jax.shard_map(
+            device_program,
+            mesh=placement.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names={axis},
+            check_vma=False,
+        )
+        totals, kept = program(
+            np.array(placement.starts, np.int32),
+            np.array(placement.counts, np.int32),
+            [self.read(var) for var in wholes],
+            [value for value, _ in shards],
+        )
+        for accumulator, total in zip(nodes.accumulators, totals, strict=True):
+            self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
+        for (var, _), value in zip(nodes.collected, kept, strict=True):
+            self.collected[var] = value
+
+    @property
+    def batch(self) -> Any:
+        return next(s.form.batch for s in self.flow.states.values() if isinstance(s.form, Slice))
+
+    @staticmethod
+    def counted(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
+        """The loop over a device's nodes where devices hold different numbers of them."""
+        _, shapes = jax.eval_shape(accumulate, init, jnp.int32(0))
+        buffers = [jnp.zeros((waves, *s.shape), s.dtype) for s in shapes]
+
+        def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+            totals, kept = accumulate(state[0], index)
+            return totals, [
+                lax.dynamic_update_index_in_dim(buffer, value, index, 0)
+                for buffer, value in zip(state[1], kept, strict=True)
+            ]
+
+        return lax.fori_loop(0, count, body, (init, buffers))
+
+
+def across_devices(accumulators: Sequence[Accumulator], totals: list[Any], axis: str) -> list[Any]:
+    """Combines every device's totals: one collective per monoid."""
+    results: dict[int, Any] = {}
+    groups: dict[Monoid, list[int]] = {}
+    for i, accumulator in enumerate(accumulators):
+        groups.setdefault(accumulator.monoid, []).append(i)
+    for monoid, members in groups.items():
+        values = [totals[i] for i in members]
+        match monoid:
+            case Monoid.SUM:
+                combined = lax.psum(values, axis)
+            case Monoid.MAX | Monoid.OR if all(v.dtype != bool for v in values) and monoid is Monoid.MAX:
+                combined = lax.pmax(values, axis)
+            case Monoid.MIN if all(v.dtype != bool for v in values):
+                combined = lax.pmin(values, axis)
+            case _:
+                combined = [fold(monoid, lax.all_gather(value, axis)) for value in values]
+        results.update(zip(members, combined, strict=True))
+    return [results[i] for i in range(len(totals))]
+
+
+def fold(monoid: Monoid, stacked: jax.Array) -> jax.Array:
+    """Combines along dimension 0, in order."""
+    total = stacked[0]
+    for k in range(1, stacked.shape[0]):
+        total = COMBINE[monoid](total, stacked[k])
+    return total

@@ -1,0 +1,248 @@
+"""Evaluates recipes: once on whole values, or as one node.
+
+Knows recipes, and how to bind an equation's primitive again with other shapes. Must not know passes or devices, nor any
+primitive by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import JaxprEqn, Literal
+
+from vnode.analysis.forms import WHOLE, Form, Partial, Slice, stands_in
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
+from vnode.operators import Monoid
+from vnode.operators import evaluate as evaluate_operator
+from vnode.operators.control import Loop, While, bind_while
+from vnode.runtime.node import Node, leading, mask_dim
+
+Env = dict[Key, Any]
+
+
+@contextlib.contextmanager
+def context_of(eqn: JaxprEqn) -> Iterator[None]:
+    """The user's source line and name stack, and the settings under which the equation was traced."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    with contextlib.ExitStack() as contexts:
+        contexts.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=stack))
+        if eqn.ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
+            contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
+        yield
+
+
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation as it stands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def evaluate_once(action: Evaluation, read: Callable[[Atom], Any]) -> list[Any]:
+    """Evaluates an equation on whole values.
+
+    Args:
+      action: an evaluation all of whose forms are whole.
+      read: gives the whole value of an atom.
+
+    Returns:
+      The results, those that nobody wants included.
+    """
+    eqn = action.step.eqn
+    with context_of(eqn):
+        if not action.bodies:
+            return bind(eqn, [read(atom) for atom in eqn.invars])
+        return evaluate_region(action, None, lambda atom, form: read(atom))
+
+
+def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
+    """Evaluates a recipe.
+
+    Args:
+      recipe: what to evaluate.
+      env: the leaves' values; extended in place.
+      node: the node that evaluates; None for a recipe of whole values.
+
+    Returns:
+      The requested values, in order.
+    """
+    flow = recipe.flow
+    for var, value in flow.program.constants.items():
+        env.setdefault((var, WHOLE), value)
+
+    def read(atom: Atom, form: Form) -> Any:
+        if not isinstance(atom, Literal):
+            return env[(atom, form)]
+        if not isinstance(form, Slice | Partial):
+            return atom.val
+        assert node is not None
+        return node.convert(settle(atom.val, atom), WHOLE, form, flow.state(atom).zero)
+
+    for action in recipe.actions:
+        if isinstance(action, Conversion):
+            assert node is not None
+            value = env[(action.var, action.source)]
+            zero = flow.states[action.var].zero
+            env[(action.var, action.target)] = node.convert(value, action.source, action.target, zero)
+            continue
+        for var, form, value in zip(
+            action.step.eqn.outvars, action.results, evaluate_action(action, read, node), strict=True
+        ):
+            if form is not None:
+                env[(var, form)] = value
+    return [read(atom, form) for atom, form in recipe.requests]
+
+
+def settle(value: Any, like: Atom) -> Any:
+    """Gives a Python or NumPy scalar the dtype of `like`, as an array."""
+    return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
+
+
+def evaluate_action(action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | None) -> list[Any]:
+    """Evaluates one equation in the forms that `action` names."""
+    eqn = action.step.eqn
+    with context_of(eqn):
+        if action.bodies:
+            return evaluate_region(action, node, read)
+        operands = [
+            None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
+        ]
+        if action.description is None or node is None or action.location is None:
+            return bind(eqn, operands)
+        return evaluate_split(action, operands, node)
+
+
+def evaluate_split(action: Evaluation, operands: list[Any], node: Node) -> list[Any]:
+    """Evaluates a node's copy of an equation: masks padding out of reductions, enters once what enters once."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    sizes = node.sizes(description.sizes, location)
+    monoid = description.reduced.get(location.factor)
+    if monoid is not None:
+        for i in description.once:
+            if not stands_in(location.factor, description.operands[i]):
+                operands[i] = node.at_first(operands[i], monoid)
+        if node.padded(location.batch):
+            operands = mask(action, operands, sizes, monoid, node)
+    positions = {location.factor: node.positions(location)}
+    return evaluate_operator(description, action.step.eqn, operands, sizes, positions)
+
+
+def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: Monoid, node: Node) -> list[Any]:
+    """Overwrites padding in every operand that has the reduced factor."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    real = node.real(location)
+    masked = list(operands)
+    for i, dims in enumerate(description.operands):
+        for d, dim in enumerate(dims):
+            if location.factor in dim and i not in description.indices:
+                fill = description.fill.get(location.factor, monoid.identity(operands[i].dtype))
+                masked[i] = mask_dim(masked[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
+    return masked
+
+
+# Loops and branches
+
+
+def evaluate_region(action: Evaluation, node: Node | None, read: Callable[[Atom, Form], Any]) -> list[Any]:
+    eqn = action.step.eqn
+    operands = [
+        None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
+    ]
+    match action.step.region:
+        case Loop() as loop:
+            return evaluate_loop(action, loop, operands, node)
+        case While() as loop:
+            return evaluate_while(action, loop, operands, node)
+        case _:
+            return evaluate_branches(action, operands, node)
+
+
+def outputs(recipe: Recipe, values: dict[int, Any], node: Node | None) -> list[Any]:
+    """What a body's recipe returns, given the values of its inputs by position."""
+    positions = {var: i for i, var in enumerate(recipe.flow.program.inputs)}
+    env = {(var, form): values[positions[var]] for var, form in recipe.leaves if var in positions}
+    results = evaluate_recipe(recipe, env, node)
+    return [settle(value, atom) for value, (atom, _) in zip(results, recipe.requests, strict=True)]
+
+
+def evaluate_loop(action: Evaluation, loop: Loop, operands: list[Any], node: Node | None) -> list[Any]:
+    (body,) = action.bodies
+    carried = action.carried
+    first, split = loop.constants, loop.constants + loop.carries
+    results: list[Any] = [None] * len(action.results)
+    wanted = [i for i in range(loop.carries, len(results)) if action.results[i] is not None]
+    scanned = {i: operands[i] for i in range(split, len(operands)) if operands[i] is not None}
+    constants = {i: operands[i] for i in range(first) if operands[i] is not None}
+    length = loop.length
+    if action.step.over_batch and node is not None:
+        form = next(f for f in action.step.operands[split:] if isinstance(f, Slice))
+        length = node.local(form.ratio)
+
+    def iteration(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
+        values = {**constants, **{first + i: c for i, c in zip(carried, carry, strict=True)}, **xs}
+        out = outputs(body, values, node)
+        return out[: len(carried)], out[len(carried) :]
+
+    init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
+    carry, ys = lax.scan(iteration, init, scanned, length, loop.reverse, loop.unroll)
+    for i, value in zip(carried, carry, strict=True):
+        results[i] = value
+    for i, value in zip(wanted, ys, strict=True):
+        results[i] = value
+    return results
+
+
+def evaluate_while(action: Evaluation, loop: While, operands: list[Any], node: Node | None) -> list[Any]:
+    test, body = action.bodies
+    carried = action.carried
+    split = loop.condition_constants
+    first = split + loop.body_constants
+    outer = {i: value for i, value in enumerate(operands[:first]) if value is not None}
+
+    def condition(constants: dict[int, Any], carry: list[Any]) -> Any:
+        values = {**constants, **{split + i: c for i, c in zip(carried, carry, strict=True)}}
+        return outputs(test, values, node)[0]
+
+    def iterate(constants: dict[int, Any], carry: list[Any]) -> list[Any]:
+        values = {i - split: value for i, value in constants.items()}
+        values |= {loop.body_constants + i: c for i, c in zip(carried, carry, strict=True)}
+        return outputs(body, values, node)
+
+    tested = {i: value for i, value in outer.items() if i < split}
+    used = {i: value for i, value in outer.items() if i >= split}
+    init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
+    condition_jaxpr = jax.make_jaxpr(condition)(tested, init)
+    body_jaxpr = jax.make_jaxpr(iterate)(used, init)
+    final = bind_while(
+        action.step.eqn,
+        condition_jaxpr,
+        body_jaxpr,
+        jax.tree.leaves(tested),
+        jax.tree.leaves(used),
+        init,
+    )
+    results: list[Any] = [None] * len(action.results)
+    for i, value in zip(carried, final, strict=True):
+        results[i] = value
+    return results
+
+
+def evaluate_branches(action: Evaluation, operands: list[Any], node: Node | None) -> list[Any]:
+    passed = {i - 1: value for i, value in enumerate(operands) if i > 0 and value is not None}
+
+    def branch(recipe: Recipe) -> Callable[[dict[int, Any]], list[Any]]:
+        return lambda values: outputs(recipe, values, node)
+
+    out = iter(lax.switch(operands[0], [branch(recipe) for recipe in action.bodies], passed))
+    return [None if form is None else next(out) for form in action.results]
+
+

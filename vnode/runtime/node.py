@@ -1,0 +1,156 @@
+"""One virtual node at run time: which examples it holds, and how a value gets from one form to another inside it.
+
+Knows the node's index (a traced integer), the node size and forms. Must not know equations, passes or devices.
+
+Padding. When the nodes together have room for more examples than there are, the last real example is repeated: padding
+behaves like a real example (no NaN, no endless loop that real data would not cause) and is masked where the batch is
+reduced.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vnode.analysis.forms import Batch, Form, Location, Partial, Slice, Varying, Whole
+from vnode.operators import Monoid
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """A virtual node while its computation is emitted.
+
+    Attributes:
+      index: which node, int32 scalar.
+      count: how many nodes there are.
+      size: examples per node.
+      batch: what is divided.
+    """
+
+    index: jax.Array
+    count: int
+    size: int
+    batch: Batch
+
+    def padded(self, batch: Batch) -> bool:
+        """Whether the nodes have room for more examples than there are."""
+        return self.count * self.size != batch.size
+
+    def local(self, ratio: Fraction) -> int:
+        """Elements that a node holds of one run of the batch."""
+        return int(self.size * ratio)
+
+    def units(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
+        """Global positions of a node's elements in one run (past the end for padding), and the run's length."""
+        n = self.local(ratio)
+        return self.index * n + lax.iota(jnp.int32, n), int(batch.size * ratio)
+
+    def positions(self, location: Location) -> Callable[[], jax.Array]:
+        """Global indices of a node's part of a factor, those of padding repeating the last."""
+
+        def build() -> jax.Array:
+            units, total = self.units(location.batch, location.ratio)
+            if self.padded(location.batch):
+                units = jnp.minimum(units, total - 1)
+            runs = lax.iota(jnp.int32, location.outer) * total
+            return (runs[:, None] + units[None, :]).reshape(-1)
+
+        return build
+
+    def real(self, location: Location) -> jax.Array:
+        """Which indices of a node's part of a factor belong to real examples, bool ``[outer * local]``."""
+        units, total = self.units(location.batch, location.ratio)
+        return jnp.tile(units < total, location.outer)
+
+    def real_examples(self) -> jax.Array:
+        """How many real examples the node holds, at least 1, int32 scalar."""
+        return jnp.clip(self.batch.size - self.index * self.size, 1, self.size)
+
+    def take(self, value: Any, form: Slice) -> Any:
+        """The node's part of a whole value."""
+        n = self.local(form.ratio)
+        if self.padded(form.batch):
+            location = Location(form.batch, 0, form.outer, form.ratio)
+            return jnp.take(value, self.positions(location)(), axis=form.dim, mode="clip")
+        shape = value.shape
+        total = form.units
+        runs = value.reshape(*shape[: form.dim], form.outer, total, *shape[form.dim + 1 :])
+        part = lax.dynamic_slice_in_dim(runs, self.index * n, n, form.dim + 1)
+        return part.reshape(*shape[: form.dim], form.outer * n, *shape[form.dim + 1 :])
+
+    def convert(self, value: Any, source: Form, target: Form, zero: bool) -> Any:
+        """Brings a value from one form into another."""
+        match source, target:
+            case Whole(), Slice():
+                return self.take(value, target)
+            case Whole(), Partial(monoid):
+                return value if zero and monoid is Monoid.SUM else self.at_first(value, monoid)
+            case Whole(), Varying():
+                return value
+            case Partial(monoid), Varying():
+                return self.estimate(value, monoid)
+        raise AssertionError(f"no way from {source} to {target}")
+
+    def at_first(self, value: Any, monoid: Monoid) -> Any:
+        """The value in node 0, the monoid's identity in the others: it enters the reduction once."""
+        value = jnp.asarray(value)
+        return jnp.where(self.index == 0, value, jnp.asarray(monoid.identity(value.dtype)))
+
+    def estimate(self, value: Any, monoid: Monoid) -> Any:
+        """A node's own estimate of a sum over the batch: as if all examples were like its own."""
+        if monoid is not Monoid.SUM:
+            return value
+        scale = self.batch.size / self.real_examples()
+        return (value * scale).astype(value.dtype)
+
+    def sizes(self, sizes: tuple[int, ...], location: Location | None) -> tuple[int, ...]:
+        """Factor sizes of the node's copy of an equation."""
+        if location is None:
+            return sizes
+        local = location.outer * self.local(location.ratio)
+        return tuple(local if f == location.factor else n for f, n in enumerate(sizes))
+
+
+def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> Any:
+    """Overwrites the padding along one dimension.
+
+    Args:
+      value: any array.
+      real: bool ``[local]``, which indices of the factor are real.
+      dim: the dimension that holds the factor.
+      major: the product of the sizes of the factors before it in the dimension.
+      fill: what to write, a scalar.
+
+    Returns:
+      The array with padding overwritten.
+    """
+    size = value.shape[dim]
+    minor = size // (major * real.shape[0])
+    along = jnp.broadcast_to(real[None, :, None], (major, real.shape[0], minor)).reshape(size)
+    shape = [1] * value.ndim
+    shape[dim] = size
+    return jnp.where(along.reshape(shape), value, jnp.asarray(np.asarray(fill).astype(value.dtype)))
+
+
+def arrange(value: Any, form: Slice, nodes: int, size: int) -> Any:
+    """Moves a collected value ``[nodes, ...]`` of every node's part back to the order of the batch, without padding."""
+    n = int(size * form.ratio)
+    shape = value.shape[1:]
+    value = value.reshape(nodes, *shape[: form.dim], form.outer, n, *shape[form.dim + 1 :])
+    value = jnp.moveaxis(value, 0, form.dim + 1)
+    value = value.reshape(*shape[: form.dim], form.outer, nodes * n, *shape[form.dim + 1 :])
+    value = lax.slice_in_dim(value, 0, form.units, axis=form.dim + 1)
+    return value.reshape(*shape[: form.dim], form.outer * form.units, *shape[form.dim + 1 :])
+
+
+def leading(sizes: tuple[int, ...], dim: tuple[int, ...], factor: int) -> int:
+    """The product of the sizes of the factors before `factor` in a dimension."""
+    return math.prod(sizes[f] for f in dim[: dim.index(factor)])
