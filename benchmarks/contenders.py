@@ -1,7 +1,8 @@
 """The same training step written in five ways, behind one small interface.
 
-Every contender computes the step of `models.plain_step` (same loss over all real tokens, same optimizer), so their results are
-compared before they are timed. Given V nodes on D devices, each lets a device work on B / V examples at a time.
+Every contender computes the step of `models.plain_step` (same loss over all real tokens, same optimizer), so their
+results are compared before they are timed. Given V nodes on D devices, each lets a device work on B / V examples at a
+time.
 
 This file knows how a step is split by each library. It must not know how anything is measured.
 """
@@ -38,7 +39,6 @@ class Contender:
         pieces: Cuts the host's global batch into what the successive calls of one step receive (mostly one piece).
         traceable: The same function before `jax.jit`, for looking at its jaxpr.
         held: Bytes of accumulators that live in the state between calls, so that they do not show as temporaries.
-        prepare: Places host arguments for `function`; without it they go where the compiled step wants them.
     """
 
     name: str
@@ -120,8 +120,8 @@ def microbatch(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Conte
 def multisteps(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
     """`optax.MultiSteps` as its documentation shows it: one jitted call per minibatch, accumulators in the state.
 
-    It averages the minibatches' gradients, which is wrong when they hold different numbers of real tokens. So each minibatch
-    is given the token count of the global batch, which its user must know beforehand.
+    It averages the minibatches' gradients, which is wrong when they hold different numbers of real tokens. So each
+    minibatch is given the token count of the global batch, which its user must know beforehand.
     """
     calls = max(1, nodes // len(devices))
     multi = optax.MultiSteps(optimizer(), every_k_schedule=calls)

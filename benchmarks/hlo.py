@@ -170,9 +170,7 @@ def cycles(module: Module, unknown_trips: int) -> int:
 
 def loops(module: Module) -> list[int | None]:
     """Trip counts of the outermost loops in order; None where the text does not tell."""
-    return [
-        module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops
-    ]
+    return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
 
 
 def _width(kind: str) -> int:

@@ -1,8 +1,8 @@
 """Measures contenders: step time, compile time, memory, accumulators, tracing, dispatch.
 
-All contenders of one table row run in one process and in turn (one step each, round after round), so that whatever else the
-machine does falls on all of them; ratios are medians of the ratios within a round. The scan by hand runs twice in each round:
-its ratio to itself is the noise of the row.
+All contenders of one table row run in one process and in turn (one step each, round after round), so that whatever
+else the machine does falls on all of them; ratios are medians of the ratios within a round. The scan by hand runs
+twice in each round: its ratio to itself is the noise of the row.
 
 This file knows how to measure. It must not know how a contender splits its step, nor how results are shown.
 """
@@ -47,6 +47,9 @@ class _Runner:
         metrics = None
         for piece in self.pieces:
             self.state, metrics = self.compiled(self.state, piece)
+            if len(jax.devices()) > 1:
+                # Several CPU devices share one pool of threads: calls queued up behind one another can starve a collective.
+                jax.block_until_ready(self.state)
         return metrics
 
     def timed(self) -> float:
@@ -133,13 +136,13 @@ def tracing(model: models.Model, nodes: int, names: Sequence[str], repeats: int)
 
 
 def dispatch(names: Sequence[str], leaves: int, calls: int, repeats: int) -> dict[str, float]:
-    """Microseconds per call of a step that computes next to nothing, with one node per device.
+    """Microseconds from call to return of a step that computes next to nothing, with one node per device.
 
     Args:
         names: Which contenders.
         leaves: Number of arrays in the parameters (the state has three times as many).
-        calls: Calls per measurement.
-        repeats: Measurements, contenders in turn.
+        calls: Calls of a contender before it is the next one's turn.
+        repeats: Turns.
     """
     devices = jax.devices()
     model = _tiny(leaves, len(devices))
@@ -155,11 +158,11 @@ def dispatch(names: Sequence[str], leaves: int, calls: int, repeats: int) -> dic
     for _ in range(repeats):
         for name in names:
             function, state, piece = live[name]
-            start = time.perf_counter()
             for _ in range(calls):
+                start = time.perf_counter()
                 state, _metrics = function(state, piece)
-            jax.block_until_ready(state)
-            times[name].append((time.perf_counter() - start) / calls)
+                times[name].append(time.perf_counter() - start)
+                jax.block_until_ready(state)
             live[name][1] = state
     return {name: 1e6 * statistics.median(times[name]) for name in names}
 

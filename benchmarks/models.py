@@ -1,8 +1,9 @@
 """The models that are measured: an MLP, a CNN and a transformer, in plain JAX.
 
-A model here is a shape of parameters, a shape of batch, and one function `terms(params, batch)` that returns *sums* over the
-examples: summed loss, summed weight, summed correct predictions. Sums are what an expert needs to accumulate by hand, and the
-plain step divides them once. Plain JAX, because a library's own tracing time would flatter the rewrite.
+A model here is a shape of parameters, a shape of batch, and one function `terms(params, batch)` that returns *sums*
+over the examples: summed loss, summed weight, summed correct predictions. Sums are what an expert needs to accumulate
+by hand, and the plain step divides them once. Plain JAX, because a library's own tracing time would flatter the
+rewrite.
 
 This file must not know how a step is split, on what it runs, or how it is timed.
 """

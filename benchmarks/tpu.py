@@ -1,8 +1,8 @@
 """Compiles steps for Cloud TPU without a TPU, and reads off what the compiler itself says.
 
-`python -m benchmarks.tpu v5e:2x4` prints one JSON line per contender. It needs the package `libtpu`, whose compiler runs on
-any x86 Linux machine. Nothing is executed, so there are no times here: memory is the compiler's plan, cycles are the
-compiler's estimate for compute (collectives have none), and the collectives are counted in the compiled text.
+`python -m benchmarks.tpu v5e:2x4` prints one JSON line per contender. It needs the package `libtpu`, whose compiler
+runs on any x86 Linux machine. Nothing is executed, so there are no times here: memory is the compiler's plan, cycles
+are the compiler's estimate for compute (collectives have none), and the collectives are counted in the compiled text.
 
 This file knows topologies and compiled programs. It must not know how a contender splits its step.
 """
@@ -92,27 +92,34 @@ def figures(compiled: Any, unknown_trips: int = 1) -> Figures:
 
 
 def compile_contender(make: Callable, model: Any, name: str, nodes_per_device: int, examples_per_node: int) -> dict:
-    """Compiles one contender for a topology and returns its figures with the seconds it took."""
+    """Compiles one contender for a topology.
+
+    Returns:
+        Its figures for one step (cycles of all calls, where a step takes several), the seconds it took, and the text.
+    """
     import jax
 
     devices = topology(name)
     nodes = nodes_per_device * len(devices)
     contender = make(model, nodes, devices)
-    piece = contender.pieces(model.batch(nodes * examples_per_node))[0]
-    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (contender.state, piece))
+    pieces = contender.pieces(model.batch(nodes * examples_per_node))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (contender.state, pieces[0]))
     start = time.perf_counter()
     lowered = contender.function.lower(*shapes)
     lowering = time.perf_counter() - start
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
+    measured = dataclasses.asdict(figures(compiled, nodes_per_device))
+    measured["cycles"] *= len(pieces)
     return {
         "topology": name,
         "contender": contender.name,
         "nodes": nodes,
         "lower_seconds": lowering,
         "compile_seconds": seconds,
-        **dataclasses.asdict(figures(compiled, nodes_per_device)),
+        **measured,
+        "held_bytes": contender.held,
         "text": compiled.as_text(),
     }
 
