@@ -315,9 +315,10 @@ class EquinoxMlp(eqx.Module):
         return self.layers[-1](x)
 
 
-def _equinox(model: eqx.Module) -> Any:
-    arrays, static = eqx.partition(model, eqx.is_array)
-    return eqx.combine(kit.fill(arrays), static)
+def _equinox() -> Any:
+    shapes = eqx.filter_eval_shape(EquinoxMlp, WIDTH, 8, CLASSES)
+    shapes, static = eqx.partition(shapes, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    return eqx.combine(kit.fill(shapes), static)
 
 
 @case(item=1)
@@ -336,7 +337,7 @@ def equinox_adamw() -> Program:
         updates, opt_state = tx.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
         return (eqx.apply_updates(model, updates), opt_state), loss
 
-    model = _equinox(EquinoxMlp(WIDTH, 8, CLASSES))
+    model = _equinox()
     state = (model, kit.warm(tx.init(eqx.filter(model, eqx.is_inexact_array))))
     return Program(step, (state, _batch()), jit=eqx.filter_jit)
 
@@ -346,7 +347,7 @@ def equinox_partitioned() -> Program:
     """The model split into arrays and the rest; the rest is closed over. Dropout takes a key per example."""
     tx = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     dropout = eqx.nn.Dropout(0.5)
-    arrays, static = eqx.partition(_equinox(EquinoxMlp(WIDTH, 8, CLASSES)), eqx.is_array)
+    arrays, static = eqx.partition(_equinox(), eqx.is_array)
 
     def step(arrays: Any, opt_state: Any, key: jax.Array, batch: dict[str, jax.Array]) -> tuple[Any, Any, jax.Array]:
         def loss_fn(arrays: Any) -> jax.Array:
@@ -376,7 +377,7 @@ def equinox_filter_jit_inside() -> Program:
         loss, grads = loss_fn(model)
         return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
 
-    return Program(step, (_equinox(EquinoxMlp(WIDTH, 8, CLASSES)), _batch()), jit=eqx.filter_jit)
+    return Program(step, (_equinox(), _batch()), jit=eqx.filter_jit)
 
 
 def _haiku_init(model: Any, *args: Any) -> Any:
