@@ -85,10 +85,7 @@ def main() -> None:
             console.print("No TPU figures: the TPU compiler is not installed (extra tpu-aot).")
             continue
         rows = found.setdefault(section, [])
-        if section == "tpu":
-            sources = [_tpu_rows(options)]
-        else:
-            sources = [worker.run(task) for task in _tasks(section, options)]
+        sources = [_tpu_rows(options)] if section == "tpu" else map(worker.run, _tasks(section, options))
         with console.status(f"{section} ...") as status:
             for source in sources:
                 for row in source:

@@ -158,14 +158,16 @@ def collectives(module: Module) -> list[Collective]:
     return found
 
 
-def cycles(module: Module, unknown_trips: int) -> int:
+def cycles(module: Module, unknown_trips: int, in_loops: bool = False) -> int:
     """The compiler's estimated cycles, each instruction as often as its loops run.
 
     Args:
         module: The module.
         unknown_trips: How often a loop runs whose length the text does not tell.
+        in_loops: Count only what is in a loop.
     """
-    return sum(v.instruction.cycles * v.times(unknown_trips) for v in module.walk() if not v.fused)
+    counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
+    return sum(v.instruction.cycles * v.times(unknown_trips) for v in counted)
 
 
 def loops(module: Module) -> list[int | None]:

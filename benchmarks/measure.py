@@ -48,7 +48,7 @@ class _Runner:
         for piece in self.pieces:
             self.state, metrics = self.compiled(self.state, piece)
             if len(jax.devices()) > 1:
-                # Several CPU devices share one pool of threads: calls queued up behind one another can starve a collective.
+                # CPU devices share one pool of threads: calls queued up behind one another can starve a collective.
                 jax.block_until_ready(self.state)
         return metrics
 

@@ -118,7 +118,7 @@ def dispatch(rows: list[Row]) -> Sheet:
             line += ["", ""]
         cells.append(line)
     heads = ["devices", "parameter arrays", "jit, plain µs", "jit, by hand µs", "vnode µs", "vnode - by hand µs"]
-    note = "From call to return, one node per device, arguments in place. The scan by hand is the same program in `jax.jit`."
+    note = "From call to return, one node per device, arguments in place. The scan by hand is the same program, jitted."
     return Sheet("Dispatch", heads, cells, note)
 
 

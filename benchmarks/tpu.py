@@ -18,12 +18,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-# Read by libtpu when it starts: do not ask a metadata server which machine this is.
+# Read by libtpu when it starts: do not ask a metadata server which machine this is, and let several processes compile.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_STDERR_LOG_LEVEL": "3",
     "TPU_MIN_LOG_LEVEL": "3",
 }
@@ -38,6 +39,7 @@ class Figures:
         temp_bytes: Temporary memory in HBM.
         argument_bytes: Arguments in HBM.
         cycles: Estimated cycles of compute, loops counted as often as they run.
+        loop_cycles: Those of them that are spent in loops.
         inside: Collectives in a loop.
         outside: Collectives outside every loop.
         outside_bytes: Bytes of the results of the latter.
@@ -48,6 +50,7 @@ class Figures:
     temp_bytes: int
     argument_bytes: int
     cycles: int
+    loop_cycles: int
     inside: int
     outside: int
     inside_bytes: int
@@ -83,6 +86,7 @@ def figures(compiled: Any, unknown_trips: int = 1) -> Figures:
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
         cycles=hlo.cycles(module, unknown_trips),
+        loop_cycles=hlo.cycles(module, unknown_trips, in_loops=True),
         inside=sum(c.inside for c in found),
         outside=sum(not c.inside for c in found),
         inside_bytes=sum(c.bytes for c in found if c.inside),

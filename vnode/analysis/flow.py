@@ -47,8 +47,8 @@ class State:
     Attributes:
       form: how nodes hold it.
       level: the round after which a whole value is available; the earliest pass that can compute any other.
-      local: the round after which nodes can have their own estimate of a whole value (below `level` where
-        ``coupling="local"`` applies).
+      local: the round after which nodes can have the whole value or their own estimate of it; below `whole_level`
+        where ``coupling="local"`` applies.
       zero: known to be all zeros.
       model: depends on an argument that is not batched.
     """
@@ -58,6 +58,16 @@ class State:
     local: int = 0
     zero: bool = False
     model: bool = False
+
+    @property
+    def whole_level(self) -> int:
+        """The round after which the value can be read whole."""
+        return self.level if isinstance(self.form, Whole) else self.level + 1
+
+    @property
+    def estimated(self) -> bool:
+        """Whether nodes that would have to wait for the whole value read their own estimate of it instead."""
+        return isinstance(self.form, Whole | Partial) and self.local < self.whole_level
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +160,7 @@ class Follower:
       mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
       couplings: found so far.
       grain: the number of examples that a node must hold a multiple of, so far.
+      sums: values that a loop over the examples adds up in a carry.
     """
 
     batch: Batch
@@ -157,6 +168,7 @@ class Follower:
     mode: Mode
     couplings: list[Coupling] = dataclasses.field(default_factory=list)
     grain: int = 1
+    sums: set[Var] = dataclasses.field(default_factory=set)
 
     def accept(self, form: Slice | Location) -> bool:
         """Whether nodes may hold multiples of the form's grain without leaving most of them empty."""
@@ -198,6 +210,8 @@ class Follower:
         """Decides how one equation is evaluated."""
         eqn = view.eqn
         forms = view.forms
+        if not self.sums.isdisjoint(eqn.outvars):
+            return view.per_node((Partial(Monoid.SUM),), None)
         if all(isinstance(form, Whole) for form in forms):
             return view.once()
         region = region_of(eqn)
@@ -258,7 +272,7 @@ class Follower:
         if any(not isinstance(form, Whole | Partial) for form in view.forms):
             return None
         made = max(view.states[i].level for i in partial)
-        if any(view.local_level(i) > made for i, form in enumerate(view.forms) if isinstance(form, Whole)):
+        if any(view.states[i].local > made for i, form in enumerate(view.forms) if isinstance(form, Whole)):
             return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
         if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
             return monoid
@@ -408,16 +422,25 @@ class Follower:
                 view.forms[i] = form
             elif other != form and not isinstance(other, Whole):
                 raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
-        if any(body.outputs[i] is not body.inputs[first + i] for i in range(loop.carries)):
-            raise Coupled(view.eqn, "it carries a value from example to example")
         states = [
             *self.inputs_of(view, range(split)),
             *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
         ]
+        for i in range(loop.carries):
+            carry, out = body.inputs[first + i], body.outputs[i]
+            if out is carry:
+                continue
+            added = added_up(body, carry, out)
+            if not added:
+                raise Coupled(view.eqn, "it carries a value from example to example")
+            self.sums |= added
+            states[first + i] = State(Partial(Monoid.SUM), model=view.states[first + i].model)
+            view.forms[first + i] = Partial(Monoid.SUM)
         flow = self.follow(body, states, body=True)
-        if any(isinstance(f, Partial | Slice) for f in flow.output_forms):
+        ys = flow.output_forms[loop.carries :]
+        if any(isinstance(f, Partial | Slice) for f in ys):
             raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
-        flow.output_forms[loop.carries :] = [VARYING] * (len(flow.output_forms) - loop.carries)
+        flow.output_forms[loop.carries :] = [VARYING] * len(ys)
         results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[loop.carries :]))
         return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
 
@@ -479,6 +502,26 @@ class Follower:
         return view.per_node(forms, None, region=branches, bodies=tuple(flows))
 
 
+def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
+    """The values between a carry and its successor, if terms that do not depend on it are merely added to it."""
+    users: dict[Var, list[JaxprEqn]] = {}
+    for eqn in body.equations:
+        for atom in eqn.invars:
+            if isinstance(atom, Var):
+                users.setdefault(atom, []).append(eqn)
+    added: set[Var] = set()
+    while carry is not out:
+        if len(users.get(carry, ())) != 1 or carry in body.outputs:
+            return set()
+        (eqn,) = users[carry]
+        description = describe(eqn) if region_of(eqn) is None else None
+        if description is None or not description.adds:
+            return set()
+        (carry,) = eqn.outvars
+        added.add(carry)
+    return added
+
+
 def join(eqn: JaxprEqn, a: State, b: State) -> State:
     """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
     zero, model = a.zero and b.zero, a.model or b.model
@@ -524,30 +567,9 @@ class View:
                 self.gathered[i] = why
             self.forms[i] = WHOLE
 
-    def whole_level(self, i: int) -> int:
-        """The level at which operand i can be read whole."""
-        state = self.states[i]
-        return state.level if isinstance(state.form, Whole) else state.level + 1
-
-    def local_level(self, i: int) -> int:
-        """The level at which nodes can have operand i, or their own estimate of it."""
-        state = self.states[i]
-        if isinstance(state.form, Partial) and not self.is_local(i):
-            return state.level + 1
-        return state.local if isinstance(state.form, Whole | Partial) else state.level + 1
-
-    def is_local(self, i: int) -> bool:
-        """Whether a partial operand is estimated by each node where other examples read it."""
-        state, atom = self.states[i], self.eqn.invars[i]
-        return (
-            isinstance(state.form, Partial)
-            and state.model
-            and self.follower.mode(self.reducers.get(atom, self.eqn)) == "local"
-        )
-
     def once(self) -> Step:
         """The equation is evaluated once, on whole values."""
-        level = max((self.whole_level(i) for i in range(len(self.forms))), default=0)
+        level = max((state.whole_level for state in self.states), default=0)
         return Step(
             self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None
         )
@@ -567,12 +589,12 @@ class View:
             state = self.states[i]
             if form == state.form and not isinstance(form, Whole):
                 level = max(level, state.level)
-            elif self.local_level(i) < self.whole_level(i):
+            elif state.estimated:
                 if isinstance(form, Whole):
                     self.forms[i] = VARYING
-                level = max(level, self.local_level(i))
+                level = max(level, state.local)
             else:
-                level = max(level, self.whole_level(i))
+                level = max(level, state.whole_level)
         return Step(
             self.eqn, True, level, tuple(self.forms), results, description, location, region, bodies, over_batch
         )
@@ -581,19 +603,20 @@ class View:
         """Writes the states of the results, and the couplings met."""
         model = any(state.model for state in self.states)
         zero = self.results_zero(step)
-        local = max((self.local_level(i) for i in range(len(self.states))), default=0)
+        inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
         for var, form in zip(self.eqn.outvars, step.results, strict=True):
-            if isinstance(form, Whole):
-                self.flow.states[var] = State(form, step.level, min(local, step.level), zero, model)
-            else:
-                self.flow.states[var] = State(form, step.level, step.level, zero, model)
-            if isinstance(form, Partial):
-                inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
-                self.reducers[var] = inherited[0] if inherited else self.eqn
-            elif isinstance(form, Whole):
-                inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
-                if inherited:
-                    self.reducers[var] = inherited[0]
+            local = step.level
+            match form:
+                case Whole():
+                    local = min(local, max((state.local for state in self.states), default=0))
+                case Partial():
+                    self.reducers[var] = inherited[0] if inherited else self.eqn
+                    local += not (model and self.follower.mode(self.reducers[var]) == "local")
+                case _:
+                    local += 1
+            self.flow.states[var] = State(form, step.level, local, zero, model)
+            if isinstance(form, Whole) and inherited:
+                self.reducers[var] = inherited[0]
         if self.gathered:
             self.follower.couplings.append(Coupling(self.eqn, "materialize", step.level))
         elif step.per_node:
@@ -602,9 +625,9 @@ class View:
                 reads_reduction = isinstance(form, Whole | Varying | Slice) and isinstance(
                     self.states[i].form, Whole | Partial
                 )
-                if not reads_reduction or self.whole_level(i) == 0:
+                if not reads_reduction or self.states[i].whole_level == 0:
                     continue
-                mode = "local" if self.local_level(i) < self.whole_level(i) else "exact"
+                mode = "local" if self.states[i].estimated else "exact"
                 source = self.reducers.get(atom) if isinstance(atom, Var) else None
                 self.follower.couplings.append(Coupling(self.eqn, "reduction", step.level, mode, source))
 

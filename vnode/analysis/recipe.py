@@ -73,8 +73,13 @@ class Recipe:
 
 
 def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Evaluation | None:
-    """A clone of the whole equation `step` that gives a node's slice of its result; None if it is not cheap."""
-    if step.per_node or step.eqn.effects:
+    """A clone of an equation of whole values that gives a node's slice of its result; None if it is not cheap.
+
+    A linear equation of partial values counts as one of whole values: of the completed ones.
+    """
+    if step.eqn.effects or step.location is not None or step.region is not None:
+        return None
+    if not isinstance(step.results[result], Whole | Partial):
         return None
     description = describe(step.eqn)
     if description is None or description.contraction or description.reduced:
@@ -97,8 +102,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
 
 def estimate(flow: Flow, atom: Atom) -> Form:
     """How a node reads a whole value: as it is, or its own estimate of it where that is available earlier."""
-    state = flow.state(atom)
-    return VARYING if state.local < state.level else WHOLE
+    return VARYING if flow.state(atom).estimated else WHOLE
 
 
 def recipe(
@@ -139,6 +143,8 @@ def recipe(
 
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
+        if isinstance(source, Partial) and isinstance(target, Slice):
+            source = WHOLE
         if source == target:
             raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
         actions.append(Conversion(var, source, target))
@@ -152,12 +158,12 @@ def recipe(
             for form in list(wanted.get(var, ())):
                 if form == step.results[i]:
                     continue
-                if isinstance(form, Slice) and whole[i]:
+                if isinstance(form, Slice):
                     clone = pull(flow, step, i, form, node_size)
                     if clone is not None:
                         add(clone)
                         continue
-                if isinstance(form, Varying) and whole[i] and flow.states[var].local < flow.states[var].level:
+                if isinstance(form, Varying) and whole[i] and flow.states[var].estimated:
                     add(estimated(flow, step, i))
                     continue
                 convert(var, form)
@@ -190,13 +196,7 @@ def recipe(
 
 def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
     """The evaluation of a whole equation on a node's own estimates of its operands."""
-    operands = []
-    for atom in step.eqn.invars:
-        state = flow.state(atom)
-        if isinstance(state.form, Partial):
-            operands.append(VARYING)
-        else:
-            operands.append(estimate(flow, atom))
+    operands = [estimate(flow, atom) for atom in step.eqn.invars]
     results: tuple[Form | None, ...] = tuple(
         VARYING if i == result else None for i in range(len(step.eqn.outvars))
     )

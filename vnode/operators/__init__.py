@@ -3,7 +3,7 @@
 Knows jax only. Importing this package fills the registry from the families beside this file.
 """
 
-from vnode.operators import contraction, elementwise, reduce, shape  # noqa: F401
+from vnode.operators import contraction, elementwise, random, reduce, shape, windows  # noqa: F401
 from vnode.operators.description import (
     Factors,
     Monoid,

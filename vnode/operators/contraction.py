@@ -1,13 +1,25 @@
 """Contractions: sums over products of two operands.
 
-Knows the dimension numbers of matrix products. A contracted factor gives a partial sum (Tofu's partition-n-reduce).
+Knows the dimension numbers of matrix products and convolutions. A contracted factor gives a partial sum (Tofu's
+partition-n-reduce).
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Factors, Monoid, OperatorDescription, rule
+from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Sizes, rule
+from vnode.operators.windows import uncounted, window_dim
+
+BILINEAR = (frozenset({0}), frozenset({1}))
+
+
+def product_sum(eqn: JaxprEqn) -> Monoid:
+    """A product of booleans is a conjunction, and the contraction a disjunction of them."""
+    return Monoid.OR if eqn.outvars[0].aval.dtype == np.bool_ else Monoid.SUM
 
 
 @rule("dot_general")
@@ -30,7 +42,152 @@ def dot_general(eqn: JaxprEqn) -> OperatorDescription:
         sizes=f.sizes,
         operands=(tuple(lhs), tuple(rhs)),
         results=(result,),
-        reduced={lhs[d][0]: Monoid.SUM for d in lhs_contract},
-        linear=(frozenset({0}), frozenset({1})),
+        reduced={lhs[d][0]: product_sum(eqn) for d in lhs_contract},
+        linear=BILINEAR,
         contraction=True,
+    )
+
+
+@rule("conv_general_dilated")
+def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
+    """``result[n, (g, o), t] = sum over i, k of lhs[n, (g, i), t.k] rhs[(g, o), i, k]``.
+
+    With ``batch_group_count`` the groups stand beside the batch instead: ``lhs[(g, n), i, ...]``. The gradients of a
+    convolution are convolutions again, whose feature dimension ``i`` (for the kernel's) is the forward pass's batch.
+    """
+    f = Factors()
+    p = eqn.params
+    lhs_spec, rhs_spec, out_spec = p["dimension_numbers"]
+    lhs_shape, rhs_shape, out_shape = (atom.aval.shape for atom in (*eqn.invars, *eqn.outvars))
+    feature_groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
+    group: Dim = (f.new(feature_groups * batch_groups),) if feature_groups * batch_groups != 1 else ()
+    batch = f.new(lhs_shape[lhs_spec[0]] // batch_groups)
+    inner = f.new(rhs_shape[rhs_spec[1]])
+    outer = f.new(rhs_shape[rhs_spec[0]] // (feature_groups * batch_groups))
+    windows = [
+        window_dim(
+            f,
+            lhs_shape[lhs_spec[2 + d]],
+            out_shape[out_spec[2 + d]],
+            rhs_shape[rhs_spec[2 + d]],
+            p["window_strides"][d],
+            p["padding"][d],
+            p["lhs_dilation"][d],
+            p["rhs_dilation"][d],
+            kernel=True,
+        )
+        for d in range(len(lhs_spec) - 2)
+    ]
+
+    def place(spec: tuple[int, ...], first: Dim, second: Dim, spatial: list[Dim]) -> tuple[Dim, ...]:
+        placed = dict(zip(spec, (first, second, *spatial), strict=True))
+        return tuple(placed[d] for d in range(len(spec)))
+
+    lhs = place(
+        lhs_spec,
+        (*(group if batch_groups != 1 else ()), batch),
+        (*(group if feature_groups != 1 else ()), inner),
+        [w.operand for w in windows],
+    )
+    rhs = place(rhs_spec, (*group, outer), (inner,), [w.window for w in windows])
+    out = place(out_spec, (batch,), (*group, outer), [w.result for w in windows])
+
+    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+        strides = [
+            stride if w.stride is None else sizes[w.stride]
+            for stride, w in zip(e.params["window_strides"], windows, strict=True)
+        ]
+        groups = {name: sizes[group[0]] for name in ("feature_group_count", "batch_group_count") if e.params[name] != 1}
+        return {**e.params, **groups, "window_strides": tuple(strides)}
+
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(lhs, rhs),
+        results=(out,),
+        reduced={factor: product_sum(eqn) for factor in {inner}.union(*(w.reduced for w in windows))},
+        whole=frozenset().union(*(w.whole for w in windows)),
+        linear=BILINEAR,
+        contraction=True,
+        leaks=frozenset(group),
+        uncounted=uncounted(windows),
+        resize=resize,
+    )
+
+
+@rule("ragged_dot_general")
+def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
+    """A product whose left ragged dimension is cut into groups of run-time size; it and the groups stay whole."""
+    f = Factors()
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
+    (ragged,) = numbers.lhs_ragged_dimensions
+    lhs = list(f.dims(eqn.invars[0].aval.shape))
+    rhs: list[Dim] = [()] * len(eqn.invars[1].aval.shape)
+    for d, e in zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True):
+        rhs[e] = lhs[d]
+    kept = [e for e in range(len(rhs)) if e not in rhs_batch and e not in rhs_contract]
+    for e in kept:
+        if e not in numbers.rhs_group_dimensions:
+            rhs[e] = (f.new(eqn.invars[1].aval.shape[e]),)
+    count = (f.new(eqn.invars[2].aval.shape[-1]),)
+    whole = {*lhs[ragged], *count}
+    if ragged not in lhs_batch and eqn.invars[2].aval.ndim - 1 == len(lhs_batch):
+        prefix = tuple(lhs[d] for d in lhs_batch)
+    else:
+        prefix = f.dims(eqn.invars[2].aval.shape[:-1])
+        if prefix:  # further dimensions with group sizes of their own
+            whole.update(factor for dim in (*prefix, *lhs) for factor in dim)
+    for e in numbers.rhs_group_dimensions:
+        rhs[e] = count
+    result = (
+        *((count,) if ragged in lhs_contract else ()),
+        *(lhs[d] for d in lhs_batch),
+        *(dim for d, dim in enumerate(lhs) if d not in lhs_batch and d not in lhs_contract),
+        *(rhs[e] for e in kept if e not in numbers.rhs_group_dimensions),
+    )
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(tuple(lhs), tuple(rhs), (*prefix, count)),
+        results=(result,),
+        reduced={lhs[d][0]: Monoid.SUM for d in lhs_contract if lhs[d][0] not in whole},
+        whole=frozenset(whole),
+        linear=BILINEAR,
+        contraction=True,
+        uncounted=frozenset(count),
+    )
+
+
+@rule("scaled_dot")
+def scaled_dot(eqn: JaxprEqn) -> OperatorDescription:
+    """A product of operands that carry a scale for every block along the contracted dimension, which stays whole."""
+    f = Factors()
+    (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs = list(f.dims(eqn.invars[0].aval.shape))
+    rhs: list[Dim] = [()] * len(eqn.invars[1].aval.shape)
+    for d, e in zip((*lhs_batch, *lhs_contract), (*rhs_batch, *rhs_contract), strict=True):
+        rhs[e] = lhs[d]
+    for e, n in enumerate(eqn.invars[1].aval.shape):
+        if e not in rhs_batch and e not in rhs_contract:
+            rhs[e] = (f.new(n),)
+    whole = {lhs[d][0] for d in lhs_contract}
+    scales = []
+    for dims, contract, atom in ((lhs, lhs_contract, eqn.invars[2]), (rhs, rhs_contract, eqn.invars[3])):
+        scale = [(f.new(n),) if d in contract else dims[d] for d, n in enumerate(atom.aval.shape)]
+        whole.update(scale[d][0] for d in contract)
+        scales.append(tuple(scale))
+    result = (
+        *(lhs[d] for d in lhs_batch),
+        *(dim for d, dim in enumerate(lhs) if d not in lhs_batch and d not in lhs_contract),
+        *(dim for e, dim in enumerate(rhs) if e not in rhs_batch and e not in rhs_contract),
+    )
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(tuple(lhs), tuple(rhs), *scales),
+        results=(result,),
+        whole=frozenset(whole),
+        linear=BILINEAR,
+        contraction=True,
+        uncounted=frozenset(
+            scale[d][0] for scale, c in zip(scales, (lhs_contract, rhs_contract), strict=True) for d in c
+        ),
     )

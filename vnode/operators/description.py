@@ -105,11 +105,18 @@ class OperatorDescription:
         group of two. An operand in no group is used nonlinearly (or is an index).
       movement: the equation only moves elements of its linear operands (a reshape, a gather): what holds of sums then
         holds of every monoid.
+      adds: the result is the plain sum of the operands, element by element.
       once: operands that enter a reduction as one more term (what a scatter-add adds to). When the reduction is
         split, they may enter in one part only and the others get the monoid's identity.
+      indices: operands that hold indices into another operand; padding in them is never overwritten.
       fill: for a reduced factor, the value that takes an index out of the reduction when every operand that has
         the factor is overwritten with it there; by default the identity of the factor's monoid.
       contraction: the reduced sum is over products of two operands, so it costs two operations per index.
+      leaks: parallel factors along which a value that is not finite may reach results at other indices (XLA computes a
+        grouped convolution as a dense one with zeros between the groups, and zero times NaN is NaN). Padding along
+        them must be overwritten with zeros in every operand beforehand.
+      uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
+      work: operations per index, where neither one nor the two of a contraction is right.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with `positional`.
     """
@@ -122,9 +129,14 @@ class OperatorDescription:
     positional: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     movement: bool = False
+    adds: bool = False
     once: frozenset[int] = frozenset()
+    indices: frozenset[int] = frozenset()
     fill: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     contraction: bool = False
+    leaks: frozenset[int] = frozenset()
+    uncounted: frozenset[int] = frozenset()
+    work: int | None = None
     resize: Resize | None = None
     emit: Emit | None = None
 
@@ -133,7 +145,8 @@ class OperatorDescription:
         """Scalar operations of the whole equation; none for one that only moves elements."""
         if self.movement:
             return 0
-        return math.prod(self.sizes) * (2 if self.contraction else 1)
+        work = self.work if self.work is not None else 2 if self.contraction else 1
+        return work * math.prod(n for f, n in enumerate(self.sizes) if f not in self.uncounted)
 
     def operand_shape(self, operand: int, sizes: Sizes | None = None) -> tuple[int, ...]:
         """The shape of an operand, of a copy with factor sizes `sizes` if given."""

@@ -10,20 +10,25 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Dims, Factors, OperatorDescription, rule
 
-NONLINEAR = """
-    abs acos acosh and asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt ceil clamp clz conj cos cosh
-    digamma eq eq_to erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow
-    is_finite le le_to lgamma log log1p log2 logistic lt lt_to max min mulhi ne nextafter not one_minus_square or
-    philox2x32 philox4x32 polygamma polynomial population_count pow random_clone random_fold_in reciprocal
-    reduce_precision regularized_incomplete_beta rem round rsqrt shift_left shift_right_arithmetic shift_right_logical
-    sign sin sinh sqrt square stochastic_round tan tanh threefry2x32 threefry4x32 xor zeta
-""".split()
+# fmt: off
+NONLINEAR = (
+    "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
+    "ceil", "clamp", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
+    "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to",
+    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not",
+    "one_minus_square", "or", "philox2x32", "philox4x32", "polygamma", "polynomial", "population_count", "pow",
+    "reciprocal", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
+    "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
+    "stochastic_round", "tan", "tanh", "threefry2x32", "threefry4x32", "xor", "zeta",
+)
+# fmt: on
 """Primitives that are linear in no operand."""
 
 LINEAR: dict[str, tuple[set[int], ...]] = {
     "add": ({0, 1},),
     "add_any": ({0, 1},),
     "complex": ({0, 1},),
+    "conj": ({0},),
     "copy": ({0},),
     "copy_p": ({0},),
     "imag": ({0},),
@@ -55,7 +60,9 @@ def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:
     return f, operands, result
 
 
-def elementwise(eqn: JaxprEqn, linear: tuple[set[int], ...], movement: bool = False) -> OperatorDescription:
+def elementwise(
+    eqn: JaxprEqn, linear: tuple[set[int], ...], movement: bool = False, adds: bool = False
+) -> OperatorDescription:
     """The description of an elementwise equation that is linear in the groups `linear`."""
     f, operands, result = broadcast(eqn)
     return OperatorDescription(
@@ -64,10 +71,11 @@ def elementwise(eqn: JaxprEqn, linear: tuple[set[int], ...], movement: bool = Fa
         results=(result,) * len(eqn.outvars),
         linear=tuple(frozenset(group) for group in linear),
         movement=movement,
+        adds=adds,
     )
 
 
-@rule(*(set(NONLINEAR) - set(LINEAR)))
+@rule(*NONLINEAR)
 def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
     return elementwise(eqn, ())
 
@@ -75,7 +83,7 @@ def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
 @rule(*LINEAR)
 def linear(eqn: JaxprEqn) -> OperatorDescription:
     name = eqn.primitive.name
-    return elementwise(eqn, LINEAR[name], movement=name in MOVEMENT)
+    return elementwise(eqn, LINEAR[name], movement=name in MOVEMENT, adds=name in ("add", "add_any"))
 
 
 @rule("div")
@@ -90,8 +98,12 @@ def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     inexact = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
     drops_imaginary = jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating)
-    integers = jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer)
-    is_linear = (inexact and not drops_imaginary) or (integers and new.itemsize <= old.itemsize)
+    narrows = (
+        jnp.issubdtype(old, jnp.integer)
+        and jnp.issubdtype(new, jnp.integer)
+        and jnp.iinfo(new).bits <= jnp.iinfo(old).bits
+    )
+    is_linear = (inexact and not drops_imaginary) or narrows
     return elementwise(eqn, ({0},) if is_linear else ())
 
 

@@ -27,7 +27,7 @@ def over_axes(eqn: JaxprEqn, monoid: Monoid) -> OperatorDescription:
     """The description of a reduction along the dimensions in the parameter ``axes``."""
     f = Factors()
     operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
-    axes = {axis for axis in eqn.params["axes"] if isinstance(axis, int)}
+    axes = {int(axis) for axis in eqn.params["axes"]}
     return OperatorDescription(
         sizes=f.sizes,
         operands=operands,
@@ -45,7 +45,7 @@ def reduction(eqn: JaxprEqn) -> OperatorDescription:
 @rule(*COLLECTIVES)
 def collective(eqn: JaxprEqn) -> OperatorDescription | None:
     """Undescribed while it names a mesh axis: that is the user's own device program, not a whole-batch step."""
-    if any(not isinstance(axis, int) for axis in eqn.params["axes"]) or eqn.params.get("axis_index_groups"):
+    if any(isinstance(axis, str) for axis in eqn.params["axes"]) or eqn.params.get("axis_index_groups"):
         return None
     return over_axes(eqn, COLLECTIVES[eqn.primitive.name])
 
@@ -54,11 +54,10 @@ def collective(eqn: JaxprEqn) -> OperatorDescription | None:
 def argument(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
-    axes = set(eqn.params["axes"])
+    axes = {int(axis) for axis in eqn.params["axes"]}
     return OperatorDescription(
         sizes=f.sizes,
         operands=(dims,),
         results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),),
         whole=frozenset(dims[d][0] for d in axes),
     )
-

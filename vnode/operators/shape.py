@@ -150,7 +150,8 @@ def concatenate(eqn: JaxprEqn) -> OperatorDescription:
     """Operands of sizes 2n and n join to a dimension of 3 blocks of n; the blocks themselves cannot be split."""
     f = Factors()
     axis = eqn.params["dimension"]
-    shared = f.dims(eqn.outvars[0].aval.shape[:axis]) + ((),) + f.dims(eqn.outvars[0].aval.shape[axis + 1 :])
+    shape = eqn.outvars[0].aval.shape
+    shared = (*f.dims(shape[:axis]), (), *f.dims(shape[axis + 1 :]))
     sizes = [atom.aval.shape[axis] for atom in eqn.invars]
     block = f.new(math.gcd(*sizes))
     unit = f.sizes[block]

@@ -16,7 +16,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
-from vnode.analysis.forms import WHOLE, Form, Partial, Slice, stands_in
+from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid
@@ -182,18 +182,23 @@ def evaluate_loop(action: Evaluation, loop: Loop, operands: list[Any], node: Nod
     wanted = [i for i in range(loop.carries, len(results)) if action.results[i] is not None]
     scanned = {i: operands[i] for i in range(split, len(operands)) if operands[i] is not None}
     constants = {i: operands[i] for i in range(first) if operands[i] is not None}
-    length = loop.length
+    length, real = loop.length, None
     if action.step.over_batch and node is not None:
         form = next(f for f in action.step.operands[split:] if isinstance(f, Slice))
         length = node.local(form.ratio)
+        if node.padded(form.batch):
+            real = node.real(Location(form.batch, 0, form.outer, form.ratio))
 
-    def iteration(carry: list[Any], xs: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-        values = {**constants, **{first + i: c for i, c in zip(carried, carry, strict=True)}, **xs}
+    def iteration(carry: list[Any], xs: tuple[dict[int, Any], Any]) -> tuple[list[Any], list[Any]]:
+        values = {**constants, **{first + i: c for i, c in zip(carried, carry, strict=True)}, **xs[0]}
         out = outputs(body, values, node)
-        return out[: len(carried)], out[len(carried) :]
+        kept = out[: len(carried)]
+        if real is not None:  # padding adds nothing
+            kept = [jnp.where(xs[1], new, old) for new, old in zip(kept, carry, strict=True)]
+        return kept, out[len(carried) :]
 
     init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
-    carry, ys = lax.scan(iteration, init, scanned, length, loop.reverse, loop.unroll)
+    carry, ys = lax.scan(iteration, init, (scanned, real), length, loop.reverse, loop.unroll)
     for i, value in zip(carried, carry, strict=True):
         results[i] = value
     for i, value in zip(wanted, ys, strict=True):
