@@ -1,0 +1,216 @@
+"""Random draws and keys.
+
+Knows which generators draw an array of keys key by key, and how the bits of a slice follow from the key and the
+slice's place when the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). All other
+generators can only be drawn whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+from jax.extend.random import threefry2x32_p
+
+from vnode.operators.description import Dims, Factors, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.elementwise import broadcast
+
+COUNTER = {"key<fry>", "key<fry4>", "key<phx2>", "key<phx4>"}
+"""Key types whose every operation, mapped over an array of keys, treats each key alone."""
+
+KEYWISE = {
+    "random_bits": COUNTER,
+    "random_clone": COUNTER | {"key<rbg>", "key<urbg>"},
+    "random_fold_in": COUNTER | {"key<rbg>"},
+    "random_gamma": COUNTER | {"key<rbg>"},
+    "random_seed": COUNTER | {"key<rbg>", "key<urbg>"},
+    "random_split": COUNTER | {"key<rbg>"},
+}
+"""For each primitive the key types that it handles key by key. XLA's own generator draws for a whole array of keys at
+once, from the first key; what of ``rbg`` and ``unsafe_rbg`` is not listed goes through it."""
+
+
+def keywise(eqn: JaxprEqn, keys: Any) -> bool:
+    """Whether each key of the array `keys` is handled alone."""
+    return keys.aval.dtype.name in KEYWISE[eqn.primitive.name]
+
+
+def all_whole(f: Factors) -> frozenset[int]:
+    return frozenset(range(len(f.sizes)))
+
+
+@rule("random_clone", "random_fold_in")
+def each_key(eqn: JaxprEqn) -> OperatorDescription:
+    f, operands, result = broadcast(eqn)
+    whole = frozenset() if keywise(eqn, eqn.invars[0]) else all_whole(f)
+    return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
+
+
+@rule("random_seed")
+def random_seed(eqn: JaxprEqn) -> OperatorDescription:
+    f, operands, result = broadcast(eqn)
+    whole = frozenset() if keywise(eqn, eqn.outvars[0]) else all_whole(f)
+    return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
+
+
+@rule("random_wrap", "random_unwrap")
+def key_data(eqn: JaxprEqn) -> OperatorDescription:
+    """Raw words have the words of one key as trailing dimensions."""
+    f = Factors()
+    operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    dims = f.dims(max(operand, result, key=len))
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims[: len(operand)],),
+        results=(dims[: len(result)],),
+        whole=frozenset(factor for dim in dims[min(len(operand), len(result)) :] for factor in dim),
+        movement=True,
+    )
+
+
+def counters(shape: Sequence[int], positions: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """The row-major index of every element of a slice of an array, as the high and low word of 64 bits.
+
+    Args:
+      shape: of the whole array.
+      positions: for each dimension the global indices in the slice.
+
+    Returns:
+      Two uint32 arrays of the slice's shape.
+    """
+    local = tuple(p.shape[0] for p in positions)
+    high, low = jnp.zeros(local, jnp.uint32), jnp.zeros(local, jnp.uint32)
+    for d, position in enumerate(positions):
+        stride = math.prod(shape[d + 1 :])
+        index = jax.lax.broadcast_in_dim(position.astype(jnp.uint32), local, (d,))
+        lower = jnp.uint32(stride & 0xFFFFFFFF)
+        term = index * lower
+        low = low + term
+        if math.prod(shape) > 1 << 32:
+            upper = index * jnp.uint32(stride >> 32) + jax.lax.mulhi(index, jnp.full_like(index, lower))
+            high = high + upper + (low < term).astype(jnp.uint32)
+    return high, low
+
+
+def slice_counters(dims: Dims, shape: Sequence[int], sizes: Sizes, positions: Positions) -> tuple[jax.Array, jax.Array]:
+    """`counters` for dimensions `dims` of one factor each, split where `positions` says."""
+    factors = [dim[0] for dim in dims]
+    indices = [positions[f]() if f in positions else jnp.arange(sizes[f]) for f in factors]
+    return counters(shape, indices)
+
+
+def draw(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Two words for every key and counter, of shape ``keys.shape + high.shape``."""
+    data = jax.random.key_data(keys).reshape(*keys.shape, *(1,) * high.ndim, 2)
+    shape = (*keys.shape, *high.shape)
+    words = (data[..., 0], data[..., 1], high, low)
+    first, second = threefry2x32_p.bind(*(jnp.broadcast_to(word, shape) for word in words))
+    return first, second
+
+
+def is_counted(eqn: JaxprEqn) -> bool:
+    """Whether element i of what a key gives is a function of the key and i."""
+    return eqn.invars[0].aval.dtype.name == "key<fry>" and eqn.ctx.threefry_partitionable
+
+
+def per_key(eqn: JaxprEqn, emit: Any) -> OperatorDescription:
+    """The description of a draw of shape ``keys.shape + shape``; `emit` draws a slice where that is possible."""
+    f = Factors()
+    keys = f.dims(eqn.invars[0].aval.shape)
+    drawn = f.dims(eqn.params["shape"])
+    counted = is_counted(eqn)
+    trailing = frozenset(factor for dim in drawn for factor in dim)
+    whole = frozenset() if counted else trailing
+    if not keywise(eqn, eqn.invars[0]):
+        whole = all_whole(f)
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(keys,),
+        results=((*keys, *drawn),),
+        whole=whole,
+        positional=trailing if counted else frozenset(),
+        emit=emit if counted else None,
+        work=20,  # rounds of mixing for every word
+    )
+
+
+def drawn_dims(d: OperatorDescription) -> Dims:
+    return d.results[0][len(d.operands[0]) :]
+
+
+@rule("random_bits")
+def random_bits(eqn: JaxprEqn) -> OperatorDescription:
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[jax.Array]:
+        first, second = draw(operands[0], *slice_counters(drawn_dims(d), e.params["shape"], sizes, positions))
+        width = e.params["bit_width"]
+        dtype = e.outvars[0].aval.dtype
+        if width == 64:
+            return [first.astype(dtype) << jnp.array(32, dtype) | second.astype(dtype)]
+        return [(first ^ second).astype(dtype)]
+
+    return per_key(eqn, emit)
+
+
+@rule("random_split")
+def random_split(eqn: JaxprEqn) -> OperatorDescription:
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[jax.Array]:
+        words = draw(operands[0], *slice_counters(drawn_dims(d), e.params["shape"], sizes, positions))
+        return [jax.random.wrap_key_data(jnp.stack(words, axis=-1), impl=jax.random.key_impl(operands[0]))]
+
+    return per_key(eqn, emit)
+
+
+@rule("iota_2x32_shape")
+def iota_2x32_shape(eqn: JaxprEqn) -> OperatorDescription:
+    """The counters themselves; only seen where a draw has been expanded."""
+    f = Factors()
+    dims = f.dims(eqn.params["shape"])
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[jax.Array]:
+        return list(slice_counters(dims, e.params["shape"], sizes, positions))
+
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(),
+        results=(dims, dims),
+        positional=all_whole(f),
+        movement=True,
+        emit=emit,
+    )
+
+
+@rule("random_gamma")
+def random_gamma(eqn: JaxprEqn) -> OperatorDescription:
+    """A key serves all the trailing dimensions that it lacks: they share one sequence of rejections."""
+    f = Factors()
+    keys, alphas = (atom.aval.shape for atom in eqn.invars)
+    dims = f.dims(alphas)
+    whole = frozenset(factor for dim in dims[len(keys) :] for factor in dim)
+    if not keywise(eqn, eqn.invars[0]):
+        whole = all_whole(f)
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims[: len(keys)], dims),
+        results=(dims,),
+        whole=whole,
+        work=200,
+    )
+
+
+@rule("rng_bit_generator", "rng_uniform")
+def opaque_generator(eqn: JaxprEqn) -> OperatorDescription:
+    """XLA's own generators: what they draw depends on the shape they are asked for."""
+    f = Factors()
+    operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
+    results = tuple(f.dims(atom.aval.shape) for atom in eqn.outvars)
+    return OperatorDescription(sizes=f.sizes, operands=operands, results=results, whole=all_whole(f))
