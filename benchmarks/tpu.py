@@ -138,6 +138,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--vocabulary", type=int, default=8192)
     parser.add_argument("--nodes-per-device", type=int, default=8)
     parser.add_argument("--examples-per-node", type=int, default=8)
     parser.add_argument("--dump", help="a folder for the compiled texts")
@@ -152,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         width=options.width,
         heads=max(1, options.width // 64),
         length=options.length,
-        vocabulary=8192,
+        vocabulary=options.vocabulary,
         dtype=jnp.bfloat16,
     )
     for name in options.topologies:
