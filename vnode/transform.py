@@ -10,6 +10,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -289,17 +290,15 @@ class VirtualStep:
             if axis is None or batch.size == 1:
                 states.append(State(WHOLE, model=axis is None))
             else:
-                states.append(State(Slice(batch, axis % len(leaf.shape), 1, fraction_one())))
+                states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
         flow = follower.follow(program, states)
-        node = -(-batch.size // options.virtual_nodes)
-        node = -(-node // follower.grain) * follower.grain
-        made = schedule(follower, flow, node, options.accumulate_dtype)
-        self._check_coupling(made)
+        made = schedule(flow, options.accumulate_dtype)
+        self._check_coupling(made, follower.couplings)
         return made, leaves
 
-    def _check_coupling(self, made: Schedule) -> None:
+    def _check_coupling(self, made: Schedule, couplings: Sequence[Coupling]) -> None:
         """Refuses what the user did not want, and what would cost more than the budget."""
-        refused = [c for c in made.couplings if self._options.mode(c.source or c.eqn) == "error"]
+        refused = [c for c in couplings if self._options.mode(c.source or c.eqn) == "error"]
         if refused:
             raise CouplingError(
                 layout_message(
@@ -314,7 +313,7 @@ class VirtualStep:
                 layout_message(
                     f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "
                     f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                    facts=list(dict.fromkeys(coupling_line(c) for c in made.couplings)),
+                    facts=list(dict.fromkeys(coupling_line(c) for c in couplings)),
                     remedies=[
                         f"recompute_budget={math.ceil(100 * made.recomputed / made.flops) / 100} to pay for it",
                         "coupling='local' to estimate model statistics in each node (ghost batch normalization)",
@@ -416,12 +415,6 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
-def fraction_one() -> Any:
-    from fractions import Fraction
-
-    return Fraction(1)
 
 
 def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:

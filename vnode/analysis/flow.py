@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
+from fractions import Fraction
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -35,7 +36,7 @@ from vnode.analysis.forms import (
 from vnode.analysis.program import Atom, Program, inline, signature, where
 from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
 from vnode.operators import Monoid, OperatorDescription, describe
-from vnode.operators.control import Branches, Loop, Region, While, region_of
+from vnode.operators.control import Body, Branches, Loop, Region, While, region_of
 
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
 
@@ -51,6 +52,9 @@ class State:
         where ``coupling="local"`` applies.
       zero: known to be all zeros.
       model: depends on an argument that is not batched.
+      given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
+        reading it whole takes no pass.
+      examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
     """
 
     form: Form
@@ -58,11 +62,13 @@ class State:
     local: int = 0
     zero: bool = False
     model: bool = False
+    given: bool = False
+    examples: frozenset[int] = frozenset()
 
     @property
     def whole_level(self) -> int:
         """The round after which the value can be read whole."""
-        return self.level if isinstance(self.form, Whole) else self.level + 1
+        return self.level if isinstance(self.form, Whole) or self.given else self.level + 1
 
     @property
     def estimated(self) -> bool:
@@ -103,6 +109,9 @@ class Step:
       location: the factor that is split, if one is.
       region: the loop or branch that the equation is.
       bodies: batch flow of the region's bodies, in the order of the region's fields.
+      over_batch: the region is a loop that takes the examples one after another.
+      around: the region is evaluated once, around passes of its own; its batched operands and results exist for all
+        nodes at once.
     """
 
     eqn: JaxprEqn
@@ -115,6 +124,7 @@ class Step:
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
     over_batch: bool = False
+    around: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -126,12 +136,18 @@ class Flow:
       states: of every variable.
       steps: one per equation, in order.
       output_forms: the form in which each output is handed on.
+      gathered: batched values that are read whole.
+      batch: what is divided.
+      node_size: examples per node, padding included.
     """
 
     program: Program
     states: dict[Var, State]
     steps: list[Step]
     output_forms: list[Form] = dataclasses.field(default_factory=list)
+    gathered: set[Var] = dataclasses.field(default_factory=set)
+    batch: Batch = Batch(1)
+    node_size: int = 1
 
     def state(self, atom: Atom) -> State:
         if isinstance(atom, Literal):
@@ -204,6 +220,8 @@ class Follower:
             flow.steps.append(step)
             view.record(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
+        flow.batch = self.batch
+        flow.node_size = -(-(-(-self.batch.size // self.nodes)) // self.grain) * self.grain
         return flow
 
     def step(self, view: View) -> Step:
@@ -212,9 +230,14 @@ class Follower:
         forms = view.forms
         if not self.sums.isdisjoint(eqn.outvars):
             return view.per_node((Partial(Monoid.SUM),), None)
-        if all(isinstance(form, Whole) for form in forms):
-            return view.once()
         region = region_of(eqn)
+        if all(isinstance(form, Whole) for form in forms):
+            if not any(state.examples for state in view.states):
+                return view.once()
+            if region is not None:
+                return self.around_step(view, region)
+            description = describe(eqn)
+            return view.once() if description is None else self.described_step(view, description)
         if region is not None:
             return self.region_step(view, region)
         if eqn.effects and not eqn.outvars:
@@ -245,7 +268,7 @@ class Follower:
             if monoid is not None:
                 return view.per_node((Partial(monoid),) * len(view.eqn.outvars), description)
             view.complete(partial)
-        location = self.agree(view, description)
+        location = self.agree(view, description) or self.divide_again(view, description)
         if location is None:
             if any(isinstance(form, Varying) for form in view.forms):
                 return view.per_node((VARYING,) * len(view.eqn.outvars), description)
@@ -313,6 +336,9 @@ class Follower:
             return locations[i].factor in free, math.prod(view.eqn.invars[i].aval.shape)
 
         location = locations[max(locations, key=weight)]
+        if self.contracts_gathered(view, description, locations, location):
+            view.materialize(locations, "is contracted with a value that needed the whole batch")
+            return None
         view.materialize([i for i, other in locations.items() if other != location], "orders the batch differently")
         for dims in description.results:
             form = project(location, dims, description.sizes)
@@ -322,6 +348,42 @@ class Follower:
             form = project(location, dims, description.sizes)
             if form is not None and not isinstance(view.forms[i], Slice) and not self.accept(form):
                 raise AssertionError("a projection is never finer than its factor")
+        return location
+
+    @staticmethod
+    def contracts_gathered(
+        view: View, description: OperatorDescription, locations: Iterable[int], location: Location
+    ) -> bool:
+        """Whether gathered values meet, over the batch, a whole value that was made from gathered values.
+
+        The backward pass of an all-pairs loss does this. The sum is then formed once, rather than over nodes in another
+        pass.
+        """
+        if location.factor not in description.reduced or view.body:
+            return False
+        gathered = all(view.eqn.invars[i] in view.flow.gathered for i in locations)
+        return gathered and any(
+            isinstance(form, Whole) and view.states[i].examples and stands_in(location.factor, description.operands[i])
+            for i, form in enumerate(view.forms)
+        )
+
+    def divide_again(self, view: View, description: OperatorDescription) -> Location | None:
+        """Divides the examples of a whole value among the nodes again, where the model is applied to them.
+
+        After a shuffle of the batch, say: the shuffle needs the whole batch, the network behind it does not.
+        """
+        if not description.contraction or view.body or not all(isinstance(form, Whole) for form in view.forms):
+            return None
+        having = [i for i, state in enumerate(view.states) if state.examples]
+        if len(having) != 1:
+            return None
+        (i,) = having
+        shape = view.eqn.invars[i].aval.shape
+        dim = max(view.states[i].examples, key=lambda d: shape[d])
+        form = Slice(self.batch, dim, 1, Fraction(shape[dim], self.batch.size))
+        location = locate(form, description.operands[i], description.sizes)
+        if location is None or shape[dim] == 1 or location.factor in description.whole or not self.accept(location):
+            return None
         return location
 
     def effect_step(self, view: View) -> Step:
@@ -353,12 +415,107 @@ class Follower:
                 case Branches():
                     return self.branch_step(view, region)
         except Coupled as coupled:
+            if view.body:
+                raise
             view.forms[:], view.level = kept
-            view.materialize(
-                [i for i, form in enumerate(view.forms) if not isinstance(form, Whole)],
-                f"holds a coupling ({coupled}, at {where(coupled.eqn)})",
-            )
+            view.coupled = coupled
+            return self.around_step(view, region)
+
+    def around_step(self, view: View, region: Region) -> Step:
+        """A loop or branch in which examples meet: evaluated once, with passes of its own in its bodies."""
+        if view.body:
             return view.once()
+        view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
+        match region:
+            case Loop():
+                return self.around_loop(view, region)
+            case While():
+                return self.around_while(view, region)
+            case _:
+                return self.around_branches(view, region)
+
+    def nested(self, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:
+        """Batch flow of bodies that have passes of their own; levels start again at 0."""
+        flows = []
+        for body, states in zip(bodies, inputs, strict=True):
+            program = inline(body.jaxpr, body.constants)
+            flows.append(self.inner(states, program).follow(program, states))
+        return flows
+
+    def inner(self, states: Sequence[State], program: Program) -> Follower:
+        """Who follows a body with passes of its own: a batch of its own if it is not given this one."""
+        if any(isinstance(state.form, Slice) for state in states):
+            return dataclasses.replace(self, couplings=self.couplings)
+        sizes = [
+            var.aval.shape[d] for var, state in zip(program.inputs, states, strict=True) for d in state.examples
+        ]
+        return Follower(Batch(max(sizes, default=1)), self.nodes, self.mode, self.couplings)
+
+    def outside(self, view: View, positions: Iterable[int]) -> list[State]:
+        """States of the inputs of a body with passes of its own."""
+        states = []
+        for i in positions:
+            form, state = view.forms[i], view.states[i]
+            if isinstance(form, Slice):
+                states.append(State(form, given=True, model=state.model))
+            else:
+                states.append(State(WHOLE, zero=state.zero, model=state.model, examples=state.examples))
+        return states
+
+    def around_loop(self, view: View, loop: Loop) -> Step:
+        first, split = loop.constants, loop.constants + loop.carries
+        for i, form in enumerate(view.forms):
+            if i >= split and isinstance(form, Slice) and form.dim == 0:
+                view.materialize([i], "is gone through in order")
+        constants, carries, xs = (
+            self.outside(view, positions)
+            for positions in (range(first), range(first, split), range(split, len(view.forms)))
+        )
+        xs = [inside(state) for state in xs]
+        while True:
+            (flow,) = self.nested(view, [loop.body], [[*constants, *carries, *xs]])
+            after = [meet(flow, atom) for atom in flow.program.outputs]
+            joined = [
+                either(carry, state) for carry, state in zip(carries, after[: loop.carries], strict=True)
+            ]
+            if joined == carries:
+                break
+            carries = joined
+        view.forms[first:split] = [state.form for state in carries]
+        results = [*carries, *(behind(state) for state in after[loop.carries :])]
+        flow.output_forms = [*(s.form for s in carries), *(s.form for s in after[loop.carries :])]
+        return view.around(loop, (flow,), results)
+
+    def around_while(self, view: View, loop: While) -> Step:
+        split = loop.condition_constants
+        first = split + loop.body_constants
+        tested, constants, carries = (
+            self.outside(view, positions)
+            for positions in (range(split), range(split, first), range(first, len(view.forms)))
+        )
+        while True:
+            test, flow = self.nested(view, [loop.condition, loop.body], [[*tested, *carries], [*constants, *carries]])
+            after = [meet(flow, atom) for atom in flow.program.outputs]
+            joined = [either(carry, state) for carry, state in zip(carries, after, strict=True)]
+            if joined == carries:
+                break
+            carries = joined
+        view.forms[first:] = [state.form for state in carries]
+        flow.output_forms = [state.form for state in carries]
+        return view.around(loop, (test, flow), carries)
+
+    def around_branches(self, view: View, branches: Branches) -> Step:
+        view.materialize([0], "chooses a branch")
+        inputs = self.outside(view, range(1, len(view.forms)))
+        flows = self.nested(view, branches.bodies, [inputs] * len(branches.bodies))
+        results = [meet(flows[0], atom) for atom in flows[0].program.outputs]
+        for flow in flows[1:]:
+            results = [
+                either(state, meet(flow, atom)) for state, atom in zip(results, flow.program.outputs, strict=True)
+            ]
+        for flow in flows:
+            flow.output_forms = [state.form for state in results]
+        return view.around(branches, tuple(flows), results)
 
     def inputs_of(self, view: View, positions: Iterable[int]) -> list[State]:
         """States of a body's inputs: as the equation reads its operands, all available from the start."""
@@ -502,6 +659,56 @@ class Follower:
         return view.per_node(forms, None, region=branches, bodies=tuple(flows))
 
 
+def meet(flow: Flow, atom: Atom) -> State:
+    """The state in which a body with passes of its own returns a value."""
+    state = flow.state(atom)
+    if isinstance(state.form, Slice):
+        return State(state.form, given=True, model=state.model)
+    return State(WHOLE, zero=state.zero, model=state.model, examples=state.examples)
+
+
+def either(a: State, b: State) -> State:
+    """The state of a value around passes that is sometimes `a` and sometimes `b`: batched if either is."""
+    model, zero = a.model or b.model, a.zero and b.zero
+    forms = {state.form for state in (a, b) if isinstance(state.form, Slice)}
+    if len(forms) == 1:
+        return State(forms.pop(), given=True, model=model)
+    return State(WHOLE, zero=zero, model=model, examples=a.examples | b.examples)
+
+
+def inside(state: State) -> State:
+    """The state of a scanned array inside the loop's body."""
+    if isinstance(state.form, Slice):
+        return dataclasses.replace(state, form=state.form.move(state.form.dim - 1))
+    return dataclasses.replace(state, examples=frozenset(d - 1 for d in state.examples if d > 0))
+
+
+def behind(state: State) -> State:
+    """The state of a stacked result of a loop whose body returns `state`."""
+    if isinstance(state.form, Slice):
+        return dataclasses.replace(state, form=state.form.move(state.form.dim + 1))
+    return dataclasses.replace(state, examples=frozenset(d + 1 for d in state.examples))
+
+
+def examples_of(eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None) -> set[int]:
+    """Dimensions of a whole result that descend from the batch, as far as can be told."""
+    found: set[int] = set()
+    shape = getattr(eqn.outvars[result].aval, "shape", ())
+    for i, state in enumerate(states):
+        have = getattr(eqn.invars[i].aval, "shape", ())
+        for d in state.examples:
+            factors = description.operands[i][d] if description is not None else ()
+            dims = {
+                e for e, dim in enumerate(description.results[result]) if set(dim) & set(factors)
+            } if description is not None else set()
+            if not dims and len(have) == len(shape) and shape[d] > 1:
+                dims = {d}
+            elif not dims:
+                dims = {e for e, n in enumerate(shape) if n == have[d]}
+            found |= dims
+    return {d for d in found if shape[d] > 1}
+
+
 def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
     """The values between a carry and its successor, if terms that do not depend on it are merely added to it."""
     users: dict[Var, list[JaxprEqn]] = {}
@@ -549,6 +756,7 @@ class View:
         self.states = [self.flow.state(atom) for atom in self.eqn.invars]
         self.forms: list[Form] = [state.form for state in self.states]
         self.gathered: dict[int, str] = {}
+        self.coupled: Coupled | None = None
         self.level = 0
 
     def complete(self, positions: Iterable[int]) -> None:
@@ -565,7 +773,25 @@ class View:
                 raise Coupled(self.eqn, f"{self.eqn.primitive.name} {why}")
             if isinstance(self.forms[i], Slice | Varying):
                 self.gathered[i] = why
+                atom = self.eqn.invars[i]
+                if isinstance(atom, Var):
+                    self.flow.gathered.add(atom)
             self.forms[i] = WHOLE
+
+    def around(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
+        """The equation is evaluated once, around passes of its own."""
+        level = max((state.whole_level for state in self.states), default=0)
+        self.results = list(results)
+        return Step(
+            self.eqn,
+            False,
+            level,
+            tuple(self.forms),
+            tuple(state.form for state in results),
+            region=region,
+            bodies=bodies,
+            around=True,
+        )
 
     def once(self) -> Step:
         """The equation is evaluated once, on whole values."""
@@ -602,19 +828,38 @@ class View:
     def record(self, step: Step) -> None:
         """Writes the states of the results, and the couplings met."""
         model = any(state.model for state in self.states)
+        if step.around:
+            for var, state in zip(self.eqn.outvars, self.results, strict=True):
+                self.flow.states[var] = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
+            if self.coupled is not None:
+                self.follower.couplings.append(Coupling(self.coupled.eqn, "loop", step.level))
+            return
         zero = self.results_zero(step)
+        states = [
+            dataclasses.replace(state, examples=state.examples | {state.form.dim})
+            if isinstance(state.form, Slice) and isinstance(form, Whole)
+            else state
+            for state, form in zip(self.states, step.operands, strict=True)
+        ]
+        descends = any(state.examples for state in states)
+        description = step.description
+        if descends and description is None and region_of(self.eqn) is None:
+            description = describe(self.eqn)
         inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
-        for var, form in zip(self.eqn.outvars, step.results, strict=True):
+        for k, (var, form) in enumerate(zip(self.eqn.outvars, step.results, strict=True)):
             local = step.level
+            examples: set[int] = set()
             match form:
                 case Whole():
+                    if descends and not step.per_node:
+                        examples = examples_of(self.eqn, k, states, description)
                     local = min(local, max((state.local for state in self.states), default=0))
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
                     local += not (model and self.follower.mode(self.reducers[var]) == "local")
                 case _:
                     local += 1
-            self.flow.states[var] = State(form, step.level, local, zero, model)
+            self.flow.states[var] = State(form, step.level, local, zero, model, False, frozenset(examples))
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:

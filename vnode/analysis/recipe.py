@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jax.extend.core import Var
 
@@ -35,6 +36,7 @@ class Evaluation:
       location: the factor that is split, if one is.
       bodies: for a loop or branch evaluated by nodes: the recipe of each body.
       carried: for a loop: the carries that are kept.
+      schedules: for a loop or branch around passes of its own: the schedule of each body.
     """
 
     step: Step
@@ -44,6 +46,7 @@ class Evaluation:
     location: Location | None = None
     bodies: tuple[Recipe, ...] = ()
     carried: tuple[int, ...] = ()
+    schedules: tuple[Any, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

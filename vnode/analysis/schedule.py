@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.analysis.flow import Coupling, Flow, Follower, Step
+from vnode.analysis.flow import Flow, Step
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
@@ -82,19 +82,15 @@ class Schedule:
 
     Attributes:
       flow: batch flow of the step.
-      node_size: examples per node, padding included.
       stages: in order.
       gathered: batched values that are read whole.
-      couplings: the places where examples influence each other.
       flops: of the whole step, each equation counted once.
       recomputed: flops of equations that more than one pass evaluates, beyond the first time.
     """
 
     flow: Flow
-    node_size: int
     stages: tuple[Stage, ...]
     gathered: dict[Var, Slice]
-    couplings: tuple[Coupling, ...]
     flops: int
     recomputed: int
 
@@ -113,13 +109,11 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
-def schedule(follower: Follower, flow: Flow, node_size: int, accumulate_dtype: Any = None) -> Schedule:
+def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
     """Divides a step into passes.
 
     Args:
-      follower: that made `flow`.
       flow: batch flow of the step.
-      node_size: examples per node.
       accumulate_dtype: the dtype of floating-point accumulators; None for the default.
 
     Returns:
@@ -127,14 +121,14 @@ def schedule(follower: Follower, flow: Flow, node_size: int, accumulate_dtype: A
     """
     earliest: dict[Var, int] = {}
     while True:
-        sweep = Sweep(flow, node_size, accumulate_dtype, earliest)
+        sweep = Sweep(flow, accumulate_dtype, earliest)
         stages = sweep.run()
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
             break
         earliest |= sweep.needed
     total, recomputed = work(flow, stages)
-    return Schedule(flow, node_size, tuple(stages), sweep.gathered, tuple(follower.couplings), total, recomputed)
+    return Schedule(flow, tuple(stages), sweep.gathered, total, recomputed)
 
 
 class Sweep:
@@ -150,9 +144,9 @@ class Sweep:
         another sweep, which is told so by `earliest`.
     """
 
-    def __init__(self, flow: Flow, node_size: int, accumulate_dtype: Any, earliest: dict[Var, int]) -> None:
+    def __init__(self, flow: Flow, accumulate_dtype: Any, earliest: dict[Var, int]) -> None:
         self.flow = flow
-        self.node_size = node_size
+        self.node_size = flow.node_size
         self.accumulate_dtype = accumulate_dtype
         self.earliest = earliest
         self.given = set(flow.program.inputs) | set(flow.program.constants)
@@ -179,7 +173,7 @@ class Sweep:
             self.gathered[atom] = state.form
         if atom in self.given:
             return
-        if not isinstance(state.form, Whole):
+        if not isinstance(state.form, Whole) and not state.given:
             self.pending[atom] = None
             return
         release = 0 if state.level == 0 else self.earliest.get(atom, self.level)
@@ -188,12 +182,31 @@ class Sweep:
         else:
             heapq.heappush(self.waiting, -self.position[atom])
 
+    def want_batched(self, atom: Atom) -> None:
+        """Wants a batched value for all nodes at once."""
+        if isinstance(atom, Var) and atom not in self.given:
+            if self.flow.states[atom].given:
+                gathered = self.gathered.get(atom)
+                self.want_whole(atom)
+                if gathered is None:
+                    del self.gathered[atom]
+            else:
+                self.collect(atom)
+
+    def collect(self, atom: Var) -> None:
+        known = atom in self.needed
+        self.needed[atom] = min(self.level, self.needed.get(atom, self.level))
+        if not known:
+            self.pending[atom] = None
+
     def run(self) -> list[Stage]:
         flow = self.flow
         for atom in flow.program.outputs:
             if not isinstance(flow.state(atom).form, Slice):
                 self.want_whole(atom)
-            elif isinstance(atom, Var) and atom not in self.given:
+            elif flow.state(atom).given:
+                self.want_batched(atom)
+            elif isinstance(atom, Var):
                 self.pending[atom] = None
         stages: list[Stage] = []
         while self.level >= 0:
@@ -222,7 +235,7 @@ class Sweep:
                 heapq.heappop(self.waiting)
             step = self.flow.steps[-position]
             wanted = [
-                var in self.needed and isinstance(form, Whole)
+                var in self.needed and (isinstance(form, Whole) or step.around)
                 for var, form in zip(step.eqn.outvars, step.results, strict=True)
             ]
             self.made.update((var, self.level) for var, want in zip(step.eqn.outvars, wanted, strict=True) if want)
@@ -232,6 +245,16 @@ class Sweep:
 
     def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
         """The evaluation of an equation on whole values, its operands wanted."""
+        if step.around:
+            inner = tuple(
+                schedule(flow, self.accumulate_dtype) for flow in step.bodies
+            )
+            for atom, form in zip(step.eqn.invars, step.operands, strict=True):
+                if isinstance(form, Slice) and isinstance(self.flow.state(atom).form, Slice):
+                    self.want_batched(atom)
+                else:
+                    self.want_whole(atom)
+            return Evaluation(step, step.operands, step.results, schedules=inner)
         if step.per_node and not any(isinstance(form, Partial) for form in step.results):
             action = evaluation(step, needed, self.node_size)
         else:
@@ -280,10 +303,9 @@ class Sweep:
         states = flow.states
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
-        leaf = set(self.given)
 
         def is_leaf(var: Var, form: Form) -> bool:
-            return isinstance(form, Whole) or (var in leaf and form == states[var].form)
+            return isinstance(form, Whole) or (states[var].given and form == states[var].form)
 
         made = recipe(flow, requests, self.node_size, is_leaf=is_leaf, effects=effects)
         accumulators = []
@@ -295,6 +317,8 @@ class Sweep:
         for var, form in made.leaves:
             if isinstance(form, Whole):
                 self.want_whole(var)
+            else:
+                self.want_batched(var)
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
 
     def moves_once(self, step: Step, late: Sequence[Var]) -> bool:
@@ -315,6 +339,9 @@ def work(flow: Flow, stages: Sequence[Stage]) -> tuple[int, int]:
     first: set[Step] = set()
     recomputed = 0
     for stage in stages:
+        for action in stage.once:
+            times = action.step.region.length if isinstance(action.step.region, Loop) else 1
+            recomputed += times * sum(inner.recomputed for inner in action.schedules)
         for action in stage.nodes.recipe.actions if stage.nodes else ():
             if isinstance(action, Conversion) or not action.step.per_node:
                 continue

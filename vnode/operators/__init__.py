@@ -3,7 +3,18 @@
 Knows jax only. Importing this package fills the registry from the families beside this file.
 """
 
-from vnode.operators import contraction, elementwise, random, reduce, shape, windows  # noqa: F401
+from vnode.operators import (  # noqa: F401
+    contraction,
+    elementwise,
+    indexing,
+    linalg,
+    order,
+    random,
+    reduce,
+    shape,
+    structure,
+    windows,
+)
 from vnode.operators.description import (
     Factors,
     Monoid,

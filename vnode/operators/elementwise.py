@@ -36,12 +36,14 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "name": ({0},),
     "neg": ({0},),
     "real": ({0},),
+    "shard_alike": ({0, 1},),
     "stop_gradient": ({0},),
     "sub": ({0, 1},),
+    "xla_metadata_value": ({0},),
 }
 """For each primitive the groups of operands in which it is linear, whatever the dtype."""
 
-MOVEMENT = {"copy", "copy_p", "name", "stop_gradient"}
+MOVEMENT = {"copy", "copy_p", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
 
 def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:
@@ -110,11 +112,3 @@ def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
 @rule("select_n")
 def select_n(eqn: JaxprEqn) -> OperatorDescription:
     return elementwise(eqn, (set(range(1, len(eqn.invars))),), movement=True)
-
-
-@rule("optimization_barrier")
-def optimization_barrier(eqn: JaxprEqn) -> OperatorDescription:
-    """Operand i to result i; the operands do not share factors, so each is described alone."""
-    f = Factors()
-    dims = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
-    return OperatorDescription(sizes=f.sizes, operands=dims, results=dims, movement=True)

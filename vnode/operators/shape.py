@@ -324,3 +324,23 @@ def bitcast_convert_type(eqn: JaxprEqn) -> OperatorDescription:
         results=(wide if len(result) > len(operand) else shared,),
         whole=frozenset({last}),
     )
+
+
+@rule("tile")
+def tile(eqn: JaxprEqn) -> OperatorDescription:
+    """``i -> (r i)`` along every dimension."""
+    f = Factors()
+    operand = f.dims(eqn.invars[0].aval.shape)
+    repeats = f.dims(eqn.params["reps"])
+
+    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+        return {**e.params, "reps": tuple(sizes[r] for (r,) in repeats)}
+
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(operand,),
+        results=(tuple((*r, *i) for r, i in zip(repeats, operand, strict=True)),),
+        linear=FIRST,
+        movement=True,
+        resize=resize,
+    )

@@ -5,6 +5,7 @@ Knows schedules and placements. Must not know how a step was analysed, nor any p
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,10 +18,12 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.operators import Monoid
+from vnode.operators.control import Loop, While
 from vnode.placement import Placement
-from vnode.runtime.evaluate import Env, evaluate_once, evaluate_recipe
+from vnode.runtime.evaluate import Env, evaluate_once, evaluate_recipe, run_while, settle
 from vnode.runtime.node import Node, arrange
 
 COMBINE = {
@@ -66,10 +69,10 @@ class Emission:
     def run(self) -> list[Any]:
         for stage in self.schedule.stages:
             for action in stage.once:
-                values = evaluate_once(action, self.read)
+                values = self.run_around(action) if action.schedules else evaluate_once(action, self.read)
                 for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
                     if form is not None:
-                        self.whole[var] = value
+                        (self.batched if isinstance(form, Slice) else self.whole)[var] = value
             if stage.nodes is not None:
                 self.run_pass(stage.nodes)
         return [self.output(atom) for atom in self.flow.program.outputs]
@@ -89,6 +92,45 @@ class Emission:
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
+    def run_around(self, action: Evaluation) -> list[Any]:
+        """Evaluates a loop or branch whose bodies have passes of their own."""
+        eqn = action.step.eqn
+        operands = [
+            self.output(atom) if isinstance(form, Slice) else self.read(atom)
+            for atom, form in zip(eqn.invars, action.operands, strict=True)
+        ]
+        operands = [settle(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+
+        def body(made: Schedule, *inputs: Any) -> list[Any]:
+            return emit(made, self.placement, inputs)
+
+        match action.step.region:
+            case Loop() as loop:
+                first, split = loop.constants, loop.constants + loop.carries
+
+                def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+                    out = body(action.schedules[0], *operands[:first], *carry, *xs)
+                    return out[: loop.carries], out[loop.carries :]
+
+                carry, ys = lax.scan(
+                    iteration, operands[first:split], operands[split:], loop.length, loop.reverse, loop.unroll
+                )
+                return [*carry, *ys]
+            case While() as loop:
+                split = loop.condition_constants
+                first = split + loop.body_constants
+                return run_while(
+                    eqn,
+                    lambda constants, carry: body(action.schedules[0], *constants, *carry)[0],
+                    lambda constants, carry: body(action.schedules[1], *constants, *carry),
+                    operands[:split],
+                    operands[split:first],
+                    operands[first:],
+                )
+            case _:
+                branches = [functools.partial(body, made) for made in action.schedules]
+                return list(lax.switch(operands[0], branches, *operands[1:]))
+
     def in_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
@@ -96,7 +138,7 @@ class Emission:
         value = self.collected[var]
         if not self.placement.even:
             value = value[self.slots_of_nodes]
-        return arrange(value, form, self.placement.virtual_nodes, self.schedule.node_size)
+        return arrange(value, form, self.placement.virtual_nodes, self.flow.node_size)
 
     @property
     def slots_of_nodes(self) -> np.ndarray:
@@ -110,7 +152,7 @@ class Emission:
             return self.collected[var], 0
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        value, size, placement = self.batched[var], self.schedule.node_size, self.placement
+        value, size, placement = self.batched[var], self.flow.node_size, self.placement
         if not (placement.even and placement.virtual_nodes * size == form.batch.size):
             nodes = [
                 min(start + k, placement.virtual_nodes - 1) for start in placement.starts for k in range(placement.waves)
@@ -121,9 +163,9 @@ class Emission:
 
     def run_pass(self, nodes: Pass) -> None:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices."""
-        placement, size = self.placement, self.schedule.node_size
+        placement, size = self.placement, self.flow.node_size
         axis, waves = placement.axis, placement.waves
-        batch = self.batch
+        batch = self.flow.batch
         wholes = [var for var, form in nodes.recipe.leaves if isinstance(form, Whole)]
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
@@ -184,10 +226,6 @@ class Emission:
             self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
-
-    @property
-    def batch(self) -> Any:
-        return next(s.form.batch for s in self.flow.states.values() if isinstance(s.form, Slice))
 
     @staticmethod
     def counted(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:

@@ -225,20 +225,30 @@ def evaluate_while(action: Evaluation, loop: While, operands: list[Any], node: N
     tested = {i: value for i, value in outer.items() if i < split}
     used = {i: value for i, value in outer.items() if i >= split}
     init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
-    condition_jaxpr = jax.make_jaxpr(condition)(tested, init)
-    body_jaxpr = jax.make_jaxpr(iterate)(used, init)
-    final = bind_while(
-        action.step.eqn,
-        condition_jaxpr,
-        body_jaxpr,
-        jax.tree.leaves(tested),
-        jax.tree.leaves(used),
-        init,
-    )
+    final = run_while(action.step.eqn, condition, iterate, tested, used, init)
     results: list[Any] = [None] * len(action.results)
     for i, value in zip(carried, final, strict=True):
         results[i] = value
     return results
+
+
+def run_while(
+    eqn: JaxprEqn,
+    condition: Callable[[Any, list[Any]], Any],
+    body: Callable[[Any, list[Any]], list[Any]],
+    condition_constants: Any,
+    constants: Any,
+    init: list[Any],
+) -> list[Any]:
+    """Runs a ``while`` whose condition and body are Python functions of (pytree of constants, carries)."""
+    return bind_while(
+        eqn,
+        jax.make_jaxpr(condition)(condition_constants, init),
+        jax.make_jaxpr(body)(constants, init),
+        jax.tree.leaves(condition_constants),
+        jax.tree.leaves(constants),
+        init,
+    )
 
 
 def evaluate_branches(action: Evaluation, operands: list[Any], node: Node | None) -> list[Any]:

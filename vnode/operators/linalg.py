@@ -1,0 +1,83 @@
+"""Linear algebra and Fourier transforms of stacks of matrices or vectors.
+
+Knows how many trailing dimensions of each operand belong to one problem. The leading ones number the problems, which
+are solved independently; one problem is taken whole.
+"""
+
+from __future__ import annotations
+
+import math
+
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import Factors, OperatorDescription, rule
+
+CORE: dict[str, tuple[int, ...]] = {
+    "cholesky": (2,),
+    "cholesky_update": (2, 1),
+    "eig": (2,),
+    "eigh": (2,),
+    "geqp3": (2, 1),
+    "geqrf": (2,),
+    "hessenberg": (2,),
+    "householder_product": (2, 1),
+    "lu": (2,),
+    "lu_pivots_to_permutation": (1,),
+    "ormqr": (2, 1, 2),
+    "qr": (2,),
+    "schur": (2,),
+    "svd": (2,),
+    "symmetric_product": (2, 2),
+    "triangular_solve": (2, 2),
+    "tridiagonal": (2,),
+    "tridiagonal_solve": (1, 1, 1, 2),
+}
+"""For each primitive the dimensions of one problem in every operand."""
+
+LINEAR = {"triangular_solve": 1, "tridiagonal_solve": 3}
+"""The operand in which a primitive is linear: a solver's right-hand side."""
+
+
+@rule(*CORE)
+def stacked(eqn: JaxprEqn) -> OperatorDescription:
+    f = Factors()
+    name = eqn.primitive.name
+    leading = len(eqn.invars[0].aval.shape) - CORE[name][0]
+    stack = f.dims(eqn.invars[0].aval.shape[:leading])
+    operands = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.invars]
+    results = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.outvars]
+    parallel = {factor for dim in stack for factor in dim}
+    if name in LINEAR:  # the right-hand sides of one problem are independent too
+        axis = len(results[0]) - (1 if eqn.params.get("left_side", True) else 2)
+        side = operands[LINEAR[name]][axis]
+        results[0] = (*results[0][:axis], side, *results[0][axis + 1 :])
+        parallel.update(side)
+    counted = parallel.union(factor for dim in operands[0] for factor in dim)
+    core = eqn.invars[0].aval.shape[leading:]
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=tuple(operands),
+        results=tuple(results),
+        whole=frozenset(range(len(f.sizes))) - parallel,
+        linear=(frozenset({LINEAR[name]}),) if name in LINEAR else (),
+        uncounted=frozenset(range(len(f.sizes))) - counted,
+        work=max(1, *core) if len(core) == 2 and name not in LINEAR else 1,
+    )
+
+
+@rule("fft")
+def fft(eqn: JaxprEqn) -> OperatorDescription:
+    f = Factors()
+    lengths = eqn.params["fft_lengths"]
+    stack = f.dims(eqn.invars[0].aval.shape[: -len(lengths)] if lengths else eqn.invars[0].aval.shape)
+    before = f.dims(eqn.invars[0].aval.shape[len(stack) :])
+    after = f.dims(eqn.outvars[0].aval.shape[len(stack) :])
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(stack + before,),
+        results=(stack + after,),
+        whole=frozenset(factor for dim in before + after for factor in dim),
+        linear=(frozenset({0}),),
+        uncounted=frozenset(factor for dim in after for factor in dim),
+        work=5 * max(1, math.prod(lengths).bit_length() - 1),
+    )

@@ -1,0 +1,42 @@
+"""Sorting and selection along one dimension.
+
+Knows which dimension is ordered; it must be whole, all others are independent.
+"""
+
+from __future__ import annotations
+
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import Factors, OperatorDescription, rule
+
+
+@rule("sort")
+def sort(eqn: JaxprEqn) -> OperatorDescription:
+    f = Factors()
+    dims = f.dims(eqn.invars[0].aval.shape)
+    axis = dims[eqn.params["dimension"]]
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,) * len(eqn.invars),
+        results=(dims,) * len(eqn.outvars),
+        whole=frozenset(axis),
+        work=f.sizes[axis[0]].bit_length() * len(eqn.invars),
+    )
+
+
+@rule("top_k", "approx_top_k")
+def top_k(eqn: JaxprEqn) -> OperatorDescription:
+    """Values and indices of the largest (or smallest) elements."""
+    f = Factors()
+    dims = f.dims(eqn.invars[0].aval.shape)
+    axis = eqn.params["axis" if "axis" in eqn.params else "reduction_dimension"] % len(dims)
+    kept = f.new(eqn.outvars[0].aval.shape[axis])
+    result = (*dims[:axis], (kept,), *dims[axis + 1 :])
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,),
+        results=(result,) * len(eqn.outvars),
+        whole=frozenset({*dims[axis], kept}),
+        uncounted=frozenset({kept}),
+        work=f.sizes[kept].bit_length(),
+    )

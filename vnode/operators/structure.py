@@ -1,0 +1,106 @@
+"""Operators that give back what they are given, or make values out of nothing.
+
+Knows identities with a side purpose (placement, ordering, memory) and buffers. Must not know what the
+purpose is good for: a copy of one of these on a part of the value keeps it where the parameters do not speak of
+the whole value's layout, and otherwise lets the value pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import (
+    Factors,
+    OperatorDescription,
+    Positions,
+    Sizes,
+    rule,
+    shape_resize,
+)
+
+
+def pass_through(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Emits a copy as the identity: a layout that was asked of the whole value says nothing of a part."""
+    return list(operands)
+
+
+def identities(eqn: JaxprEqn, emit: Any = None) -> OperatorDescription:
+    """Operand i to result i; the operands share no factors."""
+    f = Factors()
+    dims = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=dims,
+        results=dims,
+        linear=(frozenset(range(len(dims))),),
+        movement=True,
+        emit=emit,
+    )
+
+
+@rule("optimization_barrier", "pvary")
+def identity(eqn: JaxprEqn) -> OperatorDescription:
+    return identities(eqn)
+
+
+@rule("layout_constraint", "reshard", "sharding_constraint")
+def layout(eqn: JaxprEqn) -> OperatorDescription:
+    return identities(eqn, pass_through)
+
+
+@rule("device_put")
+def device_put(eqn: JaxprEqn) -> OperatorDescription:
+    """A move to a memory space is a move of the parts; one to devices is about the whole value."""
+    places = (*eqn.params["devices"], *eqn.params["srcs"])
+    whole_value = any(isinstance(place, jax.sharding.Sharding | jax.Device) for place in places)
+    return identities(eqn, pass_through if whole_value else None)
+
+
+@rule("tie")
+def tie(eqn: JaxprEqn) -> OperatorDescription:
+    """The second operand, ordered after the first."""
+    f = Factors()
+    first, second = (f.dims(atom.aval.shape) for atom in eqn.invars)
+    return OperatorDescription(
+        sizes=f.sizes, operands=(first, second), results=(second,), linear=(frozenset({1}),), movement=True
+    )
+
+
+@rule("empty", "empty2")
+def empty(eqn: JaxprEqn) -> OperatorDescription:
+    f = Factors()
+    dims = f.dims(eqn.outvars[0].aval.shape)
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(),
+        results=(dims,),
+        movement=True,
+        resize=shape_resize("shape") if dims else None,
+    )
+
+
+@rule("platform_index")
+def platform_index(eqn: JaxprEqn) -> OperatorDescription:
+    """Which of several platforms the program is compiled for."""
+    return OperatorDescription(sizes=(), operands=(), results=((),), movement=True)
+
+
+@rule("reduce")
+def reduce(eqn: JaxprEqn) -> OperatorDescription:
+    """Any computation along dimensions, from initial values that are scalar operands."""
+    f = Factors()
+    count = len(eqn.outvars)
+    dims = f.dims(eqn.invars[0].aval.shape)
+    axes = set(eqn.params["dimensions"])
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,) * count + ((),) * (len(eqn.invars) - count),
+        results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),) * count,
+        whole=frozenset(factor for d in axes for factor in dims[d]),
+    )
