@@ -153,7 +153,7 @@ def check_split(d: OperatorDescription, instance: Instance, factor: int, whole: 
             values = []
             for i, (x, dims) in enumerate(zip(operands, d.operands, strict=True)):
                 part = take(x, dims, d.sizes, factor, local)
-                if padding:
+                if padding and not (monoid is not None and i in d.indices):
                     fill = 0 if factor in d.leaks else garbage(x.dtype)
                     if monoid is not None:
                         fill = d.fill[factor] if factor in d.fill else monoid.identity(x.dtype)

@@ -2,8 +2,8 @@
 
 Knows jax's dimension numbers. Must not know what the indices are, except that they are not examples' values.
 
-Dimensions that are indexed are whole. Dimensions of the index array are independent of each other: in a gather each gives
-elements of the result, in a scatter each contributes a term, so there they are reduced by the scatter's monoid.
+Dimensions that are indexed are whole. Dimensions of the index array are independent of each other: in a gather each
+gives elements of the result, in a scatter each contributes a term, so there they are reduced by the scatter's monoid.
 """
 
 from __future__ import annotations

@@ -45,13 +45,12 @@ def stacked(eqn: JaxprEqn) -> OperatorDescription:
     leading = len(eqn.invars[0].aval.shape) - CORE[name][0]
     stack = f.dims(eqn.invars[0].aval.shape[:leading])
     operands = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.invars]
-    results = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.outvars]
     parallel = {factor for dim in stack for factor in dim}
-    if name in LINEAR:  # the right-hand sides of one problem are independent too
-        axis = len(results[0]) - (1 if eqn.params.get("left_side", True) else 2)
-        side = operands[LINEAR[name]][axis]
-        results[0] = (*results[0][:axis], side, *results[0][axis + 1 :])
-        parallel.update(side)
+    if name in LINEAR:  # the solution has the shape of the right-hand sides, which are independent too
+        results = [operands[LINEAR[name]]]
+        parallel.update(results[0][-1 if eqn.params.get("left_side", True) else -2])
+    else:
+        results = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.outvars]
     counted = parallel.union(factor for dim in operands[0] for factor in dim)
     core = eqn.invars[0].aval.shape[leading:]
     return OperatorDescription(
