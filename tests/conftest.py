@@ -19,6 +19,10 @@ hypothesis.settings.register_profile("vnode", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("vnode")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "newest: part of the selection that also runs on the newest jax")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _eight_devices() -> None:
     """Fails early and clearly where the flags above came too late."""

@@ -244,7 +244,7 @@ def loss_regression_family() -> Program:
         }
         return sum(parts.values()), parts
 
-    return _train(loss_fn, 12)
+    return _train(loss_fn, 12, recompute_budget=1.0)
 
 
 @case(item=4)
