@@ -19,10 +19,11 @@ from jax.extend.core import JaxprEqn
 
 from vnode.analysis.flow import Coupling, Follower, State
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import scope, trace, where
+from vnode.analysis.program import scope, trace
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.errors import BatchError, CouplingError, PlacementError, layout_message
 from vnode.placement import Placement
+from vnode.report import Report, coupling_line, report
 from vnode.runtime.emit import emit
 
 COUPLINGS = ("exact", "local", "error")
@@ -252,6 +253,21 @@ class VirtualStep:
         static, parts = self._split(args, kwargs)
         return self._static_jit.lower(static, *parts)
 
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          A report; print it.
+        """
+        static, parts = self._split(args, kwargs)
+        made, _, couplings = self._analyse(static, parts)
+        name = getattr(self._fun, "__name__", type(self._fun).__name__)
+        return report(made, self.placement, name, couplings, self._options.reduction)
+
     def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         static, parts = self._split(args, kwargs)
@@ -266,10 +282,10 @@ class VirtualStep:
         return static.merge_outputs(outputs)
 
     def _from_parts(self, static: Statics, *parts: list[Any]) -> list[Any]:
-        made, leaves = self._analyse(static, parts)
+        made, leaves, _ = self._analyse(static, parts)
         return emit(made, self.placement, leaves)
 
-    def _analyse(self, static: Statics, parts: Sequence[list[Any]]) -> tuple[Schedule, list[Any]]:
+    def _analyse(self, static: Statics, parts: Sequence[list[Any]]) -> tuple[Schedule, list[Any], list[Coupling]]:
         options = self._options
         args, kwargs = static.merge_inputs(parts)
         axes = batch_axes(options.in_axes, args, kwargs)
@@ -294,7 +310,7 @@ class VirtualStep:
         flow = follower.follow(program, states)
         made = schedule(flow, options.accumulate_dtype)
         self._check_coupling(made, follower.couplings)
-        return made, leaves
+        return made, leaves, follower.couplings
 
     def _check_coupling(self, made: Schedule, couplings: Sequence[Coupling]) -> None:
         """Refuses what the user did not want, and what would cost more than the budget."""
@@ -303,7 +319,7 @@ class VirtualStep:
             raise CouplingError(
                 layout_message(
                     "examples influence each other, which coupling='error' forbids.",
-                    facts=list(dict.fromkeys(coupling_line(c) for c in refused)),
+                    facts=couplings_text(refused),
                     remedies=["coupling='exact' for extra passes", "coupling='local' for per-node statistics"],
                 )
             )
@@ -313,7 +329,7 @@ class VirtualStep:
                 layout_message(
                     f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "
                     f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                    facts=list(dict.fromkeys(coupling_line(c) for c in couplings)),
+                    facts=couplings_text(couplings),
                     remedies=[
                         f"recompute_budget={math.ceil(100 * made.recomputed / made.flops) / 100} to pay for it",
                         "coupling='local' to estimate model statistics in each node (ghost batch normalization)",
@@ -324,11 +340,10 @@ class VirtualStep:
             )
 
 
-def coupling_line(coupling: Coupling) -> str:
-    source = coupling.source or coupling.eqn
-    what = "needs the whole batch at" if coupling.kind == "materialize" else "reads the sum over the batch made at"
-    name = f" in {scope(source)}" if scope(source) else ""
-    return f"pass {coupling.level}: {source.primitive.name} {what} {where(source)}{name}"
+def couplings_text(couplings: Sequence[Coupling]) -> list[str]:
+    """Couplings for an error message, each place once."""
+    lines = dict.fromkeys(map(coupling_line, couplings))
+    return [f"{line.what} at {line.where}" for line in lines]
 
 
 class HasStatics(Exception):

@@ -14,6 +14,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from vnode.operators import describe
 from vnode.operators.control import Body, call_of
 
 Atom = Var | Literal
@@ -64,7 +65,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
     """
     program = Program([], {}, [], [])
 
-    def walk(body: Body, operands: Sequence[Atom] | None, stack: Any) -> list[Atom]:
+    def walk(body: Body, operands: Sequence[Atom] | None, caller: Any) -> list[Atom]:
         env: dict[Var, Atom] = {}
 
         def fresh(var: Var) -> Var:
@@ -82,23 +83,24 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
             env.update(zip(body.jaxpr.invars, operands, strict=True))
         for eqn in body.jaxpr.eqns:
             source = eqn.source_info
-            if stack is not None:
-                source = source.replace(name_stack=stack + source.name_stack)
+            if caller is not None:
+                source = source.replace(name_stack=caller.name_stack + source.name_stack)
+                if not source_info_util.summarize(source):
+                    source = source.replace(traceback=caller.traceback)
             call = call_of(eqn)
             if call is None:
-                program.equations.append(
-                    eqn.replace(
-                        invars=[read(atom) for atom in eqn.invars],
-                        outvars=[fresh(var) for var in eqn.outvars],
-                        source_info=source,
-                    )
+                flat = eqn.replace(
+                    invars=[read(atom) for atom in eqn.invars],
+                    outvars=[fresh(var) for var in eqn.outvars],
+                    source_info=source,
                 )
+                program.equations += parts(flat)
                 continue
             program.custom_derivatives |= call.custom_derivative
             passed = [read(eqn.invars[i]) for i in call.operands]
             if call.barrier:
                 passed = [behind_barrier(atom, source) for atom in passed]
-            results = walk(call.body, passed, source.name_stack)
+            results = walk(call.body, passed, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in body.jaxpr.outvars]
 
@@ -111,6 +113,19 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
 
     program.outputs = walk(Body(jaxpr, tuple(constants)), None, None)
     return program
+
+
+def parts(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Splits an equation that is several independent ones (an identity of many operands)."""
+    if len(eqn.outvars) < 2 or len(eqn.outvars) != len(eqn.invars):
+        return [eqn]
+    description = describe(eqn)
+    if description is None or description.part is None:
+        return [eqn]
+    return [
+        eqn.replace(invars=[atom], outvars=[var], params=description.part(eqn.params, i))
+        for i, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True))
+    ]
 
 
 def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:

@@ -117,6 +117,7 @@ class OperatorDescription:
         them must be overwritten with zeros in every operand beforehand.
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
+      part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with `positional`.
     """
@@ -137,6 +138,7 @@ class OperatorDescription:
     leaks: frozenset[int] = frozenset()
     uncounted: frozenset[int] = frozenset()
     work: int | None = None
+    part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
     resize: Resize | None = None
     emit: Emit | None = None
 

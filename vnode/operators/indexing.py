@@ -1,21 +1,26 @@
 """Indexing operators: gathers, scatters and dynamic slices.
 
-Knows jax's dimension numbers. Must not know what the indices are, except that they are not examples' values.
+Knows jax's dimension numbers, and the older form of batched indexing that writes the batch into the indices. Must not
+know what else the indices are.
 
 Dimensions that are indexed are whole. Dimensions of the index array are independent of each other: in a gather each
 gives elements of the result, in a scatter each contributes a term, so there they are reduced by the scatter's monoid.
+A dimension that a window covers fully is not indexed, whatever the parameters say: only the index zero is in bounds.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Literal, Var
 from jax.lax import GatherScatterMode
 
 from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Sizes, rule
+from vnode.operators.known import Atom, known_value
 
 FIRST = (frozenset({0}),)
 
@@ -36,27 +41,25 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
     for d, e in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
         operand[d] = indices[e]
     offsets = iter(numbers.offset_dims)
+    windows: list[int] = []
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
         operand[d] = (f.new(n),)
         if d in numbers.collapsed_slice_dims:
-            whole |= set(operand[d])
+            whole.update(operand[d])
             continue
         e = next(offsets)
-        if eqn.params["slice_sizes"][d] == n and d not in numbers.start_index_map:
+        if result_shape[e] == n:
             result[e] = operand[d]
+            windows.append(d)
         else:
             result[e] = (f.new(result_shape[e]),)
-            whole |= {*operand[d], *result[e]}
-    shared = {d: e for d in range(len(operand_shape)) for e in range(len(result_shape)) if operand[d] == result[e]}
+            whole.update(operand[d], result[e])
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        new = d.operand_shape(0, sizes)
-        slices = [
-            new[k] if k in shared and k not in numbers.operand_batching_dims else n
-            for k, n in enumerate(e.params["slice_sizes"])
-        ]
+        shape = d.operand_shape(0, sizes)
+        slices = [shape[k] if k in windows else n for k, n in enumerate(e.params["slice_sizes"])]
         return {**e.params, "slice_sizes": tuple(slices)}
 
     return OperatorDescription(
@@ -89,7 +92,13 @@ SCATTERS = {
     "scatter-min": Monoid.MIN,
     "scatter-max": Monoid.MAX,
 }
-"""How terms at the same place combine; None where the last one stays."""
+"""How terms at the same place combine; None where one of them stays."""
+
+
+def overwrites(eqn: JaxprEqn) -> bool:
+    """Whether a plain scatter puts its updates in place; with a function of its own it changes the operand by that."""
+    update = eqn.params.get("update_jaxpr")
+    return update is None or (not update.eqns and update.outvars == [update.invars[1]])
 
 
 @rule(*SCATTERS)
@@ -99,7 +108,7 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     numbers = eqn.params["dimension_numbers"]
     operand_shape, indices_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
     indices = f.dims(indices_shape)
-    whole = {indices[-1][0]}
+    searched = {indices[-1][0]}  # dimensions in which a place is looked up
     updates: list[Dim] = [()] * len(updates_shape)
     terms = [d for d in range(len(updates_shape)) if d not in numbers.update_window_dims]
     for d, dim in zip(terms, indices[:-1], strict=True):
@@ -108,32 +117,45 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     for d, e in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         operand[d] = indices[e]
     windows = iter(numbers.update_window_dims)
+    whole: set[int] = set()
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
         operand[d] = (f.new(n),)
         if d in numbers.inserted_window_dims:
-            whole |= set(operand[d])
+            searched.update(operand[d])
             continue
         e = next(windows)
-        if updates_shape[e] == n and d not in numbers.scatter_dims_to_operand_dims:
+        if updates_shape[e] == n:
             updates[e] = operand[d]
         else:
             updates[e] = (f.new(updates_shape[e]),)
-            whole |= {*operand[d], *updates[e]}
+            searched.update(operand[d])
+            whole.update(updates[e])
     kept = {factor for dim in operand for factor in dim}
-    summed = {factor for d in terms for factor in updates[d] if factor not in kept}
+    combined = {factor for d in terms for factor in updates[d]} - kept
     if monoid is None:
-        whole |= summed
+        whole |= combined
+
+    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+        if all(sizes[factor] == d.sizes[factor] for factor in combined):
+            return e.params
+        # A part of the terms may come with padding, of which nothing is promised.
+        return {**e.params, "unique_indices": False, "indices_are_sorted": False}
+
+    linear = {0, 2} if monoid is Monoid.SUM or (monoid is None and overwrites(eqn)) else set()
     return OperatorDescription(
         sizes=f.sizes,
         operands=(tuple(operand), indices, tuple(updates)),
         results=(tuple(operand),),
-        reduced={} if monoid is None else dict.fromkeys(summed, monoid),
-        whole=frozenset(whole),
-        linear=(frozenset({0, 2}),) if monoid in (None, Monoid.SUM) else (),
-        once=frozenset({0}),
+        reduced={} if monoid is None else dict.fromkeys(combined, monoid),
+        whole=frozenset(whole | searched),
+        linear=(frozenset(linear),) if linear else (),
+        movement=monoid is None and overwrites(eqn),
+        once=frozenset() if monoid is None else frozenset({0}),
         indices=frozenset({1}),
+        uncounted=frozenset(searched),
+        resize=resize,
     )
 
 
@@ -180,3 +202,132 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
         movement=True,
         indices=frozenset(range(2, len(eqn.invars))),
     )
+
+
+def with_batching_dims(
+    eqn: JaxprEqn, definition: Callable[[Var], JaxprEqn | None], constant: Callable[[Var], Any]
+) -> list[JaxprEqn] | None:
+    """Rewrites indexing that writes the batch into its indices so that the batch is a dimension of its own.
+
+    ``x[jnp.arange(B), i]`` gathers at the index pairs ``(0, i[0]), (1, i[1]), ...``, which looks as if every example
+    read every other. Where a column of the index array is proved to equal the position in the array, it goes, and the
+    operand's dimension becomes a batching dimension, as in ``jnp.take_along_axis``. Call it on every gather and scatter
+    before the batch is followed, on equations from which calls have been inlined.
+
+    Args:
+      eqn: any equation.
+      definition: the equation that defines a variable; None for arguments and constants. Inside a loop's body it may
+        look through the body's operands at what the loop is given, if that is the same in every iteration.
+      constant: the value of a variable that the jaxpr closes over, or None.
+
+    Returns:
+      Equations to put in the place of `eqn`, the last one defining the same variable, or None if there is nothing to
+      rewrite. The others make the remaining columns of the index array.
+    """
+    if eqn.primitive.name != "gather" and eqn.primitive.name not in SCATTERS:
+        return None
+    names = GATHER_NAMES if eqn.primitive.name == "gather" else SCATTER_NAMES
+    numbers = eqn.params["dimension_numbers"]
+    inserted, indexed, batching, indices_batching = (getattr(numbers, name) for name in names)
+    operand_shape = eqn.invars[0].aval.shape
+    indices = eqn.invars[1]
+    shape = indices.aval.shape
+    pairs = dict(zip(batching, indices_batching, strict=True))
+    columns = index_columns(indices, definition)
+    kept = []
+    for column, d in zip(columns, indexed, strict=True):
+        value = None
+        if d in inserted:
+            value = known_value(column.atom, definition, constant)
+        axis = None if value is None else position_axis(column.of(value), shape, operand_shape[d], pairs.values())
+        if axis is None:
+            kept.append((column, d))
+        else:
+            pairs[d] = axis
+    if len(kept) == len(columns):
+        return None
+
+    made, remaining = join_columns(eqn, [column for column, _ in kept])
+    ordered = sorted(pairs)
+    changed = (
+        tuple(d for d in inserted if d not in pairs),
+        tuple(d for _, d in kept),
+        tuple(ordered),
+        tuple(pairs[d] for d in ordered),
+    )
+    params = {
+        **eqn.params,
+        "dimension_numbers": numbers._replace(**dict(zip(names, changed, strict=True))),
+        "indices_are_sorted": False,
+    }
+    return [*made, eqn.replace(invars=[eqn.invars[0], remaining, *eqn.invars[2:]], params=params)]
+
+
+GATHER_NAMES = ("collapsed_slice_dims", "start_index_map", "operand_batching_dims", "start_indices_batching_dims")
+SCATTER_NAMES = (
+    "inserted_window_dims",
+    "scatter_dims_to_operand_dims",
+    "operand_batching_dims",
+    "scatter_indices_batching_dims",
+)
+
+
+class Column:
+    """Column `offset` of the last dimension of `atom`, which has `width`."""
+
+    def __init__(self, atom: Atom, offset: int, width: int) -> None:
+        self.atom, self.offset, self.width = atom, offset, width
+
+    def of(self, value: np.ndarray) -> np.ndarray:
+        """The column of a value of `atom` that is shrunk where it does not vary."""
+        return value if value.shape[-1] == 1 else value[..., self.offset : self.offset + 1]
+
+
+def index_columns(indices: Atom, definition: Callable[[Var], JaxprEqn | None]) -> list[Column]:
+    """The columns of an index array, each as narrow a variable as there is."""
+    made = None if isinstance(indices, Literal) else definition(indices)
+    pieces: Sequence[Atom] = (indices,)
+    last = len(indices.aval.shape) - 1
+    if made is not None and made.primitive.name == "concatenate" and made.params["dimension"] == last:
+        pieces = made.invars
+    return [Column(piece, offset, piece.aval.shape[-1]) for piece in pieces for offset in range(piece.aval.shape[-1])]
+
+
+def position_axis(value: np.ndarray, shape: Sequence[int], size: int, taken: Any) -> int | None:
+    """The dimension of an index array along which a column of it counts from zero to `size`, if there is one."""
+    for axis, n in enumerate(shape[:-1]):
+        if n != size or axis in taken or any(k != 1 for d, k in enumerate(value.shape) if d != axis):
+            continue
+        if np.array_equal(np.ravel(value), np.arange(n)):
+            return axis
+    return None
+
+
+def join_columns(eqn: JaxprEqn, columns: Sequence[Column]) -> tuple[list[JaxprEqn], Atom]:
+    """Equations that put `columns` side by side (beside the indices of `eqn`), and the variable they make."""
+    made: list[JaxprEqn] = []
+
+    def add(primitive: Any, operands: list[Atom], width: int, params: dict[str, Any]) -> Var:
+        aval = operands[0].aval
+        result = Var(aval.update(shape=(*aval.shape[:-1], width)))
+        made.append(eqn.replace(primitive=primitive, invars=operands, outvars=[result], params=params))
+        return result
+
+    def part(atom: Atom, start: int, stop: int) -> Var:
+        shape = atom.aval.shape
+        bounds = {
+            "start_indices": (*(0,) * (len(shape) - 1), start),
+            "limit_indices": (*shape[:-1], stop),
+            "strides": None,
+        }
+        return add(jax.lax.slice_p, [atom], stop - start, bounds)
+
+    atoms: list[Atom] = [
+        column.atom if column.width == 1 else part(column.atom, column.offset, column.offset + 1) for column in columns
+    ]
+    if len(atoms) == 1:
+        return made, atoms[0]
+    if not atoms:
+        return made, part(eqn.invars[1], 0, 0)
+    dimension = len(eqn.invars[1].aval.shape) - 1
+    return made, add(jax.lax.concatenate_p, atoms, len(atoms), {"dimension": dimension})

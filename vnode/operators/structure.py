@@ -7,7 +7,7 @@ the whole value's layout, and otherwise lets the value pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -40,8 +40,14 @@ def identities(eqn: JaxprEqn, emit: Any = None) -> OperatorDescription:
         results=dims,
         linear=(frozenset(range(len(dims))),),
         movement=True,
+        part=part_of,
         emit=emit,
     )
+
+
+def part_of(params: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """Parameters of the identity of one operand: those that are tuples have an entry per operand."""
+    return {name: (value[index],) if isinstance(value, tuple) else value for name, value in params.items()}
 
 
 @rule("optimization_barrier", "pvary")

@@ -1,0 +1,257 @@
+"""What `VirtualStep.explain` says: the schedule of a step in words and numbers.
+
+Knows schedules, couplings and placements. Must not know how they are made or emitted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from vnode.analysis.flow import Coupling, Flow
+from vnode.analysis.forms import Slice
+from vnode.analysis.program import scope, where
+from vnode.analysis.recipe import Evaluation
+from vnode.analysis.schedule import Pass, Schedule, step_flops
+from vnode.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One accumulator, collected value or coupling, for display."""
+
+    what: str
+    where: str
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """One pass over the nodes.
+
+    Attributes:
+      level: its number, from 0.
+      equations: evaluated by every node.
+      flops: scalar operations of all nodes together.
+      accumulators: what is summed over nodes (or combined by another monoid).
+      collected: what is kept of every node.
+      sent: bytes that a device sends in the reduction across devices (a ring all-reduce's).
+    """
+
+    level: int
+    equations: int
+    flops: int
+    accumulators: tuple[Line, ...]
+    collected: tuple[Line, ...]
+    sent: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a step becomes; `str` of it is the text that `explain` prints.
+
+    Attributes:
+      name: of the step.
+      batch: examples of the global batch.
+      virtual_nodes: V.
+      node_size: examples per node, padding included.
+      placement: where the nodes live.
+      inputs: batched arguments.
+      passes: in order.
+      around: loops and branches that are evaluated around passes of their own.
+      once: equations evaluated once per step (hoisted before the passes, or after them).
+      hoisted: of those, the ones that need no pass: they are evaluated before the first.
+      gathered: values that are needed whole, by every device.
+      couplings: where examples influence each other.
+      flops: of the whole step.
+      recomputed: flops spent again by later passes.
+      reduction: how sums over nodes are formed.
+    """
+
+    name: str
+    batch: int
+    virtual_nodes: int
+    node_size: int
+    placement: Placement
+    inputs: tuple[Line, ...]
+    passes: tuple[PassReport, ...]
+    around: tuple[Report, ...]
+    once: int
+    hoisted: int
+    gathered: tuple[Line, ...]
+    couplings: tuple[Line, ...]
+    flops: int
+    recomputed: int
+    reduction: str
+
+    def __str__(self) -> str:
+        counts = self.placement.counts
+        lines = [
+            f"{self.name}: {self.batch} examples on {self.virtual_nodes} virtual nodes of {self.node_size}"
+            + (f" ({self.padding} of padding)" if self.padding else ""),
+            f"  devices       {len(counts)} with {spread(counts)} nodes each, {max(counts)} waves",
+            f"  split         {len(self.inputs)} arguments, {size(sum(line.bytes for line in self.inputs))}",
+            f"  once          {self.once} equations, {self.hoisted} of them before the first pass",
+            f"  work          {number(self.flops)}flop"
+            + (f", {self.recomputed / self.flops:.1%} recomputed" if self.recomputed else ""),
+            f"  reduction     {self.reduction}",
+        ]
+        for p in self.passes:
+            total = sum(line.bytes for line in p.accumulators)
+            lines.append(
+                f"  pass {p.level}        {p.equations} equations per node, {number(p.flops)}flop, "
+                f"{len(p.accumulators)} accumulators ({size(total)}), {size(p.sent)} sent per device"
+            )
+            lines += table("    + ", p.accumulators)
+            lines += table("    keeps ", p.collected)
+        for inner in self.around:
+            lines += ["  around passes of its own:", *("    " + line for line in str(inner).splitlines())]
+        if self.gathered:
+            lines += ["  whole on every device:", *table("    ", self.gathered)]
+        if self.couplings:
+            lines += ["  couplings (one example influences another):", *table("    ", self.couplings)]
+        return "\n".join(lines)
+
+    @property
+    def padding(self) -> int:
+        """Examples that are computed but not real."""
+        return self.virtual_nodes * self.node_size - self.batch
+
+
+def table(prefix: str, entries: Sequence[Line], limit: int = 12) -> list[str]:
+    """Entries in columns, the largest first; what is left out is counted."""
+    ordered = sorted(entries, key=lambda line: -line.bytes)
+    width = max((len(line.what) for line in ordered[:limit]), default=0)
+    rows = [
+        f"{prefix}{line.what:<{width}}  {size(line.bytes) if line.bytes else '':>9}  {line.where}".rstrip()
+        for line in ordered[:limit]
+    ]
+    if len(ordered) > limit:
+        rest = sum(line.bytes for line in ordered[limit:])
+        rows.append(f"{prefix}... and {len(ordered) - limit} more" + (f", {size(rest)}" if rest else ""))
+    return rows
+
+
+def spread(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def number(count: float) -> str:
+    """A large number for people, with the SI prefix.
+
+    >>> number(2500000)
+    '2.5 M'
+    """
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.0f} " if not unit else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} P"
+
+
+def bytes_of(aval: Any) -> int:
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
+
+
+def kind(aval: Any) -> str:
+    return aval.str_short(short_dtypes=True)
+
+
+def coupling_line(coupling: Coupling) -> Line:
+    """A coupling in one line: what reads what, and where the user wrote it."""
+    source = coupling.source or coupling.eqn
+    what = {
+        "reduction": "reads a sum over the batch",
+        "materialize": "needs the whole batch",
+        "loop": "is repeated with passes of its own",
+    }[coupling.kind]
+    if coupling.mode == "local":
+        what = "reads each node's own estimate of a sum over the batch"
+    name = f" in {scope(source)}" if scope(source) else ""
+    return Line(f"pass {coupling.level}: {source.primitive.name} {what}", where(source) + name)
+
+
+def report(
+    made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: str
+) -> Report:
+    """Describes a schedule.
+
+    Args:
+      made: the schedule.
+      placement: where its nodes live.
+      name: of the step.
+      couplings: met by batch flow.
+      reduction: how sums over nodes are formed.
+
+    Returns:
+      The report.
+    """
+    flow = made.flow
+    around = [
+        report(inner, placement, where(action.step.eqn), (), reduction)
+        for stage in made.stages
+        for action in stage.once
+        for inner in action.schedules
+        if inner.passes
+    ]
+    defined = flow.program.definitions
+    return Report(
+        name=name,
+        batch=flow.batch.size,
+        virtual_nodes=placement.virtual_nodes,
+        node_size=flow.node_size,
+        placement=placement,
+        inputs=tuple(
+            Line(kind(var.aval), str(flow.states[var].form), bytes_of(var.aval))
+            for var in flow.program.inputs
+            if isinstance(flow.states[var].form, Slice)
+        ),
+        passes=tuple(pass_report(flow, p, placement) for p in made.passes),
+        around=tuple(around),
+        once=sum(len(stage.once) for stage in made.stages),
+        hoisted=len(made.stages[0].once) if made.passes else 0,
+        gathered=tuple(
+            Line(kind(var.aval), where(defined[var]) if var in defined else "argument", bytes_of(var.aval))
+            for var in made.gathered
+        ),
+        couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
+        flops=made.flops,
+        recomputed=made.recomputed,
+        reduction=reduction,
+    )
+
+
+def pass_report(flow: Flow, nodes: Pass, placement: Placement) -> PassReport:
+    defined = flow.program.definitions
+    actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
+    devices = len(placement.counts)
+    total = sum(a.bytes for a in nodes.accumulators)
+    return PassReport(
+        level=nodes.level,
+        equations=len(actions),
+        flops=sum(step_flops(action.step) for action in actions),
+        accumulators=tuple(
+            Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes) for a in nodes.accumulators
+        ),
+        collected=tuple(
+            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval)) for var, _ in nodes.collected
+        ),
+        sent=int(2 * (devices - 1) / devices * total),
+    )
+
