@@ -102,7 +102,7 @@ def tracing(rows: list[Row]) -> Sheet:
             line += ["", "", ""]
         cells.append(line)
     heads = ["model", "equations", "plain ms", "by hand ms", "vnode ms", "rewrite / plain", "rewrite µs per equation"]
-    note = "Time to the jaxpr, caches cleared. vnode's includes tracing the plain step; rewrite is the rest."
+    note = "Processor time to the jaxpr, caches cleared. vnode's includes tracing the plain step; rewrite is the rest."
     return Sheet("Trace and rewrite", heads, cells, note)
 
 

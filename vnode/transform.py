@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -238,7 +238,7 @@ class VirtualStep:
         """Separates arrays from the rest."""
         static = {i % len(args) for i in self._options.static_argnums if -len(args) <= i < len(args)}
         parts: list[list[Any]] = []
-        rest: list[Hashable] = []
+        rest: list[tuple[Any, tuple[Any, ...]]] = []
         for i, arg in enumerate((*args, kwargs)):
             leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg)
             keep = [i not in static and is_array(leaf) for leaf in leaves]
@@ -288,10 +288,9 @@ class VirtualStep:
     def _analyse(self, static: Statics, parts: Sequence[list[Any]]) -> tuple[Schedule, list[Any], list[Coupling]]:
         options = self._options
         args, kwargs = static.merge_inputs(parts)
-        axes = batch_axes(options.in_axes, args, kwargs)
         leaves = [leaf for part in parts for leaf in part]
-        axes = [axis for axis, leaf in zip(axes, jax.tree.leaves((args, kwargs)), strict=True) if is_array(leaf)]
-        batch = batch_of(leaves, axes, jax.tree_util.tree_flatten_with_path((args, kwargs))[0])
+        axes = static.dynamic(batch_axes(options.in_axes, args, kwargs))
+        batch = batch_of(leaves, axes, static.dynamic(jax.tree_util.tree_flatten_with_path((args, kwargs))[0]))
 
         def flat(*values: Any) -> list[Any]:
             rest = iter(values)
@@ -377,7 +376,7 @@ class Held:
 class Statics:
     """What a call holds besides arrays: tree structures and static leaves; hashable."""
 
-    def __init__(self, rest: tuple[Hashable, ...], count: int) -> None:
+    def __init__(self, rest: tuple[tuple[Any, tuple[Any, ...]], ...], count: int) -> None:
         self.rest = rest
         self.count = count
         self.outputs: tuple[Any, list[Any]] | None = None
@@ -393,10 +392,20 @@ class Statics:
         self.outputs = other.outputs = self.outputs or other.outputs
         return True
 
+    def dynamic(self, per_leaf: Sequence[Any]) -> list[Any]:
+        """Of something per leaf of ``(args, kwargs)`` (a static argument counts as it flattens), that of the arrays."""
+        entries = iter(per_leaf)
+        kept: list[Any] = []
+        for treedef, held in self.rest:
+            count = len(jax.tree.leaves(held[0].value)) if treedef is None else len(held)
+            mine = [next(entries) for _ in range(count)]
+            kept += [] if treedef is None else [e for e, h in zip(mine, held, strict=True) if h is None]
+        return kept
+
     def merge_inputs(self, parts: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments, given their arrays."""
         merged = []
-        for (treedef, held), part in zip(self.rest, parts, strict=True):  # type: ignore[misc]
+        for (treedef, held), part in zip(self.rest, parts, strict=True):
             arrays = iter(part)
             leaves = [next(arrays) if h is None else h.value for h in held]
             merged.append(leaves[0] if treedef is None else jax.tree.unflatten(treedef, leaves))
@@ -471,15 +480,11 @@ def batch_of(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[
     Raises:
       BatchError: they carry none, an empty one, or disagree.
     """
-    named = [
-        (jax.tree_util.keystr(path[1:]), leaf)
-        for path, leaf in paths
-        if is_array(leaf)
-    ]
     sizes: dict[str, int] = {}
-    for (name, _), leaf, axis in zip(named, leaves, axes, strict=True):
+    for (path, _), leaf, axis in zip(paths, leaves, axes, strict=True):
         if axis is None:
             continue
+        name = jax.tree_util.keystr(path[1:])
         shape = np.shape(leaf)
         if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
             raise BatchError(

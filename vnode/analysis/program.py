@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -85,7 +86,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
             source = eqn.source_info
             if caller is not None:
                 source = source.replace(name_stack=caller.name_stack + source.name_stack)
-                if not source_info_util.summarize(source):
+                if source.traceback is None:
                     source = source.replace(traceback=caller.traceback)
             call = call_of(eqn)
             if call is None:
@@ -142,8 +143,15 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     return inline(closed.jaxpr, closed.consts), shapes
 
 
+LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))
+
+
 def where(eqn: JaxprEqn) -> str:
-    """The user's source line of an equation, ``file:line:column (function)``."""
+    """The user's source line of an equation, ``file:line (function)``: the innermost one outside installed packages."""
+    traceback = eqn.source_info.traceback
+    for frame in traceback.frames if traceback is not None else ():
+        if not any(library in frame.file_name for library in LIBRARIES) and not frame.file_name.startswith("<"):
+            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
     return source_info_util.summarize(eqn.source_info)
 
 

@@ -274,8 +274,7 @@ class Sweep:
         ready = {
             var
             for var in self.pending
-            if flow.states[var].level == level
-            or (flow.states[var].level < level and self.earliest.get(var, level + 1) > level)
+            if self.may_wait_for(var, level)
         }
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
@@ -284,7 +283,7 @@ class Sweep:
                 if step.level > level or not step.per_node:
                     continue
                 late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
-                late = [v for v in late if v in ready or flow.states[v].level == level or v not in self.earliest]
+                late = [v for v in late if v in ready or self.may_wait_for(v, level)]
                 if not late:
                     continue
                 ready.update(late)
@@ -320,6 +319,11 @@ class Sweep:
             else:
                 self.want_batched(var)
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
+
+    def may_wait_for(self, var: Var, level: int) -> bool:
+        """Whether a value can be completed in the pass of a level: it is possible by then, and not needed before."""
+        made = self.flow.states[var].level
+        return made == level or (made < level < self.earliest.get(var, level + 1))
 
     def moves_once(self, step: Step, late: Sequence[Var]) -> bool:
         """Whether a linear equation of partial values is better evaluated once, on completed operands."""
