@@ -1,5 +1,7 @@
 """Write the training step once, for one big device and the whole batch; run it on whatever devices there are."""
 
+from typing import Any
+
 from vnode import operators
 from vnode.errors import BatchError, CouplingError, PlacementError, UnsupportedPrimitiveError, VnodeError
 from vnode.placement import Placement
@@ -16,3 +18,12 @@ __all__ = [
     "operators",
     "virtualize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`vnode.nnx` is imported when it is asked for: the core does not need flax."""
+    if name != "nnx":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from vnode.integrations import nnx
+
+    return nnx

@@ -1,0 +1,98 @@
+"""`virtualize` for `flax.nnx` steps, which take modules and optimizers and mutate them in place.
+
+Knows how nnx turns objects into pytrees and back (as `nnx.jit` does). Must not know jaxprs or placements.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from flax import nnx
+from flax.nnx import extract
+
+from vnode.placement import Placement
+from vnode.report import Report
+from vnode.transform import VirtualStep
+from vnode.transform import virtualize as virtualize_pure
+
+
+class ObjectStep:
+    """A virtualized nnx step; made by `virtualize`. Called like the step, it updates the objects in place."""
+
+    def __init__(self, step: VirtualStep, tag: object) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._tag = tag
+
+    @property
+    def placement(self) -> Placement:
+        """Where the nodes live."""
+        return self._step.placement
+
+    def on(self, devices: Any, **options: Any) -> ObjectStep:
+        """The same step on other devices; see `VirtualStep.on`."""
+        return ObjectStep(self._step.on(devices, **options), self._tag)
+
+    def put(self, tree: Any) -> Any:
+        """Places a state; see `VirtualStep.put`."""
+        return self._step.put(tree)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with nnx.update_context(self._tag):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
+            pure = self._step(*pure_args, **pure_kwargs)
+            return nnx.from_tree(pure, ctxtag=self._tag, is_inner=False)[2]
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Says what becomes of the step; see `VirtualStep.explain`."""
+        return self._inspect(self._step.explain, args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the step without running it; see `VirtualStep.lower`."""
+        return self._inspect(self._step.lower, args, kwargs)
+
+    def _inspect(self, look: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, kwargs = nnx.clone((args, kwargs))
+        with nnx.update_context(self._tag):
+            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
+            return look(*pure_args, **pure_kwargs)
+
+
+def virtualize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """`vnode.virtualize` for a step that takes and mutates nnx objects.
+
+    Args:
+      fun: the step; without it a decorator is returned.
+      **options: as for `vnode.virtualize`. `in_axes` names the arguments that carry examples, with None for modules,
+        optimizers and metrics: ``(None, None, 0)`` for ``step(model, optimizer, batch)``.
+
+    Returns:
+      A callable like `fun` that updates the objects in place.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, vnode
+      >>> from flax import nnx
+      >>> model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+      >>> optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+      >>> @vnode.nnx.virtualize(virtual_nodes=4, in_axes=(None, None, 0))
+      ... def step(model, optimizer, x):
+      ...     loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+      ...     optimizer.update(model, grads)
+      ...     return loss
+      >>> step(model, optimizer, jnp.ones((8, 3))).shape
+      ()
+    """
+    if fun is None:
+        return functools.partial(virtualize, **options)
+    tag = object()
+
+    @functools.wraps(fun)
+    def pure(*pure_args: Any, **pure_kwargs: Any) -> Any:
+        args, kwargs = nnx.from_tree((pure_args, pure_kwargs), ctxtag=tag, is_inner=True)
+        out = fun(*args, **kwargs)
+        kept_args, kept_kwargs = extract.clear_non_graph_nodes((args, kwargs))
+        return nnx.to_tree((kept_args, kept_kwargs, out), ctxtag=tag)
+
+    return ObjectStep(virtualize_pure(pure, **options), tag)
