@@ -131,6 +131,8 @@ def locate(form: Slice, dims: Dims, sizes: Sizes) -> Location | None:
     dim: Dim = dims[form.dim]
     for k, factor in enumerate(dim):
         size = sizes[factor]
+        if size == 0:
+            return None
         if outer % size == 0:
             outer //= size
         elif size % outer == 0:

@@ -146,8 +146,8 @@ def recipe(
 
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
-        if isinstance(source, Partial) and isinstance(target, Slice):
-            source = WHOLE
+        if isinstance(target, Slice) and source != target:
+            source = WHOLE  # a completed reduction, or a gathered value that is read along another dimension too
         if source == target:
             raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
         actions.append(Conversion(var, source, target))

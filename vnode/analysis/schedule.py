@@ -189,7 +189,7 @@ class Sweep:
                 gathered = self.gathered.get(atom)
                 self.want_whole(atom)
                 if gathered is None:
-                    del self.gathered[atom]
+                    self.gathered.pop(atom, None)
             else:
                 self.collect(atom)
 

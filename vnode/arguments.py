@@ -1,0 +1,174 @@
+"""The arguments of a step: which leaves are arrays, which of those carry examples, and along which dimension.
+
+Knows pytrees and `in_axes`. Must not know jaxprs, nodes or devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.errors import BatchError, layout_message
+
+
+class Held:
+    """A static leaf, compared by value, by identity where it does not hash."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            return id(self.value)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Held):
+            return NotImplemented
+        if self.value is other.value:
+            return True
+        try:
+            hash(self.value)
+            return type(self.value) is type(other.value) and bool(self.value == other.value)
+        except TypeError:
+            return False
+
+
+class Statics:
+    """What a call holds besides arrays: tree structures and static leaves; hashable."""
+
+    def __init__(self, rest: tuple[tuple[Any, tuple[Any, ...]], ...], count: int) -> None:
+        self.rest = rest
+        self.count = count
+        self.outputs: tuple[Any, list[Any]] | None = None
+
+    def __hash__(self) -> int:
+        return hash(self.rest)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Statics) and self.rest == other.rest and self.adopt(other)
+
+    def adopt(self, other: Statics) -> bool:
+        """Two equal calls share what the first one returned besides arrays."""
+        self.outputs = other.outputs = self.outputs or other.outputs
+        return True
+
+    def dynamic(self, per_leaf: Sequence[Any]) -> list[Any]:
+        """Of something per leaf of ``(args, kwargs)`` (a static argument counts as it flattens), that of the arrays."""
+        entries = iter(per_leaf)
+        kept: list[Any] = []
+        for treedef, held in self.rest:
+            count = len(jax.tree.leaves(held[0].value)) if treedef is None else len(held)
+            mine = [next(entries) for _ in range(count)]
+            kept += [] if treedef is None else [e for e, h in zip(mine, held, strict=True) if h is None]
+        return kept
+
+    def merge_inputs(self, parts: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments, given their arrays."""
+        merged = []
+        for (treedef, held), part in zip(self.rest, parts, strict=True):
+            arrays = iter(part)
+            leaves = [next(arrays) if h is None else h.value for h in held]
+            merged.append(leaves[0] if treedef is None else jax.tree.unflatten(treedef, leaves))
+        return tuple(merged[: self.count]), merged[self.count]
+
+    def split_outputs(self, out: Any) -> list[Any]:
+        """The arrays of what the step returned; remembers the rest."""
+        leaves, treedef = jax.tree.flatten(out)
+        self.outputs = (treedef, [None if is_array(leaf) else Held(leaf) for leaf in leaves])
+        return [leaf for leaf in leaves if is_array(leaf)]
+
+    @property
+    def has_static_outputs(self) -> bool:
+        return self.outputs is not None and any(held is not None for held in self.outputs[1])
+
+    def merge_outputs(self, arrays: Sequence[Any]) -> Any:
+        """What the step returned, given its arrays."""
+        assert self.outputs is not None
+        treedef, held = self.outputs
+        rest = iter(arrays)
+        return jax.tree.unflatten(treedef, [next(rest) if h is None else h.value for h in held])
+
+
+def is_array(leaf: Any) -> bool:
+    """Whether a leaf is something that `jax.jit` takes as an array."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct)
+
+
+def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
+    """One axis, or None, for every leaf of the arguments.
+
+    Raises:
+      BatchError: `in_axes` is no prefix of the arguments.
+    """
+    if isinstance(in_axes, int):
+        in_axes = (in_axes,) * len(args)
+    if isinstance(in_axes, list):
+        in_axes = tuple(in_axes)
+    if not isinstance(in_axes, tuple):
+        raise BatchError(f"in_axes must be an integer, or a tuple with one entry per argument, not {in_axes!r}")
+    axes: list[int | None] = []
+    for i, arg in enumerate(args):
+        entry = in_axes[i] if i < len(in_axes) else None
+
+        def spread(axis: Any, subtree: Any) -> list[int | None]:
+            return [axis] * len(jax.tree.leaves(subtree))
+
+        try:
+            parts = jax.tree.map(spread, entry, arg, is_leaf=lambda leaf: leaf is None)
+        except ValueError as error:
+            raise BatchError(
+                layout_message(
+                    f"in_axes[{i}] does not fit argument {i}: {error}",
+                    facts=[f"in_axes[{i}] = {entry!r}"],
+                    remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
+                )
+            ) from None
+        axes += jax.tree.leaves(parts, is_leaf=lambda leaf: leaf is None)
+    return axes + [None] * len(jax.tree.leaves(kwargs))
+
+
+def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any]) -> int:
+    """How many examples the arguments carry.
+
+    Raises:
+      BatchError: they carry none, an empty one, or disagree.
+    """
+    sizes: dict[str, int] = {}
+    for (path, _), leaf, axis in zip(paths, leaves, axes, strict=True):
+        if axis is None:
+            continue
+        name = jax.tree_util.keystr(path[1:])
+        shape = np.shape(leaf)
+        if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+            raise BatchError(
+                layout_message(
+                    f"in_axes names dimension {axis!r} of an argument that has {len(shape)} dimensions.",
+                    facts=[f"argument {name}: shape {tuple(shape)}"],
+                    remedies=["check in_axes", "use None for arguments that are not split"],
+                )
+            )
+        sizes[f"argument {name}: shape {tuple(shape)}, dimension {axis}"] = shape[axis]
+    if not sizes:
+        raise BatchError(
+            layout_message(
+                "no argument is batched: there is nothing to split.",
+                remedies=["say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)"],
+            )
+        )
+    if len(set(sizes.values())) > 1:
+        raise BatchError(
+            layout_message(
+                "the batched arguments disagree about the size of the batch.",
+                facts=[f"{name} has {size}" for name, size in sizes.items()],
+                remedies=["pass None in in_axes for arguments that are not split"],
+            )
+        )
+    (size,) = set(sizes.values())
+    if size == 0:
+        raise BatchError(layout_message("the batch is empty.", facts=list(sizes)))
+    return size

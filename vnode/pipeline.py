@@ -1,0 +1,182 @@
+"""From a function of flat arrays to its schedule, and to its evaluation on nodes; with its derivative.
+
+Knows the order of things: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
+
+Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a step
+that holds such calls is emitted behind a rule of its own: its derivative is the virtualized derivative of the user's
+function, in which jax has applied the user's rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
+
+from vnode.analysis.flow import Coupling, Follower, State
+from vnode.analysis.forms import WHOLE, Batch, Slice
+from vnode.analysis.program import Program, scope, trace
+from vnode.analysis.schedule import Schedule, schedule
+from vnode.errors import CouplingError, layout_message
+from vnode.placement import Placement
+from vnode.report import coupling_line
+from vnode.runtime.emit import emit
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What the user asked of `virtualize`."""
+
+    virtual_nodes: int
+    coupling: str | Mapping[str, str]
+    recompute_budget: float
+    reduction: str
+    accumulate_dtype: Any
+
+    def mode(self, eqn: JaxprEqn) -> str:
+        """The coupling mode of an equation, by its name stack."""
+        if isinstance(self.coupling, str):
+            return self.coupling
+        name = scope(eqn)
+        for pattern, mode in self.coupling.items():
+            if re.search(pattern, name):
+                return mode
+        return "exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class Analysis:
+    """What is known of a function of flat arrays before it is emitted."""
+
+    program: Program
+    schedule: Schedule
+    couplings: list[Coupling]
+
+
+def analyse(
+    fun: Callable[..., list[Any]], leaves: Sequence[Any], axes: Sequence[int | None], size: int, options: Options
+) -> Analysis:
+    """Traces a function of flat arrays and schedules it.
+
+    Args:
+      fun: the function.
+      leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      axes: the dimension of each that carries the examples, or None.
+      size: examples of the global batch.
+      options: what the user asked for.
+
+    Returns:
+      The analysis.
+
+    Raises:
+      CouplingError: the couplings are not wanted, or cost too much.
+      UnsupportedPrimitiveError: a batched value meets a primitive without description.
+    """
+    shapes = [abstract(leaf) for leaf in leaves]
+    program, _ = trace(fun, *shapes)
+    batch = Batch(size)
+    follower = Follower(batch, options.virtual_nodes, options.mode)
+    states = []
+    for axis, leaf in zip(axes, shapes, strict=True):
+        if axis is None or size == 1:
+            states.append(State(WHOLE, model=axis is None))
+        else:
+            states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
+    made = schedule(follower.follow(program, states), options.accumulate_dtype)
+    check_couplings(made, follower.couplings, options)
+    return Analysis(program, made, follower.couplings)
+
+
+def evaluate(
+    fun: Callable[..., list[Any]],
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    size: int,
+    options: Options,
+    placement: Placement,
+) -> list[Any]:
+    """Evaluates (under a trace: emits) a function of flat arrays on nodes; arguments as for `analyse`."""
+    made = analyse(fun, leaves, axes, size, options)
+    if not made.program.custom_derivatives:
+        return emit(made.schedule, placement, leaves)
+
+    @jax.custom_jvp
+    def step(*values: Any) -> list[Any]:
+        return emit(made.schedule, placement, values)
+
+    @step.defjvp
+    def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        moving = [i for i, leaf in enumerate(primals) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
+
+        def both(*values: Any) -> list[Any]:
+            points, directions = values[: len(primals)], list(tangents)
+            for i, value in zip(moving, values[len(primals) :], strict=True):
+                directions[i] = value
+            outputs, changes = jax.jvp(lambda *args: fun(*args), points, tuple(directions))
+            nonlocal still
+            still = [getattr(c, "dtype", None) == jax.dtypes.float0 for c in changes]
+            return [*outputs, *(c for c, s in zip(changes, still, strict=True) if not s)]
+
+        still: list[bool] = []
+        values = [*primals, *(tangents[i] for i in moving)]
+        results = evaluate(both, values, [*axes, *(axes[i] for i in moving)], size, options, placement)
+        outputs, changes = results[: len(still)], iter(results[len(still) :])
+        return outputs, [
+            jnp.zeros(out.shape, jax.dtypes.float0) if s else next(changes)
+            for out, s in zip(outputs, still, strict=True)
+        ]
+
+    return step(*leaves)
+
+
+def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of a leaf, whatever it is."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Options) -> None:
+    """Refuses couplings that the user does not want, and those that would cost more than the budget.
+
+    Raises:
+      CouplingError: there are such.
+    """
+    refused = [c for c in couplings if options.mode(c.source or c.eqn) == "error"]
+    if refused:
+        raise CouplingError(
+            layout_message(
+                "examples influence each other, which coupling='error' forbids.",
+                facts=couplings_text(refused),
+                remedies=["coupling='exact' for extra passes", "coupling='local' for per-node statistics"],
+            )
+        )
+    budget = options.recompute_budget
+    if made.flops and made.recomputed > budget * made.flops:
+        raise CouplingError(
+            layout_message(
+                f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "
+                f"({len(made.passes)} passes), more than recompute_budget={budget}.",
+                facts=couplings_text(couplings),
+                remedies=[
+                    f"recompute_budget={math.ceil(100 * made.recomputed / made.flops) / 100} to pay for it",
+                    "coupling='local' to estimate model statistics in each node (ghost batch normalization)",
+                    "coupling={'BatchNorm': 'local'} to do so for some scopes only",
+                    "normalize within examples instead (GroupNorm, LayerNorm)",
+                ],
+            )
+        )
+
+
+def couplings_text(couplings: Sequence[Coupling]) -> list[str]:
+    """Couplings for an error message, each place once."""
+    lines = dict.fromkeys(map(coupling_line, couplings))
+    return [f"{line.what} at {line.where}" for line in lines]
