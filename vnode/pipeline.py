@@ -2,9 +2,10 @@
 
 Knows the order of things: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
 
-Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a step
-that holds such calls is emitted behind a rule of its own: its derivative is the virtualized derivative of the user's
-function, in which jax has applied the user's rules.
+Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a
+step that holds such calls is emitted behind a rule of its own: its derivative is the virtualized derivative of the
+user's function, in which jax has applied the user's rules. So is a step whose devices hold different numbers of nodes:
+loops of run-time length have no reverse mode.
 """
 
 from __future__ import annotations
@@ -101,11 +102,25 @@ def evaluate(
     size: int,
     options: Options,
     placement: Placement,
+    differentiable: bool = False,
 ) -> list[Any]:
-    """Evaluates (under a trace: emits) a function of flat arrays on nodes; arguments as for `analyse`."""
+    """Evaluates (under a trace: emits) a function of flat arrays on nodes.
+
+    Args:
+      fun: the function; this and the next as for `analyse`.
+      leaves: its arguments.
+      axes: their batched dimensions.
+      size: examples of the global batch.
+      options: what the user asked for.
+      placement: where the nodes live.
+      differentiable: the emission itself will be differentiated: no loops of run-time length.
+
+    Returns:
+      The function's results.
+    """
     made = analyse(fun, leaves, axes, size, options)
-    if not made.program.custom_derivatives:
-        return emit(made.schedule, placement, leaves)
+    if differentiable or (placement.even and not made.program.custom_derivatives):
+        return emit(made.schedule, placement, leaves, differentiable)
 
     @jax.custom_jvp
     def step(*values: Any) -> list[Any]:
@@ -126,7 +141,8 @@ def evaluate(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        results = evaluate(both, values, [*axes, *(axes[i] for i in moving)], size, options, placement)
+        along = [*axes, *(axes[i] for i in moving)]
+        results = evaluate(both, values, along, size, options, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
             jnp.zeros(out.shape, jax.dtypes.float0) if s else next(changes)

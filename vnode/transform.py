@@ -44,10 +44,10 @@ def virtualize(
         rounding, and not at all on the devices.
       in_axes: which dimension of each argument carries the examples, as in `jax.vmap`: an integer, None, or a pytree
         prefix, for each positional argument. Arguments beyond its end are not split; nor are keyword arguments.
-      coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes, so
-        that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by each
-        node from its own examples (ghost batch statistics). ``"error"``: refuse. A mapping from regular expressions,
-        searched in the name stack, to modes chooses per coupling.
+      coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
+        so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
+        each node from its own examples (ghost batch statistics). ``"error"``: refuse. A mapping from regular
+        expressions, searched in the name stack, to modes chooses per coupling.
       recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations.
       reduction: ``"invariant"`` or ``"fast"``, how sums over nodes are formed.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.

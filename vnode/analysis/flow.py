@@ -146,7 +146,7 @@ class Flow:
     steps: list[Step]
     output_forms: list[Form] = dataclasses.field(default_factory=list)
     gathered: set[Var] = dataclasses.field(default_factory=set)
-    batch: Batch = Batch(1)
+    batch: Batch = dataclasses.field(default_factory=lambda: Batch(1))
     node_size: int = 1
 
     def state(self, atom: Atom) -> State:
@@ -221,7 +221,7 @@ class Follower:
             view.record(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
-        flow.node_size = -(-(-(-self.batch.size // self.nodes)) // self.grain) * self.grain
+        flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
         return flow
 
     def step(self, view: View) -> Step:
@@ -690,7 +690,9 @@ def behind(state: State) -> State:
     return dataclasses.replace(state, examples=frozenset(d + 1 for d in state.examples))
 
 
-def examples_of(eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None) -> set[int]:
+def examples_of(
+    eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None
+) -> set[int]:
     """Dimensions of a whole result that descend from the batch, as far as can be told."""
     found: set[int] = set()
     shape = getattr(eqn.outvars[result].aval, "shape", ())

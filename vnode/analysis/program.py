@@ -17,6 +17,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.operators import describe
 from vnode.operators.control import Body, call_of
+from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
 
@@ -39,7 +40,7 @@ class Program:
     outputs: list[Atom]
     custom_derivatives: bool = False
 
-    @functools.cached_property
+    @property
     def definitions(self) -> dict[Var, JaxprEqn]:
         """The equation that defines a variable; inputs and constants have none."""
         return {var: eqn for eqn in self.equations for var in eqn.outvars}
@@ -113,6 +114,12 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
         return new
 
     program.outputs = walk(Body(jaxpr, tuple(constants)), None, None)
+    definitions = program.definitions
+    program.equations = [
+        new
+        for eqn in program.equations
+        for new in with_batching_dims(eqn, definitions.get, program.constants.get) or [eqn]
+    ]
     return program
 
 

@@ -3,8 +3,8 @@
 Knows batch flow's steps and how one form is made from another. Must not know devices or how an equation is evaluated.
 
 A recipe is found by one sweep backwards from what is requested (dead-code elimination over pairs of variable and
-form). A whole value of which nodes need slices is not built and sliced: its producers are cloned at the node's size as
-far as they are cheap (`pull`), so that a dropout mask, an iota or a vector of ones never exists at the size of the batch.
+form). A whole value of which nodes need slices is not built and sliced: its producers are cloned at the node's size
+as far as they are cheap (`pull`), so that a dropout mask or an iota never exists at the size of the batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Emits a schedule: each pass a loop over the nodes of a device under `shard_map`, one reduction across devices per pass.
+"""Emits a schedule: each pass a loop over a device's nodes under `shard_map`, then one reduction across devices.
 
 Knows schedules and placements. Must not know how a step was analysed, nor any primitive.
 """
@@ -37,24 +37,30 @@ COMBINE = {
 }
 
 
-def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any]) -> list[Any]:
+def emit(
+    schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool = False
+) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
     Args:
       schedule: the step.
       placement: where its nodes live.
       inputs: values of the program's inputs, whole and batched alike at their global shapes.
+      differentiable: whether to do without loops of run-time length.
 
     Returns:
       The program's outputs at their global shapes.
     """
-    return Emission(schedule, placement, inputs).run()
+    return Emission(schedule, placement, inputs, differentiable).run()
 
 
 class Emission:
     """One emission: the whole values so far, and the batched values that are kept for all nodes."""
 
-    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any]) -> None:
+    def __init__(
+        self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool
+    ) -> None:
+        self.differentiable = differentiable
         self.schedule = schedule
         self.placement = placement
         self.flow = schedule.flow
@@ -102,7 +108,7 @@ class Emission:
         operands = [settle(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
         def body(made: Schedule, *inputs: Any) -> list[Any]:
-            return emit(made, self.placement, inputs)
+            return emit(made, self.placement, inputs, self.differentiable)
 
         match action.step.region:
             case Loop() as loop:
@@ -154,9 +160,8 @@ class Emission:
         assert isinstance(form, Slice)
         value, size, placement = self.batched[var], self.flow.node_size, self.placement
         if not (placement.even and placement.virtual_nodes * size == form.batch.size):
-            nodes = [
-                min(start + k, placement.virtual_nodes - 1) for start in placement.starts for k in range(placement.waves)
-            ]
+            last = placement.virtual_nodes - 1
+            nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
             rows = (np.array(nodes)[:, None] * size + np.arange(size)).reshape(-1)
             value = jnp.take(value, np.minimum(rows, form.batch.size - 1), axis=form.dim, mode="clip")
         return value, form.dim
@@ -197,7 +202,8 @@ class Emission:
             if placement.even:
                 totals, kept = lax.scan(accumulate, init, jnp.arange(waves, dtype=jnp.int32))
             else:
-                totals, kept = self.counted(accumulate, init, count[0], waves)
+                loop = skipping if self.differentiable else counted
+                totals, kept = loop(accumulate, init, count[0], waves)
             return across_devices(nodes.accumulators, totals, axis), kept
 
         spec = PartitionSpec
@@ -227,20 +233,37 @@ class Emission:
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
 
-    @staticmethod
-    def counted(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
-        """The loop over a device's nodes where devices hold different numbers of them."""
-        _, shapes = jax.eval_shape(accumulate, init, jnp.int32(0))
-        buffers = [jnp.zeros((waves, *s.shape), s.dtype) for s in shapes]
 
-        def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-            totals, kept = accumulate(state[0], index)
-            return totals, [
-                lax.dynamic_update_index_in_dim(buffer, value, index, 0)
-                for buffer, value in zip(state[1], kept, strict=True)
-            ]
+def counted(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
+    """The loop over a device's nodes where devices hold different numbers of them: of run-time length."""
+    buffers = empty_slots(accumulate, init, waves)
 
-        return lax.fori_loop(0, count, body, (init, buffers))
+    def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        totals, kept = accumulate(state[0], index)
+        return totals, [
+            lax.dynamic_update_index_in_dim(buffer, value, index, 0)
+            for buffer, value in zip(state[1], kept, strict=True)
+        ]
+
+    return lax.fori_loop(0, count, body, (init, buffers))
+
+
+def skipping(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
+    """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
+    buffers = empty_slots(accumulate, init, 1)
+
+    def body(carry: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+        return lax.cond(
+            index < count, accumulate, lambda carry, _: (carry, [buffer[0] for buffer in buffers]), carry, index
+        )
+
+    return lax.scan(body, init, jnp.arange(waves, dtype=jnp.int32))
+
+
+def empty_slots(accumulate: Any, init: list[Any], waves: int) -> list[Any]:
+    """Room for what `waves` nodes keep."""
+    _, shapes = jax.eval_shape(accumulate, init, jnp.int32(0))
+    return [jnp.zeros((waves, *s.shape), s.dtype) for s in shapes]
 
 
 def across_devices(accumulators: Sequence[Accumulator], totals: list[Any], axis: str) -> list[Any]:
