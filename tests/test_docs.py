@@ -25,6 +25,7 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__main__")]
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md") if ">>>" in p.read_text()))
 def test_page(page: str) -> None:
     failed, tried = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -40,6 +42,7 @@ def test_digits(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.newest
 def test_bytes_lm(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "bytes_lm.py")
     sizes = ("--batch=32", "--length=16", "--layers=1", "--width=16", "--sample=5")
