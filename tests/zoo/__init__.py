@@ -24,6 +24,7 @@ import jax
 
 FAMILIES = (
     "frameworks",
+    "frameworks_nnx",
     "vision",
     "language",
     "losses",

@@ -69,7 +69,7 @@ def refusal(case: Case, program: Program, nodes: int, devices: int) -> None:
 
 @functools.lru_cache(maxsize=8)
 def build(case: Case, precision: str) -> Program:
-    """The program of a case; nnx steps change their arguments, so they get new ones for every call."""
+    """The program of a case in a precision."""
     assert jax.config.jax_enable_x64 == (precision == "float64")
     return case.make()
 

@@ -44,7 +44,7 @@ def lengths_mask(batch: int, length: int, seed: int = 0) -> jax.Array:
 
 
 def fill(shapes: Any, seed: int = 0) -> Any:
-    """Values for a tree of shapes, plausible for what the leaf's name says it is.
+    """Values for a tree of shapes (or of arrays, whose integers and keys stay), plausible for a leaf of its name.
 
     Weights get a spread that keeps activations near one, biases small numbers other than zero, scales and variances
     positive numbers: nothing is left at an initial value that would hide a mistake.
@@ -55,7 +55,7 @@ def fill(shapes: Any, seed: int = 0) -> Any:
         rng = np.random.default_rng((seed, *name.encode()))
         shape, dtype = aval.shape, aval.dtype
         if not jnp.issubdtype(dtype, jnp.floating):
-            return jnp.zeros(shape, dtype)
+            return aval if isinstance(aval, jax.Array) else jnp.zeros(shape, dtype)
         dtype = real() if dtype in (jnp.float32, jnp.float64) else dtype
         if "var" in name or "scale" in name:
             values = rng.uniform(0.5, 1.5, shape)
