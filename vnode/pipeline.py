@@ -25,7 +25,7 @@ from vnode.analysis.flow import Coupling, Follower, State
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.program import Program, scope, trace
 from vnode.analysis.schedule import Schedule, schedule
-from vnode.errors import CouplingError, layout_message
+from vnode.errors import CouplingError, VnodeError, layout_message
 from vnode.placement import Placement
 from vnode.report import coupling_line
 from vnode.runtime.emit import emit
@@ -128,6 +128,17 @@ def evaluate(
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        if made.program.reverse_only:
+            raise VnodeError(
+                layout_message(
+                    "a virtualized step that uses jax.custom_vjp cannot be differentiated from outside: "
+                    "its rule would be lost.",
+                    remedies=[
+                        "take the gradient inside the step and virtualize the whole",
+                        "or give the function a jax.custom_jvp rule",
+                    ],
+                )
+            )
         moving = [i for i, leaf in enumerate(primals) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
 
         def both(*values: Any) -> list[Any]:

@@ -32,6 +32,7 @@ class Program:
       equations: no calls among them; loops and branches are.
       outputs: what is returned.
       custom_derivatives: whether a call that was inlined carried its own derivative rule.
+      reverse_only: whether such a rule exists for reverse mode only.
     """
 
     inputs: list[Var]
@@ -39,6 +40,7 @@ class Program:
     equations: list[JaxprEqn]
     outputs: list[Atom]
     custom_derivatives: bool = False
+    reverse_only: bool = False
 
     @property
     def definitions(self) -> dict[Var, JaxprEqn]:
@@ -99,6 +101,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
                 program.equations += parts(flat)
                 continue
             program.custom_derivatives |= call.custom_derivative
+            program.reverse_only |= call.reverse_only
             passed = [read(eqn.invars[i]) for i in call.operands]
             if call.barrier:
                 passed = [behind_barrier(atom, source) for atom in passed]

@@ -30,12 +30,14 @@ class Call:
       operands: the positions of the operands that are passed, in order.
       barrier: whether the body must not be merged with equal computations outside (rematerialization).
       custom_derivative: whether the equation carries a derivative rule that the body does not have.
+      reverse_only: whether that rule is for reverse mode only.
     """
 
     body: Body
     operands: tuple[int, ...]
     barrier: bool = False
     custom_derivative: bool = False
+    reverse_only: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +109,7 @@ def call_of(eqn: JaxprEqn) -> Call | None:
             tuple(range(len(eqn.invars))),
             barrier=bool(eqn.params.get("differentiated") and eqn.params.get("prevent_cse")),
             custom_derivative=name in CUSTOM_DERIVATIVES,
+            reverse_only=name == "custom_vjp_call",
         )
     if name == "custom_linear_solve":  # the solver alone gives the result; the other jaxprs serve its derivatives
         lengths = eqn.params["const_lengths"]

@@ -159,12 +159,16 @@ class Emission:
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
         value, size, placement = self.batched[var], self.flow.node_size, self.placement
-        if not (placement.even and placement.virtual_nodes * size == form.batch.size):
+        axis, n = form.dim, int(size * form.ratio)
+        if form.outer > 1:
+            axis += 1
+            value = value.reshape(*value.shape[: form.dim], form.outer, form.units, *value.shape[form.dim + 1 :])
+        if not (placement.even and placement.virtual_nodes * n == form.units):
             last = placement.virtual_nodes - 1
             nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
-            rows = (np.array(nodes)[:, None] * size + np.arange(size)).reshape(-1)
-            value = jnp.take(value, np.minimum(rows, form.batch.size - 1), axis=form.dim, mode="clip")
-        return value, form.dim
+            rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
+            value = jnp.take(value, np.minimum(rows, form.units - 1), axis=axis, mode="clip")
+        return value, axis
 
     def run_pass(self, nodes: Pass) -> None:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices."""
@@ -185,7 +189,10 @@ class Emission:
                     if slot:
                         env[(var, form)] = lax.dynamic_index_in_dim(value, index, 0, keepdims=False)
                     else:
-                        env[(var, form)] = lax.dynamic_slice_in_dim(value, index * size, size, dim)
+                        n = int(size * form.ratio)
+                        part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
+                        shape = (*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
+                        env[(var, form)] = part.reshape(shape)
                 node = Node(start[0] + index, placement.virtual_nodes, size, batch)
                 values = evaluate_recipe(nodes.recipe, env, node)
                 return values[: len(nodes.accumulators)], values[len(nodes.accumulators) :]
