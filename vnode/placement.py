@@ -25,7 +25,7 @@ class Placement:
         last ones then hold no node.
       counts: nodes on each device; must add up to V.
       mesh: spread the nodes over one axis of this mesh instead; its other axes stay automatic, so that parameters
-        may be sharded over them.
+        may be sharded over them. Explicit axes (sharding in types) are treated as automatic.
       axis: the name of the mesh axis over which nodes are spread.
 
     Raises:
@@ -67,6 +67,8 @@ class Placement:
             if len(set(devices)) != len(devices):
                 raise PlacementError("a device may be named only once in a placement")
             mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+        if any(kind is not AxisType.Auto for kind in mesh.axis_types):
+            mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         size = mesh.shape[axis]
         if counts is None:
             counts = [virtual_nodes // size + (d < virtual_nodes % size) for d in range(size)]

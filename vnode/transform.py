@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Statics, batch_axes, batch_size, is_array
@@ -128,6 +129,7 @@ class VirtualStep:
         self._placement = placement
         self._siblings: dict[Placement, VirtualStep] = {}
         self._has_statics = False
+        self._moves = False
         if placement is not None:
             if placement.virtual_nodes != options.virtual_nodes:
                 raise PlacementError(
@@ -177,6 +179,8 @@ class VirtualStep:
         return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding) if is_array(leaf) else leaf, tree)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._moves:
+            args, kwargs = self._moved((args, kwargs))
         if not self._has_statics:
             try:
                 return self._jit(*args, **kwargs)
@@ -184,28 +188,35 @@ class VirtualStep:
                 if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))) and not self._has_statics:
                     raise
                 self._has_statics = True
-            except ValueError as error:
-                if "incompatible devices" not in str(error):
+            except ValueError:
+                moved = self._moved((args, kwargs))
+                if not differs(moved, (args, kwargs)):
                     raise
-                args, kwargs = self._moved(args), self._moved(kwargs)
-                return self._jit(*args, **kwargs)
+                self._moves |= any(map(typed_sharding, jax.tree.leaves((args, kwargs))))
+                return self(*moved[0], **moved[1])
         static, parts = self._split(args, kwargs)
         try:
             arrays = self._static_jit(static, *parts)
-        except ValueError as error:
-            if "incompatible devices" not in str(error):
+        except ValueError:
+            moved = self._moved((args, kwargs))
+            if not differs(moved, (args, kwargs)):
                 raise
-            arrays = self._static_jit(static, *self._moved(parts))
+            return self(*moved[0], **moved[1])
         return static.merge_outputs(arrays)
 
     def _moved(self, tree: Any) -> Any:
         """Brings arrays that live on other devices to the placement's."""
-        here = set(self.placement.devices)
+        here, mesh = set(self.placement.devices), self.placement.mesh
 
         def move(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.sharding.device_set == here:
+            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
                 return leaf
-            return jax.device_put(leaf, self.placement.sharding())
+            sharding = leaf.sharding
+            if sharding.device_set != here:
+                return jax.device_put(leaf, self.placement.sharding())
+            if typed_sharding(leaf):
+                return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+            return leaf
 
         return jax.tree.map(move, tree)
 
@@ -278,6 +289,17 @@ class VirtualStep:
             return static.split_outputs(self._fun(*a, **k))
 
         return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
+
+
+def typed_sharding(leaf: Any) -> bool:
+    """Whether a leaf's sharding is part of its type (a mesh with explicit axes)."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and any(kind is AxisType.Explicit for kind in sharding.mesh.axis_types)
+
+
+def differs(a: Any, b: Any) -> bool:
+    """Whether any leaf of two equal trees is another object."""
+    return any(x is not y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 class HasStatics(Exception):

@@ -89,7 +89,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
             source = eqn.source_info
             if caller is not None:
                 source = source.replace(name_stack=caller.name_stack + source.name_stack)
-                if source.traceback is None:
+                if not in_user_code(source):
                     source = source.replace(traceback=caller.traceback)
             call = call_of(eqn)
             if call is None:
@@ -108,6 +108,15 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
             results = walk(call.body, passed, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in body.jaxpr.outvars]
+
+    visible: dict[int, bool] = {}
+
+    def in_user_code(source: Any) -> bool:
+        """Whether the traceback shows a line outside jax; that of a call that jax cached may not."""
+        key = id(source.traceback)
+        if key not in visible:
+            visible[key] = bool(source_info_util.summarize(source))
+        return visible[key]
 
     def behind_barrier(atom: Atom, source: Any) -> Atom:
         if isinstance(atom, Literal):

@@ -255,7 +255,7 @@ class Sweep:
                 else:
                     self.want_whole(atom)
             return Evaluation(step, step.operands, step.results, schedules=inner)
-        if step.per_node and not any(isinstance(form, Partial) for form in step.results):
+        if step.per_node and step.region is not None:
             action = evaluation(step, needed, self.node_size)
         else:
             action = Evaluation(

@@ -30,7 +30,6 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
     "complex": ({0, 1},),
     "conj": ({0},),
     "copy": ({0},),
-    "copy_p": ({0},),
     "imag": ({0},),
     "mul": ({0}, {1}),
     "name": ({0},),
@@ -43,7 +42,7 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
 }
 """For each primitive the groups of operands in which it is linear, whatever the dtype."""
 
-MOVEMENT = {"copy", "copy_p", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
+MOVEMENT = {"copy", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
 
 def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:

@@ -25,7 +25,6 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "convert_element_type": lambda x: x,
     "copy": lambda x: x,
-    "copy_p": lambda x: x,
     "eq": np.equal,
     "ge": np.greater_equal,
     "gt": np.greater,
