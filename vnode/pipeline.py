@@ -10,10 +10,12 @@ loops of run-time length have no reverse mode.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -118,13 +120,16 @@ def evaluate(
     Returns:
       The function's results.
     """
-    made = analyse(fun, leaves, axes, size, options)
+    with collector_paused():
+        made = analyse(fun, leaves, axes, size, options)
     if differentiable or (placement.even and not made.program.custom_derivatives):
-        return emit(made.schedule, placement, leaves, differentiable)
+        with collector_paused():
+            return emit(made.schedule, placement, leaves, differentiable)
 
     @jax.custom_jvp
     def step(*values: Any) -> list[Any]:
-        return emit(made.schedule, placement, values)
+        with collector_paused():
+            return emit(made.schedule, placement, values)
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -161,6 +166,18 @@ def evaluate(
         ]
 
     return step(*leaves)
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cyclic garbage collector would walk the many equations again and again, with nothing to free."""
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

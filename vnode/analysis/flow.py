@@ -35,7 +35,7 @@ from vnode.analysis.forms import (
 )
 from vnode.analysis.program import Atom, Program, inline, signature, where
 from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
-from vnode.operators import Monoid, OperatorDescription, describe
+from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control import Body, Branches, Loop, Region, While, region_of
 
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
@@ -215,14 +215,29 @@ class Follower:
         flow.states.update((var, State(WHOLE)) for var in program.constants)
         reducers: dict[Var, JaxprEqn] = {}
         for eqn in program.equations:
-            view = View(self, flow, eqn, body, reducers)
-            step = self.step(view)
+            step = self.plain(flow, eqn)
+            if step is None:
+                view = View(self, flow, eqn, body, reducers)
+                step = self.step(view)
+                view.record(step)
             flow.steps.append(step)
-            view.record(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
         flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
         return flow
+
+    @staticmethod
+    def plain(flow: Flow, eqn: JaxprEqn) -> Step | None:
+        """The quick way for what most equations of an optimizer are: whole values that have nothing of the batch."""
+        states = [flow.states[atom] for atom in eqn.invars if isinstance(atom, Var)]
+        if any(not isinstance(s.form, Whole) or s.level or s.zero or s.examples for s in states):
+            return None
+        if len(states) < len(eqn.invars) and any(flow.state(a).zero for a in eqn.invars if isinstance(a, Literal)):
+            return None
+        count = len(eqn.outvars)
+        state = State(WHOLE, model=any(s.model for s in states))
+        flow.states.update(dict.fromkeys(eqn.outvars, state))
+        return Step(eqn, False, 0, (WHOLE,) * len(eqn.invars), (WHOLE,) * count)
 
     def step(self, view: View) -> Step:
         """Decides how one equation is evaluated."""
@@ -236,13 +251,13 @@ class Follower:
                 return view.once()
             if region is not None:
                 return self.around_step(view, region)
-            description = describe(eqn)
+            description = view.flow.program.describe(eqn)
             return view.once() if description is None else self.described_step(view, description)
         if region is not None:
             return self.region_step(view, region)
         if eqn.effects and not eqn.outvars:
             return self.effect_step(view)
-        description = describe(eqn)
+        description = view.flow.program.describe(eqn)
         if description is None:
             if all(isinstance(form, Whole | Partial) for form in forms):
                 view.complete(range(len(forms)))
@@ -723,7 +738,7 @@ def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
         if len(users.get(carry, ())) != 1 or carry in body.outputs:
             return set()
         (eqn,) = users[carry]
-        description = describe(eqn) if region_of(eqn) is None else None
+        description = body.describe(eqn) if region_of(eqn) is None else None
         if description is None or not description.adds:
             return set()
         (carry,) = eqn.outvars
@@ -846,7 +861,7 @@ class View:
         descends = any(state.examples for state in states)
         description = step.description
         if descends and description is None and region_of(self.eqn) is None:
-            description = describe(self.eqn)
+            description = self.flow.program.describe(self.eqn)
         inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
         for k, (var, form) in enumerate(zip(self.eqn.outvars, step.results, strict=True)):
             local = step.level
@@ -884,7 +899,7 @@ class View:
             return False
         description = step.description
         if description is None:
-            description = describe(self.eqn) if region_of(self.eqn) is None else None
+            description = self.flow.program.describe(self.eqn) if region_of(self.eqn) is None else None
         if description is None:
             return False
         return any(all(self.states[i].zero for i in group) for group in description.linear)

@@ -15,7 +15,7 @@ import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.operators import describe
+from vnode.operators import OperatorDescription, describe
 from vnode.operators.control import Body, call_of
 from vnode.operators.indexing import with_batching_dims
 
@@ -41,8 +41,16 @@ class Program:
     outputs: list[Atom]
     custom_derivatives: bool = False
     reverse_only: bool = False
+    _descriptions: dict[int, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
 
-    @property
+    def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
+        """The description of one of the program's equations, made once."""
+        key = id(eqn)
+        if key not in self._descriptions:
+            self._descriptions[key] = describe(eqn)
+        return self._descriptions[key]
+
+    @functools.cached_property
     def definitions(self) -> dict[Var, JaxprEqn]:
         """The equation that defines a variable; inputs and constants have none."""
         return {var: eqn for eqn in self.equations for var in eqn.outvars}
@@ -126,7 +134,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any]) -> Program:
         return new
 
     program.outputs = walk(Body(jaxpr, tuple(constants)), None, None)
-    definitions = program.definitions
+    definitions = {var: eqn for eqn in program.equations for var in eqn.outvars}
     program.equations = [
         new
         for eqn in program.equations

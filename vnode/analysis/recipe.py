@@ -18,7 +18,7 @@ from jax.extend.core import Var
 from vnode.analysis.flow import Flow, Step
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole, locate, project
 from vnode.analysis.program import Atom
-from vnode.operators import OperatorDescription, describe
+from vnode.operators import OperatorDescription
 from vnode.operators.control import Loop, While
 
 Key = tuple[Var, Form]
@@ -84,7 +84,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
         return None
     if not isinstance(step.results[result], Whole | Partial):
         return None
-    description = describe(step.eqn)
+    description = flow.program.describe(step.eqn)
     if description is None or description.contraction or description.reduced:
         return None
     location = locate(form, description.results[result], description.sizes)

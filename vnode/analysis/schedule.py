@@ -10,6 +10,7 @@ and transposing happen once, while two gradients of a tied weight are added befo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import math
 from collections.abc import Sequence
@@ -84,15 +85,18 @@ class Schedule:
       flow: batch flow of the step.
       stages: in order.
       gathered: batched values that are read whole.
-      flops: of the whole step, each equation counted once.
       recomputed: flops of equations that more than one pass evaluates, beyond the first time.
     """
 
     flow: Flow
     stages: tuple[Stage, ...]
     gathered: dict[Var, Slice]
-    flops: int
     recomputed: int
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """Scalar operations of the whole step, each equation counted once."""
+        return sum(step_flops(step) for step in self.flow.steps)
 
     @property
     def passes(self) -> list[Pass]:
@@ -127,8 +131,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
         if not late:
             break
         earliest |= sweep.needed
-    total, recomputed = work(flow, stages)
-    return Schedule(flow, tuple(stages), sweep.gathered, total, recomputed)
+    return Schedule(flow, tuple(stages), sweep.gathered, repeated_work(stages))
 
 
 class Sweep:
@@ -334,12 +337,14 @@ class Sweep:
             for atom in step.eqn.invars
             if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Partial)
         }
+        if any(itemsize(atom) < itemsize(var) for atom in partial for var in late):
+            return False  # a cast to more bits comes before the sum: that is the sum that the user reads
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         return bool(partial) and cost <= sum(size_of(var) for var in late)
 
 
-def work(flow: Flow, stages: Sequence[Stage]) -> tuple[int, int]:
-    """Scalar operations of a step, and those that passes repeat."""
+def repeated_work(stages: Sequence[Stage]) -> int:
+    """Scalar operations of equations that more than one pass evaluates, beyond the first time."""
     first: set[Step] = set()
     recomputed = 0
     for stage in stages:
@@ -352,13 +357,16 @@ def work(flow: Flow, stages: Sequence[Stage]) -> tuple[int, int]:
             if action.step in first:
                 recomputed += step_flops(action.step)
             first.add(action.step)
-    return sum(step_flops(step) for step in flow.steps), recomputed
+    return recomputed
+
+
+def itemsize(var: Var) -> int:
+    return getattr(getattr(var.aval, "dtype", None), "itemsize", 4)
 
 
 def size_of(var: Var) -> int:
     """Bytes of an accumulator of `var`."""
-    dtype = getattr(var.aval, "dtype", np.dtype(np.float32))
-    return math.prod(var.aval.shape) * max(4, getattr(dtype, "itemsize", 4))
+    return math.prod(var.aval.shape) * max(4, itemsize(var))
 
 
 def step_flops(step: Step) -> int:

@@ -6,12 +6,14 @@ partition-n-reduce).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Sizes, rule
+from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Positions, Sizes, rule
 from vnode.operators.windows import uncounted, window_dim
 
 BILINEAR = (frozenset({0}), frozenset({1}))
@@ -111,7 +113,30 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         leaks=frozenset(group),
         uncounted=uncounted(windows),
         resize=resize,
+        emit_on={"cpu": with_canonical_dimensions},
     )
+
+
+def with_canonical_dimensions(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Evaluates a convolution with features last, transposing to and from it.
+
+    XLA for CPUs has a fast convolution for this order only. It brings convolutions into it, but not those inside a
+    loop, where the gradients' would run as plain nested loops.
+    """
+    params = e.params if d.resize is None else d.resize(d, e, sizes)
+    numbers = params["dimension_numbers"]
+    n = len(numbers.lhs_spec)
+    last = (0, n - 1, *range(1, n - 1))
+    lhs, rhs, out = numbers.lhs_spec, numbers.rhs_spec, numbers.out_spec
+    result = e.primitive.bind(
+        lax.transpose(operands[0], (lhs[0], *lhs[2:], lhs[1])),
+        lax.transpose(operands[1], (*rhs[2:], rhs[1], rhs[0])),
+        **{**params, "dimension_numbers": lax.ConvDimensionNumbers(last, (n - 1, n - 2, *range(n - 2)), last)},
+    )
+    order = (out[0], *out[2:], out[1])
+    return [lax.transpose(result, tuple(order.index(d) for d in range(n)))]
 
 
 @rule("ragged_dot_general")

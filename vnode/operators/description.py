@@ -120,6 +120,7 @@ class OperatorDescription:
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with `positional`.
+      emit_on: the same for single platforms, where the default is slow inside a loop.
     """
 
     sizes: Sizes
@@ -141,6 +142,7 @@ class OperatorDescription:
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
     resize: Resize | None = None
     emit: Emit | None = None
+    emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
 
     @property
     def flops(self) -> int:
@@ -249,7 +251,8 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
       primitive: the primitive, or its name.
 
     Returns:
-      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`.
+      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. What it returns is checked
+      against the equation's shapes each time.
 
     Example:
       >>> from jax.extend.core import Primitive
@@ -264,7 +267,13 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
     name = primitive if isinstance(primitive, str) else primitive.name
 
     def add(fun: Rule) -> Rule:
-        _rules[name] = fun
+        def checked(eqn: JaxprEqn) -> OperatorDescription | None:
+            description = fun(eqn)
+            if description is not None:
+                description.check(eqn)
+            return description
+
+        _rules[name] = checked
         return fun
 
     return add
@@ -277,15 +286,10 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
       eqn: an equation of any jaxpr.
 
     Returns:
-      The description, checked against the equation's shapes.
+      The description.
     """
     fun = _rules.get(eqn.primitive.name)
-    if fun is None:
-        return None
-    description = fun(eqn)
-    if description is not None:
-        description.check(eqn)
-    return description
+    return None if fun is None else fun(eqn)
 
 
 def shape_resize(parameter: str) -> Resize:
@@ -298,7 +302,12 @@ def shape_resize(parameter: str) -> Resize:
 
 
 def evaluate(
-    description: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    description: OperatorDescription,
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    sizes: Sizes,
+    positions: Positions,
+    platform: str = "",
 ) -> list[Any]:
     """Evaluates a copy of `eqn` with factor sizes `sizes`.
 
@@ -308,12 +317,14 @@ def evaluate(
       operands: values of the shapes that `description` has at `sizes`.
       sizes: a size for every factor.
       positions: the global indices of the factors that are split.
+      platform: what the program is compiled for, e.g. ``"cpu"``.
 
     Returns:
       The results, of the shapes that `description` has at `sizes`.
     """
-    if description.emit is not None and (positions or sizes != description.sizes):
-        return list(description.emit(description, eqn, operands, sizes, positions))
+    emit = description.emit_on.get(platform, description.emit)
+    if emit is not None and (positions or sizes != description.sizes):
+        return list(emit(description, eqn, operands, sizes, positions))
     params = eqn.params if description.resize is None else description.resize(description, eqn, sizes)
     results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]

@@ -193,7 +193,7 @@ class Emission:
                         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
                         shape = (*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
                         env[(var, form)] = part.reshape(shape)
-                node = Node(start[0] + index, placement.virtual_nodes, size, batch)
+                node = Node(start[0] + index, placement.virtual_nodes, size, batch, placement.devices[0].platform)
                 values = evaluate_recipe(nodes.recipe, env, node)
                 return values[: len(nodes.accumulators)], values[len(nodes.accumulators) :]
 
@@ -236,7 +236,10 @@ class Emission:
             [value for value, _ in shards],
         )
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
-            self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
+            if accumulator.dtype != accumulator.var.aval.dtype:
+                # Or the compiler moves the cast before the reduction, to send fewer bits.
+                total = lax.optimization_barrier(total).astype(accumulator.var.aval.dtype)
+            self.whole[accumulator.var] = total
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
 

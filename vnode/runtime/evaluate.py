@@ -132,7 +132,7 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node) -> list[
         if node.padded(location.batch):
             operands = mask(action, operands, sizes, monoid, node)
     positions = {location.factor: node.positions(location)}
-    return evaluate_operator(description, action.step.eqn, operands, sizes, positions)
+    return evaluate_operator(description, action.step.eqn, operands, sizes, positions, node.platform)
 
 
 def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: Monoid, node: Node) -> list[Any]:

@@ -33,12 +33,14 @@ class Node:
       count: how many nodes there are.
       size: examples per node.
       batch: what is divided.
+      platform: what the program is compiled for.
     """
 
     index: jax.Array
     count: int
     size: int
     batch: Batch
+    platform: str
 
     def padded(self, batch: Batch) -> bool:
         """Whether the nodes have room for more examples than there are."""
