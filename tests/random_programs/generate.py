@@ -203,7 +203,7 @@ class Generator:
             raise Unsuitable
         if not self.half and any(kind_of(a.dtype) == "half" for a in avals):
             raise Unsuitable
-        if scale != 1.0:
+        if scale != 1.0 and avals[0].dtype != jnp.bool_:
             if not scale:
                 raise Unsuitable
             if jnp.issubdtype(avals[0].dtype, jnp.integer):
