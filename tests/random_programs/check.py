@@ -24,6 +24,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 import vnode
+from tests.random_programs.outer import OUTER
 from tests.random_programs.program import Program
 
 RELATIVE = 1e-9
@@ -57,7 +58,7 @@ class Outcome:
 
 
 def virtualized(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The program's function on the program's nodes and devices."""
+    """The program's function on the program's nodes and devices, transformed from outside."""
     virtual = vnode.virtualize(
         step,
         virtual_nodes=program.virtual_nodes,
@@ -65,7 +66,7 @@ def virtualized(program: Program, step: Callable[..., Any]) -> Callable[..., Any
         recompute_budget=float("inf"),
         reduction=program.reduction,
     )
-    return virtual.on(jax.devices()[: program.devices])
+    return OUTER[program.outer](virtual.on(jax.devices()[: program.devices], counts=program.counts))
 
 
 def check(program: Program) -> Outcome:
@@ -78,8 +79,9 @@ def check(program: Program) -> Outcome:
       The outcome; exceptions other than KeyboardInterrupt become one too.
     """
     step, args = program.step(), program.values()
+    reference = OUTER[program.outer](step)
     try:
-        expected = jax.jit(step)(*args)
+        expected = jax.jit(reference)(*args)
     except Exception as error:  # whatever jax says of a program that it refuses
         return Outcome("invalid", head_of(error), str(error))
     try:
@@ -92,7 +94,7 @@ def check(program: Program) -> Outcome:
     difference = compare(expected, actual, half="bfloat16" in program.step_source() or any_half(program))
     if not difference:
         return Outcome("equal")
-    if not steady(program, step, args, expected):
+    if not steady(program, reference, args, expected):
         return Outcome("unsteady", "unsteady", difference)
     return Outcome("wrong", "wrong: " + re.sub(r"'\w+'|[\d.e+-]+", "#", difference), difference)
 
@@ -253,11 +255,11 @@ def perturbed(value: Any, rng: np.random.Generator, noise: float) -> Any:
     return (jnp.asarray(value, jnp.float64) * factor).astype(value.dtype)
 
 
-def steady(program: Program, step: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> bool:
+def steady(program: Program, reference: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> bool:
     """Whether the un-virtualized program keeps its value under rounding noise."""
     half = "bfloat16" in program.step_source() or any_half(program)
     rng = np.random.default_rng(program.seed)
-    closed = jax.make_jaxpr(step)(*args)
+    closed = jax.make_jaxpr(reference)(*args)
     for noise in [2.0**-8] * 6 if half else [1e-15, 1e-14, 1e-14, 1e-13, 1e-13]:
         values = noisy(closed.jaxpr, closed.consts, jax.tree.leaves(args), rng, noise)
         again = jax.tree.unflatten(jax.tree.structure(expected), values)

@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tests.random_programs.outer import OUTER
 from tests.random_programs.program import Argument, Function, Program, Statement, size
 
 MAX_SIZE = 600
@@ -315,17 +316,34 @@ def generate(seed: int) -> Program:
         chosen[v.name] = None
     if g.chance(0.1):
         chosen[g.choice(outputs).name] = None
-    batch_sizes = [1, 2, 2, 3, 3, 4, 4, 5, 6, g.batch, g.batch + 1]
-    return Program(
+    nodes = g.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, g.batch, g.batch + 1])
+    devices = g.choice([1, 1, 2, 2, 3])
+    counts = None
+    if g.chance(0.15):
+        cuts = sorted(g.rng.choices(range(nodes + 1), k=devices - 1))
+        counts = tuple(b - a for a, b in itertools.pairwise([0, *cuts, nodes]))
+    program = Program(
         seed=seed,
         arguments=tuple(g.arguments),
         statements=tuple(scope.statements),
         outputs=tuple(chosen),
-        virtual_nodes=g.choice(batch_sizes),
-        devices=g.choice([1, 1, 2, 2, 3]),
+        virtual_nodes=nodes,
+        devices=devices,
         reduction=g.choice(["invariant", "fast"]),
         bundle=g.chance(0.25),
+        counts=counts,
     )
+    outer = g.choice(["same"] * 16 + ["jit", "vmap", "scan", "grad"])
+    return dataclasses.replace(program, outer=outer) if accepts(program, outer) else program
+
+
+def accepts(program: Program, outer: str) -> bool:
+    """Whether jax can transform the program in this way at all (a while loop has no gradient)."""
+    try:
+        jax.eval_shape(OUTER[outer](program.step()), *program.values())
+    except (TypeError, ValueError, NotImplementedError):
+        return False
+    return True
 
 
 def batched_argument(g: Generator) -> Variable:

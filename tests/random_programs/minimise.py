@@ -76,12 +76,16 @@ def simplifications(program: Program) -> Iterator[Program]:
             yield dataclasses.replace(program, outputs=(name,))
     if program.bundle:
         yield dataclasses.replace(program, bundle=False)
-    for devices in range(1, program.devices):
+    if program.outer != "same":
+        yield dataclasses.replace(program, outer="same")
+    if program.counts is not None:
+        yield dataclasses.replace(program, counts=None)
+    for devices in range(1, program.devices if program.counts is None else 1):
         yield dataclasses.replace(program, devices=devices)
     if program.reduction != "fast":
         yield dataclasses.replace(program, reduction="fast")
     for nodes in (1, 2, 3, 4):
-        if nodes < program.virtual_nodes:
+        if nodes < program.virtual_nodes and program.counts is None:
             yield dataclasses.replace(program, virtual_nodes=nodes)
     inputs = [(a.name, a.shape, a.dtype) for a in program.arguments]
     # Return an earlier value instead of an output's.

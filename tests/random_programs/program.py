@@ -147,6 +147,8 @@ class Program:
       devices: how many devices.
       reduction: as in `vnode.virtualize`.
       bundle: whether the batched arguments come as one dict, and the others as another.
+      counts: nodes on each device, None for as even as possible.
+      outer: the name of the transformation around the function, one of `outer.OUTER`.
     """
 
     seed: int
@@ -157,6 +159,8 @@ class Program:
     devices: int
     reduction: str = "invariant"
     bundle: bool = False
+    counts: tuple[int, ...] | None = None
+    outer: str = "same"
 
     def step_source(self) -> str:
         """The function alone, called ``step``."""
@@ -219,11 +223,14 @@ class Program:
             )
         else:
             values = ", ".join(a.source for a in self.ordered)
+        outer = "{}" if self.outer == "same" else self.outer + "({})"
+        counts = f", counts={self.counts}" if self.counts else ""
         return f"""\
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={self.devices}"
 import zlib
 import jax, jax.numpy as jnp, numpy as np, vnode
+from tests.random_programs.outer import grad, jit, scan, vmap
 jax.config.update("jax_enable_x64", True)
 draw = lambda name: np.random.default_rng([{self.seed}, zlib.crc32(name.encode())])
 
@@ -232,8 +239,8 @@ args = ({values},)
 virtual = vnode.virtualize(
     step, virtual_nodes={self.virtual_nodes}, in_axes={self.in_axes}, recompute_budget=float("inf"),
     reduction={self.reduction!r})
-print(jax.jit(step)(*args))
-print(virtual.on(jax.devices())(*args))
+print(jax.jit({outer.format("step")})(*args))
+print({outer.format(f"virtual.on(jax.devices(){counts})")}(*args))
 """
 
 
