@@ -23,10 +23,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from vnode.analysis.flow import Coupling, Follower, State
+from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.program import Program, scope, trace
 from vnode.analysis.schedule import Schedule, schedule
+from vnode.analysis.states import Coupling, State
 from vnode.errors import CouplingError, VnodeError, layout_message
 from vnode.placement import Placement
 from vnode.report import coupling_line

@@ -10,11 +10,11 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from vnode.analysis.flow import Coupling, Flow
 from vnode.analysis.forms import Slice
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule, step_flops
+from vnode.analysis.states import Coupling, Flow
 from vnode.placement import Placement
 
 
@@ -187,9 +187,7 @@ def coupling_line(coupling: Coupling) -> Line:
     return Line(f"pass {coupling.level}: {source.primitive.name} {what}", where(source) + name)
 
 
-def report(
-    made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: str
-) -> Report:
+def report(made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: str) -> Report:
     """Describes a schedule.
 
     Args:
@@ -249,9 +247,6 @@ def pass_report(flow: Flow, nodes: Pass, placement: Placement) -> PassReport:
         accumulators=tuple(
             Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes) for a in nodes.accumulators
         ),
-        collected=tuple(
-            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval)) for var, _ in nodes.collected
-        ),
+        collected=tuple(Line(kind(var.aval), where(defined[var]), bytes_of(var.aval)) for var, _ in nodes.collected),
         sent=int(2 * (devices - 1) / devices * total),
     )
-

@@ -15,9 +15,9 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from vnode.analysis.flow import Flow, Step
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole, locate, project
 from vnode.analysis.program import Atom
+from vnode.analysis.states import Flow, Step
 from vnode.operators import OperatorDescription
 from vnode.operators.control import Loop, While
 
@@ -97,9 +97,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
     if results[result] != form:
         return None
     wanted: tuple[Form | None, ...] = tuple(form if i == result else None for i in range(len(results)))
-    read = tuple(
-        operand or estimate(flow, atom) for operand, atom in zip(operands, step.eqn.invars, strict=True)
-    )
+    read = tuple(operand or estimate(flow, atom) for operand, atom in zip(operands, step.eqn.invars, strict=True))
     return Evaluation(step, read, wanted, description, location)
 
 
@@ -200,9 +198,7 @@ def recipe(
 def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
     """The evaluation of a whole equation on a node's own estimates of its operands."""
     operands = [estimate(flow, atom) for atom in step.eqn.invars]
-    results: tuple[Form | None, ...] = tuple(
-        VARYING if i == result else None for i in range(len(step.eqn.outvars))
-    )
+    results: tuple[Form | None, ...] = tuple(VARYING if i == result else None for i in range(len(step.eqn.outvars)))
     return Evaluation(step, tuple(operands), results)
 
 
@@ -232,11 +228,13 @@ def evaluation(step: Step, wanted: Sequence[bool], node_size: int) -> Evaluation
                 )
                 for flow in step.bodies
             )
-            used = {flow.program.inputs.index(v) + 1 for r, flow in paired(recipes, step) for v, _ in r.leaves
-                    if v in flow.program.inputs}
-            operands = tuple(
-                form if i == 0 or i in used else None for i, form in enumerate(step.operands)
-            )
+            used = {
+                flow.program.inputs.index(v) + 1
+                for r, flow in paired(recipes, step)
+                for v, _ in r.leaves
+                if v in flow.program.inputs
+            }
+            operands = tuple(form if i == 0 or i in used else None for i, form in enumerate(step.operands))
             return Evaluation(step, operands, results, bodies=recipes)
 
 

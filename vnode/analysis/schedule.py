@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.analysis.flow import Flow, Step
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
+from vnode.analysis.states import Flow, Step
 from vnode.operators import Monoid, describe
 from vnode.operators.control import Branches, Loop, call_of, region_of
 
@@ -249,9 +249,7 @@ class Sweep:
     def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
         """The evaluation of an equation on whole values, its operands wanted."""
         if step.around:
-            inner = tuple(
-                schedule(flow, self.accumulate_dtype) for flow in step.bodies
-            )
+            inner = tuple(schedule(flow, self.accumulate_dtype) for flow in step.bodies)
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
                 if isinstance(form, Slice) and isinstance(self.flow.state(atom).form, Slice):
                     self.want_batched(atom)
@@ -274,11 +272,7 @@ class Sweep:
         flow, level = self.flow, self.level
         moved: list[Evaluation] = []
         completed: list[Var] = []
-        ready = {
-            var
-            for var in self.pending
-            if self.may_wait_for(var, level)
-        }
+        ready = {var for var in self.pending if self.may_wait_for(var, level)}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
@@ -391,5 +385,3 @@ def equation_flops(eqn: Any) -> int:
             return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
         case _:
             return sum(equation_flops(e) for e in region.body.jaxpr.eqns)
-
-

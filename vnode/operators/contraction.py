@@ -6,6 +6,7 @@ partition-n-reduce).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,8 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
             stride if w.stride is None else sizes[w.stride]
             for stride, w in zip(e.params["window_strides"], windows, strict=True)
         ]
-        groups = {name: sizes[group[0]] for name in ("feature_group_count", "batch_group_count") if e.params[name] != 1}
+        count = math.prod(sizes[factor] for factor in group)
+        groups = {name: count for name in ("feature_group_count", "batch_group_count") if e.params[name] != 1}
         return {**e.params, **groups, "window_strides": tuple(strides)}
 
     return OperatorDescription(

@@ -37,9 +37,7 @@ COMBINE = {
 }
 
 
-def emit(
-    schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool = False
-) -> list[Any]:
+def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool = False) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
     Args:
@@ -57,9 +55,7 @@ def emit(
 class Emission:
     """One emission: the whole values so far, and the batched values that are kept for all nodes."""
 
-    def __init__(
-        self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool
-    ) -> None:
+    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool) -> None:
         self.differentiable = differentiable
         self.schedule = schedule
         self.placement = placement
@@ -230,8 +226,8 @@ class Emission:
             check_vma=False,
         )
         totals, kept = program(
-            np.array(placement.starts, np.int32),
-            np.array(placement.counts, np.int32),
+            jnp.asarray(placement.starts, jnp.int32),
+            jnp.asarray(placement.counts, jnp.int32),
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )

@@ -259,5 +259,3 @@ def evaluate_branches(action: Evaluation, operands: list[Any], node: Node | None
 
     out = iter(lax.switch(operands[0], [branch(recipe) for recipe in action.bodies], passed))
     return [None if form is None else next(out) for form in action.results]
-
-

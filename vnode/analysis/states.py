@@ -1,0 +1,166 @@
+"""What batch flow finds out: the state of every value, how every equation is evaluated, and where examples meet.
+
+Knows forms, programs and descriptions, as data. Must not know how any of it is found, nor what is done with it.
+
+Levels. A value of level k is available once k rounds of reductions are complete: the step's arguments have level 0, a
+sum over examples that node programs of pass k produce has level k + 1 when it is read as a whole value. An equation
+over batched values that reads a whole value of level k belongs to pass k. Where a batched value must be had whole
+(a sort over the batch, all pairs), it is materialized: gathered after its pass, one level up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
+from vnode.analysis.program import Atom, Program
+from vnode.operators import OperatorDescription
+from vnode.operators.control import Region
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """What batch flow knows of a value.
+
+    Attributes:
+      form: how nodes hold it.
+      level: the round after which a whole value is available; the earliest pass that can compute any other.
+      local: the round after which nodes can have the whole value or their own estimate of it; below `whole_level`
+        where ``coupling="local"`` applies.
+      zero: known to be all zeros.
+      model: depends on an argument that is not batched.
+      given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
+        reading it whole takes no pass.
+      examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
+    """
+
+    form: Form
+    level: int = 0
+    local: int = 0
+    zero: bool = False
+    model: bool = False
+    given: bool = False
+    examples: frozenset[int] = frozenset()
+
+    @property
+    def whole_level(self) -> int:
+        """The round after which the value can be read whole."""
+        return self.level if isinstance(self.form, Whole) or self.given else self.level + 1
+
+    @property
+    def estimated(self) -> bool:
+        """Whether nodes that would have to wait for the whole value read their own estimate of it instead."""
+        return isinstance(self.form, Whole | Partial) and self.local < self.whole_level
+
+
+@dataclasses.dataclass(frozen=True)
+class Coupling:
+    """One place where an example influences another.
+
+    Attributes:
+      eqn: the equation that reads what other examples contributed.
+      kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
+      level: the pass it belongs to.
+      mode: ``"exact"`` or ``"local"``.
+      source: for a reduction, the equation that reduces.
+    """
+
+    eqn: JaxprEqn
+    kind: str
+    level: int
+    mode: str = "exact"
+    source: JaxprEqn | None = None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
+    """How one equation is evaluated.
+
+    Attributes:
+      eqn: the equation.
+      per_node: evaluated by every node on its own operands; otherwise once, on whole values.
+      level: the pass, or the level of the whole values it reads.
+      operands: the form in which each operand is read.
+      results: the form of each result.
+      description: for an equation that is neither loop nor branch.
+      location: the factor that is split, if one is.
+      region: the loop or branch that the equation is.
+      bodies: batch flow of the region's bodies, in the order of the region's fields.
+      over_batch: the region is a loop that takes the examples one after another.
+      around: the region is evaluated once, around passes of its own; its batched operands and results exist for all
+        nodes at once.
+    """
+
+    eqn: JaxprEqn
+    per_node: bool
+    level: int
+    operands: tuple[Form, ...]
+    results: tuple[Form, ...]
+    description: OperatorDescription | None = None
+    location: Location | None = None
+    region: Region | None = None
+    bodies: tuple[Flow, ...] = ()
+    over_batch: bool = False
+    around: bool = False
+
+
+@dataclasses.dataclass(eq=False)
+class Flow:
+    """Batch flow of one program.
+
+    Attributes:
+      program: what was followed.
+      states: of every variable.
+      steps: one per equation, in order.
+      output_forms: the form in which each output is handed on.
+      gathered: batched values that are read whole.
+      batch: what is divided.
+      node_size: examples per node, padding included.
+    """
+
+    program: Program
+    states: dict[Var, State]
+    steps: list[Step]
+    output_forms: list[Form] = dataclasses.field(default_factory=list)
+    gathered: set[Var] = dataclasses.field(default_factory=set)
+    batch: Batch = dataclasses.field(default_factory=lambda: Batch(1))
+    node_size: int = 1
+
+    def state(self, atom: Atom) -> State:
+        if isinstance(atom, Literal):
+            return State(WHOLE, zero=bool(np.all(np.asarray(atom.val) == 0)))
+        return self.states[atom]
+
+
+class Coupled(Exception):
+    """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
+
+    def __init__(self, eqn: JaxprEqn, why: str) -> None:
+        super().__init__(why)
+        self.eqn = eqn
+
+
+Mode = Callable[[JaxprEqn], str]
+"""The coupling mode of a reducing or materializing equation: ``"exact"``, ``"local"`` or ``"error"``."""
+
+
+class Follows(Protocol):
+    """Who follows the batch through a program: what loops and branches need of it."""
+
+    nodes: int
+    mode: Mode
+    couplings: list[Coupling]
+    sums: set[Var]
+
+    def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
+        """Batch flow of a program."""
+        ...
+
+    def anew(self, batch: Batch | None) -> Follows:
+        """Another one for a program with passes of its own; `batch` if it has examples of its own."""
+        ...

@@ -1,0 +1,183 @@
+"""One equation while batch flow decides about it: the forms in which it reads its operands so far, and the verdict.
+
+Knows states, levels and couplings. Must not know which verdict is right: batch flow does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
+from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step
+from vnode.operators import OperatorDescription
+from vnode.operators.control import Region, region_of
+
+
+@dataclasses.dataclass(eq=False)
+class View:
+    """An equation while batch flow decides about it: the forms in which it reads its operands so far."""
+
+    follower: Follows
+    flow: Flow
+    eqn: JaxprEqn
+    body: bool
+    reducers: dict[Var, JaxprEqn]
+
+    def __post_init__(self) -> None:
+        self.states = [self.flow.state(atom) for atom in self.eqn.invars]
+        self.forms: list[Form] = [state.form for state in self.states]
+        self.gathered: dict[int, str] = {}
+        self.coupled: Coupled | None = None
+        self.level = 0
+
+    def complete(self, positions: Iterable[int]) -> None:
+        """Reads partial operands as completed reductions, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, "it reads a sum over the batch inside the loop")
+            self.forms[i] = WHOLE
+
+    def materialize(self, positions: Iterable[int], why: str) -> None:
+        """Reads batched operands whole, one level up."""
+        for i in positions:
+            if self.body:
+                raise Coupled(self.eqn, f"{self.eqn.primitive.name} {why}")
+            if isinstance(self.forms[i], Slice | Varying):
+                self.gathered[i] = why
+                atom = self.eqn.invars[i]
+                if isinstance(atom, Var):
+                    self.flow.gathered.add(atom)
+            self.forms[i] = WHOLE
+
+    def around(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
+        """The equation is evaluated once, around passes of its own."""
+        level = max((state.whole_level for state in self.states), default=0)
+        self.results = list(results)
+        return Step(
+            self.eqn,
+            False,
+            level,
+            tuple(self.forms),
+            tuple(state.form for state in results),
+            region=region,
+            bodies=bodies,
+            around=True,
+        )
+
+    def once(self) -> Step:
+        """The equation is evaluated once, on whole values."""
+        level = max((state.whole_level for state in self.states), default=0)
+        return Step(self.eqn, False, level, (WHOLE,) * len(self.forms), (WHOLE,) * len(self.eqn.outvars), region=None)
+
+    def per_node(
+        self,
+        results: tuple[Form, ...],
+        description: OperatorDescription | None,
+        location: Location | None = None,
+        region: Region | None = None,
+        bodies: tuple[Flow, ...] = (),
+        over_batch: bool = False,
+    ) -> Step:
+        """The equation is evaluated by every node."""
+        level = 0
+        for i, form in enumerate(self.forms):
+            state = self.states[i]
+            if form == state.form and not isinstance(form, Whole):
+                level = max(level, state.level)
+            elif state.estimated:
+                if isinstance(form, Whole):
+                    self.forms[i] = VARYING
+                level = max(level, state.local)
+            else:
+                level = max(level, state.whole_level)
+        return Step(
+            self.eqn, True, level, tuple(self.forms), results, description, location, region, bodies, over_batch
+        )
+
+    def record(self, step: Step) -> None:
+        """Writes the states of the results, and the couplings met."""
+        model = any(state.model for state in self.states)
+        if step.around:
+            for var, state in zip(self.eqn.outvars, self.results, strict=True):
+                self.flow.states[var] = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
+            if self.coupled is not None:
+                self.follower.couplings.append(Coupling(self.coupled.eqn, "loop", step.level))
+            return
+        zero = self.results_zero(step)
+        states = [
+            dataclasses.replace(state, examples=state.examples | {state.form.dim})
+            if isinstance(state.form, Slice) and isinstance(form, Whole)
+            else state
+            for state, form in zip(self.states, step.operands, strict=True)
+        ]
+        descends = any(state.examples for state in states)
+        description = step.description
+        if descends and description is None and region_of(self.eqn) is None:
+            description = self.flow.program.describe(self.eqn)
+        inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
+        for k, (var, form) in enumerate(zip(self.eqn.outvars, step.results, strict=True)):
+            local = step.level
+            examples: set[int] = set()
+            match form:
+                case Whole():
+                    if descends and not step.per_node:
+                        examples = examples_of(self.eqn, k, states, description)
+                    local = min(local, max((state.local for state in self.states), default=0))
+                case Partial():
+                    self.reducers[var] = inherited[0] if inherited else self.eqn
+                    local += not (model and self.follower.mode(self.reducers[var]) == "local")
+                case _:
+                    local += 1
+            self.flow.states[var] = State(form, step.level, local, zero, model, False, frozenset(examples))
+            if isinstance(form, Whole) and inherited:
+                self.reducers[var] = inherited[0]
+        if self.gathered:
+            self.follower.couplings.append(Coupling(self.eqn, "materialize", step.level))
+        elif step.per_node:
+            for i, form in enumerate(step.operands):
+                atom = self.eqn.invars[i]
+                reads_reduction = isinstance(form, Whole | Varying | Slice) and isinstance(
+                    self.states[i].form, Whole | Partial
+                )
+                if not reads_reduction or self.states[i].whole_level == 0:
+                    continue
+                mode = "local" if self.states[i].estimated else "exact"
+                source = self.reducers.get(atom) if isinstance(atom, Var) else None
+                self.follower.couplings.append(Coupling(self.eqn, "reduction", step.level, mode, source))
+
+    def results_zero(self, step: Step) -> bool:
+        """Whether the equation maps zeros to zeros, and its operands are zeros."""
+        if not any(state.zero for state in self.states):
+            return False
+        description = step.description
+        if description is None:
+            description = self.flow.program.describe(self.eqn) if region_of(self.eqn) is None else None
+        if description is None:
+            return False
+        return any(all(self.states[i].zero for i in group) for group in description.linear)
+
+
+def examples_of(
+    eqn: JaxprEqn, result: int, states: Sequence[State], description: OperatorDescription | None
+) -> set[int]:
+    """Dimensions of a whole result that descend from the batch, as far as can be told."""
+    found: set[int] = set()
+    shape = getattr(eqn.outvars[result].aval, "shape", ())
+    for i, state in enumerate(states):
+        have = getattr(eqn.invars[i].aval, "shape", ())
+        for d in state.examples:
+            factors = description.operands[i][d] if description is not None else ()
+            dims = (
+                {e for e, dim in enumerate(description.results[result]) if set(dim) & set(factors)}
+                if description is not None
+                else set()
+            )
+            if not dims and len(have) == len(shape) and shape[d] > 1:
+                dims = {d}
+            elif not dims:
+                dims = {e for e, n in enumerate(shape) if n == have[d]}
+            found |= dims
+    return {d for d in found if shape[d] > 1}
