@@ -12,7 +12,7 @@ from typing import Any
 
 from vnode.analysis.forms import Slice
 from vnode.analysis.program import scope, where
-from vnode.analysis.recipe import Evaluation
+from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Pass, Schedule, step_flops
 from vnode.analysis.states import Coupling, Flow
 from vnode.placement import Placement
@@ -64,6 +64,8 @@ class Report:
       once: equations evaluated once per step (hoisted before the passes, or after them).
       hoisted: of those, the ones that need no pass: they are evaluated before the first.
       gathered: values that are needed whole, by every device.
+      sliced: whole values with a batch dimension that nodes cannot produce for themselves (a permutation, the draws of
+        a generator that cannot be sliced): built whole, then sliced.
       couplings: where examples influence each other.
       flops: of the whole step.
       recomputed: flops spent again by later passes.
@@ -81,6 +83,7 @@ class Report:
     once: int
     hoisted: int
     gathered: tuple[Line, ...]
+    sliced: tuple[Line, ...]
     couplings: tuple[Line, ...]
     flops: int
     recomputed: int
@@ -96,7 +99,7 @@ class Report:
             f"  once          {self.once} equations, {self.hoisted} of them before the first pass",
             f"  work          {number(self.flops)}flop"
             + (f", {self.recomputed / self.flops:.1%} recomputed" if self.recomputed else ""),
-            f"  reduction     {self.reduction}",
+            f"  reduction     {self.reduction}: each device in node order, then across devices",
         ]
         for p in self.passes:
             total = sum(line.bytes for line in p.accumulators)
@@ -110,6 +113,8 @@ class Report:
             lines += ["  around passes of its own:", *("    " + line for line in str(inner).splitlines())]
         if self.gathered:
             lines += ["  whole on every device:", *table("    ", self.gathered)]
+        if self.sliced:
+            lines += ["  built whole, then sliced:", *table("    ", self.sliced)]
         if self.couplings:
             lines += ["  couplings (one example influences another):", *table("    ", self.couplings)]
         return "\n".join(lines)
@@ -124,8 +129,9 @@ def table(prefix: str, entries: Sequence[Line], limit: int = 12) -> list[str]:
     """Entries in columns, the largest first; what is left out is counted."""
     ordered = sorted(entries, key=lambda line: -line.bytes)
     width = max((len(line.what) for line in ordered[:limit]), default=0)
+    sized = any(line.bytes for line in ordered)
     rows = [
-        f"{prefix}{line.what:<{width}}  {size(line.bytes) if line.bytes else '':>9}  {line.where}".rstrip()
+        f"{prefix}{line.what:<{width}}{f'  {size(line.bytes):>9}' if sized else ''}  {line.where}".rstrip()
         for line in ordered[:limit]
     ]
     if len(ordered) > limit:
@@ -227,6 +233,16 @@ def report(made: Schedule, placement: Placement, name: str, couplings: Sequence[
         gathered=tuple(
             Line(kind(var.aval), where(defined[var]) if var in defined else "argument", bytes_of(var.aval))
             for var in made.gathered
+        ),
+        sliced=tuple(
+            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval))
+            for var in dict.fromkeys(
+                action.var
+                for nodes in made.passes
+                for action in nodes.recipe.actions
+                if isinstance(action, Conversion) and isinstance(action.target, Slice)
+            )
+            if var in defined
         ),
         couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
         flops=made.flops,

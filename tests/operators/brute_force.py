@@ -50,13 +50,22 @@ class Instance:
         return f"{self.eqn.primitive.name} {avals} {self.eqn.params}"
 
 
-def instances(fun: Callable[..., Any], *args: Any) -> Iterator[Instance]:
-    """Every equation of `fun` at `args`, calls inlined, with its operands' values."""
+def instances(fun: Callable[..., Any], *args: Any, of: frozenset[str]) -> list[Instance]:
+    """The equations of `fun` at `args` whose primitive is in `of`, calls inlined, with their operands' values."""
     closed = jax.make_jaxpr(fun)(*args)
-    yield from walk(closed.jaxpr, closed.consts, jax.tree.leaves(args))
+    found: list[JaxprEqn] = []
+
+    def operands_of_all(*leaves: Any) -> list[list[Any]]:
+        equations = list(walk(closed.jaxpr, closed.consts, leaves))
+        found.extend(eqn for eqn, _ in equations if eqn.primitive.name in of)
+        return [operands for eqn, operands in equations if eqn.primitive.name in of]
+
+    values = jax.jit(operands_of_all)(*jax.tree.leaves(args))
+    return [Instance(eqn, operands) for eqn, operands in zip(found, values, strict=True)]
 
 
-def walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Iterator[Instance]:
+def walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Iterator[tuple[JaxprEqn, list[Any]]]:
+    """Evaluates a jaxpr equation by equation."""
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], map(jnp.asarray, [*consts, *args]), strict=True))
 
     def read(atom: Any) -> Any:
@@ -71,7 +80,7 @@ def walk(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> Iterator[Ins
             yield from walk(body, body_consts, operands)
             results = jaxpr_as_fun(ClosedJaxpr(body, body_consts))(*operands)
         else:
-            yield Instance(eqn, operands)
+            yield eqn, operands
             results = eqn.primitive.bind(*operands, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
         env.update(zip(eqn.outvars, results, strict=True))
@@ -125,33 +134,55 @@ def garbage(dtype: Any) -> Any:
     return np.array(True) if dtype == np.bool_ else np.array(-1).astype(dtype)
 
 
-def assert_same(got: np.ndarray, want: np.ndarray, *, exact: bool, context: str) -> None:
+def tolerance(d: OperatorDescription, arrays: Sequence[Array]) -> float:
+    """Follows the coarsest of the dtypes; zero if the equation only moves elements."""
+    eps = [float(jnp.finfo(x.data.dtype).eps) for x in arrays if jnp.issubdtype(x.data.dtype, np.inexact)]
+    coarsest = max(eps, default=0.0)
+    return 0.0 if d.movement else 6 * coarsest if coarsest > 1e-4 else max(1e-10, 50 * coarsest)
+
+
+def assert_same(got: np.ndarray, want: np.ndarray, limit: float, context: str) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, f"{context}: {got.dtype}{got.shape} {want.dtype}"
-    if exact or not jnp.issubdtype(want.dtype, np.inexact):
+    if not limit or not jnp.issubdtype(want.dtype, np.inexact):
         np.testing.assert_array_equal(got, want, err_msg=context)
         return
-    tolerance = max(1e-10, 50 * float(jnp.finfo(want.dtype).eps))
     if got.dtype.kind not in "fc":  # bfloat16 and smaller
         got, want = got.astype(np.float64), want.astype(np.float64)
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance, err_msg=context)
+    np.testing.assert_allclose(got, want, rtol=limit, atol=limit, err_msg=context)
 
 
-def run(
-    d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Array], sizes: Sequence[int], positions: Any
-) -> list[Array]:
-    """Evaluates a copy; checks every shape against the description."""
-    values = [x.value() for x in operands]
-    sizes = tuple(sizes)
-    assert [x.shape for x in values] == [d.operand_shape(i, sizes) for i in range(len(values))], eqn
-    results = evaluate(d, eqn, values, sizes, positions)
-    assert [x.shape for x in results] == [d.result_shape(i, sizes) for i in range(len(results))], eqn
-    return [Array.of(x, dims, sizes) for x, dims in zip(results, d.results, strict=True)]
+@dataclasses.dataclass
+class Copy:
+    """A copy of an equation to be evaluated: its operands, factor sizes and positions, and later its results."""
+
+    operands: list[Array]
+    sizes: tuple[int, ...]
+    positions: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    results: list[Array] = dataclasses.field(default_factory=list)
 
 
-def check_split(
-    d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Array], factor: int, whole: Sequence[Array]
-) -> None:
-    """Evaluates the equation in two parts of unequal size along `factor`, of which the second has padding.
+def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform: str) -> None:
+    """Evaluates copies in one program, as on `platform`; checks every shape against the description."""
+
+    def positions(copy: Copy) -> dict[int, Callable[[], Any]]:
+        return {f: lambda p=p: jnp.asarray(p) for f, p in copy.positions.items()}
+
+    def program(operands: list[list[Any]]) -> list[list[Any]]:
+        return [
+            evaluate(d, eqn, given, copy.sizes, positions(copy), platform)
+            for given, copy in zip(operands, copies, strict=True)
+        ]
+
+    operands = [[x.value() for x in copy.operands] for copy in copies]
+    for given, copy in zip(operands, copies, strict=True):
+        assert [x.shape for x in given] == [d.operand_shape(i, copy.sizes) for i in range(len(given))], eqn
+    for results, copy in zip(jax.jit(program)(operands), copies, strict=True):
+        assert [x.shape for x in results] == [d.result_shape(i, copy.sizes) for i in range(len(results))], eqn
+        copy.results = [Array.of(x, dims, copy.sizes) for x, dims in zip(results, d.results, strict=True)]
+
+
+def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> list[Copy]:
+    """The equation in two parts of unequal size along `factor`, of which the second has padding.
 
     Padding holds garbage. Along a reduced factor it is overwritten first, as the description says.
     """
@@ -159,10 +190,8 @@ def check_split(
     monoid = d.reduced.get(factor)
     parts = []
     for number, index in enumerate(np.split(np.arange(size), [(size + 1) // 3])):
-        padding = 2 * number
-        local = np.concatenate([index, np.zeros(padding, int)])
+        local = np.concatenate([index, np.zeros(PADDING * number, int)])
         pad = np.arange(len(index), len(local))
-        sizes = [len(local) if f == factor else n for f, n in enumerate(d.sizes)]
         given = []
         for i, x in enumerate(operands):
             part = x.take(factor, local)
@@ -174,19 +203,31 @@ def check_split(
             if monoid is not None and i in d.once and number > 0:
                 part = part.like(np.full_like(part.data, monoid.identity(dtype)))
             given.append(part)
-        results = run(d, eqn, given, sizes, {factor: lambda local=local: jnp.asarray(local)})
-        parts.append([result.take(factor, np.arange(len(index))) for result in results])
-    for i, want in enumerate(whole):
+        sizes = tuple(len(local) if f == factor else n for f, n in enumerate(d.sizes))
+        parts.append(Copy(given, sizes, {factor: local}))
+    return parts
+
+
+PADDING = 2
+
+
+def compare_split(d: OperatorDescription, eqn: JaxprEqn, factor: int, parts: Sequence[Copy], whole: Copy) -> None:
+    """The results of the parts make up the whole results."""
+    limit = tolerance(d, [*whole.operands, *whole.results])
+    monoid = d.reduced.get(factor)
+    stands_in_operands = any(factor in x.factors for x in whole.operands)
+    for i, want in enumerate(whole.results):
         context = f"{eqn.primitive.name}: result {i}, factor {factor} of {d}"
-        first, second = (part[i].data for part in parts)
+        first, second = (part.results[i] for part in parts)
+        second = second.take(factor, np.arange(parts[1].sizes[factor] - PADDING))
         if factor in want.factors:
-            got = np.concatenate([first, second], want.factors.index(factor))
-            assert_same(got, want.data, exact=d.movement, context=context)
-        elif monoid is not None and any(factor in x.factors for x in operands):
-            assert_same(COMBINE[monoid](first, second), want.data, exact=False, context=context)
+            got = np.concatenate([first.data, second.data], want.factors.index(factor))
+            assert_same(got, want.data, limit, context)
+        elif monoid is not None and stands_in_operands:
+            assert_same(COMBINE[monoid](first.data, second.data), want.data, limit, context)
         else:  # another result's factor
-            assert_same(first, want.data, exact=False, context=context)
-            assert_same(second, want.data, exact=False, context=context)
+            assert_same(first.data, want.data, limit, context)
+            assert_same(second.data, want.data, limit, context)
 
 
 def other_value(data: np.ndarray) -> np.ndarray:
@@ -196,23 +237,41 @@ def other_value(data: np.ndarray) -> np.ndarray:
     return ((np.arange(data.size) * 7 + 3) % 11).reshape(data.shape).astype(data.dtype)
 
 
-def check_linear(d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Array], whole: Sequence[Array]) -> None:
+def combine(d: OperatorDescription, group: frozenset[int], operands: Sequence[Array]) -> dict[Monoid | None, Copy]:
+    """The equation of other values in a linear group, under None, and of them combined with the given ones."""
+    if any(operands[i].impl is not None or operands[i].data.dtype == np.bool_ for i in group):
+        return {}  # there is no sum of them
+    real = not any(np.iscomplexobj(x.data) for x in operands)
+    monoids = [Monoid.SUM] + [Monoid.PROD] * d.movement + [Monoid.MAX] * (d.movement and real)
+    second = [x.like(other_value(x.data)) if i in group else x for i, x in enumerate(operands)]
+    copies: dict[Monoid | None, Copy] = {None: Copy(second, d.sizes)}
+    for monoid in monoids:
+        both = [
+            x.like(COMBINE[monoid](x.data, y.data).astype(x.data.dtype)) if i in group else x
+            for i, (x, y) in enumerate(zip(operands, second, strict=True))
+        ]
+        copies[monoid] = Copy(both, d.sizes)
+    return copies
+
+
+def compare_combined(
+    d: OperatorDescription, eqn: JaxprEqn, group: frozenset[int], copies: dict[Monoid | None, Copy], whole: Copy
+) -> None:
     """A sum in a linear group comes out as the sum of results; any monoid does if the equation only moves elements."""
-    for group in d.linear:
-        if any(operands[i].impl is not None or operands[i].data.dtype == np.bool_ for i in group):
-            continue  # there is no sum of them
-        real = not any(np.iscomplexobj(x.data) for x in operands)
-        monoids = [Monoid.SUM] + [Monoid.PROD] * d.movement + [Monoid.MAX] * (d.movement and real)
-        second = [x.like(other_value(x.data)) if i in group else x for i, x in enumerate(operands)]
-        moved = run(d, eqn, second, d.sizes, {})
-        for monoid in monoids:
-            both = [
-                x.like(COMBINE[monoid](x.data, y.data).astype(x.data.dtype)) if i in group else x
-                for i, (x, y) in enumerate(zip(operands, second, strict=True))
-            ]
-            for got, a, b in zip(run(d, eqn, both, d.sizes, {}), whole, moved, strict=True):
+    limit = tolerance(d, [*whole.operands, *whole.results])
+    for monoid, copy in copies.items():
+        if monoid is not None:
+            for got, a, b in zip(copy.results, whole.results, copies[None].results, strict=True):
                 want = COMBINE[monoid](a.data, b.data).astype(got.data.dtype)
-                assert_same(got.data, want, exact=False, context=f"{eqn.primitive.name} in {set(group)}: {monoid}")
+                assert_same(got.data, want, limit, f"{eqn.primitive.name} in {set(group)}: {monoid}")
+
+
+def check_parts(d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], whole: Copy) -> None:
+    """Several equations in one give each by itself what they give together."""
+    for i, (x, want) in enumerate(zip(operands, whole.results, strict=True)):
+        alone = eqn.primitive.bind(x, **d.part(eqn.params, i))
+        alone = alone[0] if eqn.primitive.multiple_results else alone
+        assert_same(Array.of(alone, d.results[i], d.sizes).data, want.data, 0.0, f"{eqn.primitive.name}: part {i}")
 
 
 def check(instance: Instance) -> OperatorDescription:
@@ -220,10 +279,22 @@ def check(instance: Instance) -> OperatorDescription:
     eqn = instance.eqn
     d = describe(eqn)
     assert d is not None, f"{eqn.primitive.name} has no description"
+    d.check(eqn)
     operands = [Array.of(x, dims, d.sizes) for x, dims in zip(instance.operands, d.operands, strict=True)]
-    whole = run(d, eqn, operands, d.sizes, {})
-    for factor, size in enumerate(d.sizes):
-        if factor not in d.whole and size > 1:
-            check_split(d, eqn, operands, factor, whole)
-    check_linear(d, eqn, operands, whole)
+    whole = Copy(operands, d.sizes)
+    splits = {f: split(d, operands, f) for f, size in enumerate(d.sizes) if f not in d.whole and size > 1}
+    combined = {group: combine(d, group, operands) for group in d.linear}
+    copies = [part for parts in splits.values() for part in parts]
+    copies += [copy for group in combined.values() for copy in group.values()]
+    for platform in ("", *d.emit_on):
+        run(d, eqn, [whole, *copies] if not platform else copies, platform)
+        for factor, parts in splits.items():
+            compare_split(d, eqn, factor, parts, whole)
+        for group, several in combined.items():
+            compare_combined(d, eqn, group, several, whole)
+    if d.adds:
+        total = sum(np.broadcast_to(x, whole.results[0].value().shape) for x in instance.operands)
+        np.testing.assert_allclose(np.asarray(total), np.asarray(whole.results[0].value()), rtol=1e-10)
+    if d.part is not None:
+        check_parts(d, eqn, instance.operands, whole)
     return d

@@ -145,7 +145,7 @@ def recipe(
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
         if isinstance(target, Slice) and source != target:
-            source = WHOLE  # a completed reduction, or a gathered value that is read along another dimension too
+            source = estimate(flow, var)  # of a completed reduction, or of a value gathered for another dimension
         if source == target:
             raise AssertionError(f"{var} is wanted as {target} where it cannot be evaluated")
         actions.append(Conversion(var, source, target))

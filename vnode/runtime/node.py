@@ -91,7 +91,7 @@ class Node:
     def convert(self, value: Any, source: Form, target: Form, zero: bool) -> Any:
         """Brings a value from one form into another."""
         match source, target:
-            case Whole(), Slice():
+            case Whole() | Varying(), Slice():
                 return self.take(value, target)
             case Whole(), Partial(monoid):
                 return value if zero and monoid is Monoid.SUM else self.at_first(value, monoid)
