@@ -7,6 +7,7 @@ device when it is imported.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.shard_alike import shard_alike
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives as extend_primitives
 from jax.extend.random import threefry_2x32
@@ -146,7 +146,10 @@ def elementwise() -> Iterator[Example]:
     yield Example("select_n_scalar", lax.select_n, (booleans(), *cases), frozenset({"select_n"}))
     which = integers(4, 3, low=0, high=3, dtype=np.int32)
     yield Example("select_n_of_three", lax.select_n, (which, *cases, array(4, 3, seed=2)), frozenset({"select_n"}))
-    yield Example("shard_alike", lambda x, y: shard_alike(x, y), cases, frozenset({"shard_alike"}))
+    if importlib.util.find_spec("jax.experimental.shard_alike"):
+        from jax.experimental.shard_alike import shard_alike
+
+        yield Example("shard_alike", shard_alike, cases, frozenset({"shard_alike"}))
     metadata = {"xla_metadata_value"}
     yield Example("xla_metadata", lambda x: set_xla_metadata(x, a="b"), (array(4, 3),), frozenset(metadata))
     yield Example(
@@ -595,5 +598,5 @@ UNREACHABLE = {
 }
 """Described primitives that no public function traces to on one CPU device, with where they do occur."""
 
-OTHER_VERSION = {"log2", "one_minus_square", "polynomial"}
-"""Described primitives that the lowest supported jax lacks."""
+ONE_VERSION = {"log2", "one_minus_square", "polynomial", "shard_alike"}
+"""Described primitives that only some of the supported versions of jax have."""
