@@ -52,10 +52,11 @@ class _Runner:
                 jax.block_until_ready(self.state)
         return metrics
 
-    def timed(self) -> float:
-        start = time.perf_counter()
+    def timed(self) -> tuple[float, float]:
+        """Seconds of one step: on the clock, and of all processor cores together."""
+        start, busy = time.perf_counter(), time.process_time()
         jax.block_until_ready((self.step(), self.state))
-        return time.perf_counter() - start
+        return time.perf_counter() - start, time.process_time() - busy
 
 
 def steps(model: models.Model, nodes: int, names: Sequence[str], budget: float) -> dict[str, dict]:
@@ -83,7 +84,7 @@ def steps(model: models.Model, nodes: int, names: Sequence[str], budget: float) 
     moments = {name: _moments(runner.state) for name, runner in runners.items()}
     reference = moments[contenders.PLAIN] if contenders.PLAIN in names else next(iter(moments.values()))
 
-    times = _interleaved({name: r.timed for name, r in runners.items()}, budget)
+    times, busy = _interleaved({name: r.timed for name, r in runners.items()}, budget)
     rows = {}
     for name, runner in runners.items():
         memory = runner.compiled.memory_analysis()
@@ -91,6 +92,7 @@ def steps(model: models.Model, nodes: int, names: Sequence[str], budget: float) 
         rows[name] = {
             "ms": 1e3 * statistics.median(times[name]),
             "ratio": _ratio(times, name),
+            "busy_ratio": _ratio(busy, name),
             "rounds": len(times[name]),
             "lower_seconds": runner.lower_seconds,
             "compile_seconds": runner.compile_seconds,
@@ -211,18 +213,23 @@ def _inner(eqn: Any) -> list[Any]:
     return found
 
 
-def _interleaved(timed: dict[str, Callable[[], float]], budget: float) -> dict[str, list[float]]:
+def _interleaved(
+    timed: dict[str, Callable[[], tuple[float, float]]], budget: float
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Runs everything in turn until the budget is spent, starting each round with another contender."""
     names = list(timed)
     times: dict[str, list[float]] = {name: [] for name in names}
+    busy: dict[str, list[float]] = {name: [] for name in names}
     start = time.perf_counter()
     rounds = 0
     while rounds < 5 or (time.perf_counter() - start < budget and rounds < 300):
         first = rounds % len(names)
         for name in names[first:] + names[:first]:
-            times[name].append(timed[name]())
+            clock, cores = timed[name]()
+            times[name].append(clock)
+            busy[name].append(cores)
         rounds += 1
-    return times
+    return times, busy
 
 
 def _ratio(times: dict[str, list[float]], name: str) -> float:

@@ -56,6 +56,7 @@ def steps(rows: list[Row]) -> Sheet:
                 row["contender"],
                 f"{row['ms']:.2f}",
                 f"{row['ratio']:.3f}",
+                f"{row['busy_ratio']:.3f}",
                 _bytes(temp) + (f" + {_bytes(held)}" if held else ""),
                 f"{(temp + held) / hand['temp_bytes']:.3f}" if hand else "",
                 f"{row['accumulators']} ({_bytes(row['accumulator_bytes'])})",
@@ -64,10 +65,11 @@ def steps(rows: list[Row]) -> Sheet:
                 f"{row['difference']:.0e}",
             ]
         )
-    heads = ["model", "devices", "V", "contender", "ms/step", "time ratio", "temp/device", "memory ratio"]
+    heads = ["model", "devices", "V", "contender", "ms/step", "ratio", "CPU ratio", "temp/device", "memory ratio"]
     heads += ["accumulators", "lower s", "compile s", "error"]
     note = (
         "Medians of interleaved rounds; ratios are to the scan by hand, whose second run shows the noise. "
+        "CPU ratio: of the time of all cores together, which other programs on the machine disturb less. "
         "Error: relative difference of the gradient moments from the whole batch's. "
         "On several devices optax and the whole batch run under jit with the batch sharded; "
         "optax.MultiSteps is called V / devices times per step, its accumulators held in the state (after the +)."
