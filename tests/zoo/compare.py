@@ -2,14 +2,16 @@
 
 Knows vnode's public interface and what counts as equal. Must not know any case.
 
-Float64 is switched on around a run, not for the process, so that both precisions can run in either order; jax keeps
-separate compiled programs for them. The error of a leaf is measured against the greatest absolute value of that leaf,
+Float64 is switched on around a run, so that both precisions can run in either order; jax keeps separate compiled
+programs for them. It is switched for all threads: callbacks run in threads of XLA's. The error of a leaf is measured against the greatest absolute value of that leaf,
 with a floor far below anything a step computes with: what is zero in exact arithmetic is rounding noise in both.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -24,6 +26,17 @@ HALF = 2e-2
 """Error allowed in values of 16 bits or fewer."""
 
 
+@contextlib.contextmanager
+def float64_enabled(enabled: bool) -> Iterator[None]:
+    """Switches float64 on or off in every thread; `jax.enable_x64` as a context does so in this one only."""
+    before = jax.config.jax_enable_x64
+    jax.config.update("jax_enable_x64", enabled)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_x64", before)
+
+
 def check(case: Case, nodes: int, devices: int, precision: str) -> None:
     """Asserts that a case gives the reference's results on so many nodes and devices, or is refused as it should be.
 
@@ -36,7 +49,7 @@ def check(case: Case, nodes: int, devices: int, precision: str) -> None:
     Raises:
       AssertionError: results differ, or the step was (or was not) refused.
     """
-    with jax.enable_x64(precision == "float64"):
+    with float64_enabled(precision == "float64"):
         program = build(case, precision)
         if case.expect is not None:
             refusal(case, program, nodes, devices)
