@@ -3,8 +3,9 @@
 Knows vnode's public interface and what counts as equal. Must not know any case.
 
 Float64 is switched on around a run, so that both precisions can run in either order; jax keeps separate compiled
-programs for them. It is switched for all threads: callbacks run in threads of XLA's. The error of a leaf is measured against the greatest absolute value of that leaf,
-with a floor far below anything a step computes with: what is zero in exact arithmetic is rounding noise in both.
+programs for them. It is switched for all threads: callbacks run in threads of XLA's. The error of a leaf is measured
+against the greatest absolute value of that leaf, with a floor far below anything a step computes with: what is zero
+in exact arithmetic is rounding noise in both.
 """
 
 from __future__ import annotations
