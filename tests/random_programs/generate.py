@@ -962,6 +962,38 @@ def dynamic(g: Generator, scope: Scope) -> None:
     g.add(scope, g.choice(options), min(v.low, 1), max(v.high, 1))
 
 
+@action(0.7)
+def cropping(g: Generator, scope: Scope) -> None:
+    """Every example sliced at a place of its own, as in image augmentation."""
+    v = g.pick(scope, "float int", lambda v: v.rank >= 2)
+    d = g.axis(v)
+    rest = row(v, d).shape
+    e = g.choice(range(len(rest)))
+    index, _ = indices(g, scope, rest[e], (v.shape[d],))
+    n = g.rng.randint(1, rest[e])
+    slicer = f"jax.lax.dynamic_slice_in_dim(a, i, {n}, axis={e})"
+    if g.chance(0.4):
+        shape = (*rest[:e], n, *rest[e + 1 :])
+        slicer = f"jax.lax.dynamic_update_slice_in_dim(a, jnp.ones({shape}, a.dtype), i, axis={e})"
+    expression = f"jax.vmap(lambda a, i: {slicer}, in_axes=({d}, 0), out_axes={g.choice([0, d])})({v.name}, {index})"
+    g.add(scope, expression, min(v.low, 1), max(v.high, 1))
+
+
+@action(0.4)
+def compaction(g: Generator, scope: Scope) -> None:
+    """Where the flags are set, and the values there."""
+    m = g.pick(scope, "bool float", lambda m: m.rank == 1)
+    n = m.shape[0]
+    flags = m.name if m.kind == "bool" else f"{m.name} > {(m.low + m.high) / 2:.2f}"
+    values = [v for v in scope.visible() if v.kind == "float" and v.rank and v.shape[0] == n]
+    expression = f"jnp.nonzero({flags}, size={g.choice([n, 2])}, fill_value=0)[0]"
+    if values and g.chance(0.6):
+        v = g.choice(values)
+        g.add(scope, f"{v.name}[{expression}]", v.low, v.high)
+    else:
+        g.add(scope, expression, 0, n - 1)
+
+
 @action(0.5)
 def counting(g: Generator, scope: Scope) -> None:
     if g.chance(0.5):
@@ -986,6 +1018,8 @@ def cumulative(g: Generator, scope: Scope) -> None:
     options = [(f"jnp.cumsum({v.name}, axis={d})", n * v.bound)] * 2
     if v.kind == "float":
         reverse = g.chance(0.3)
+        how = g.choice(["jnp.add", "jnp.maximum"])
+        options.append((f"jax.lax.associative_scan({how}, {v.name}, reverse={reverse}, axis={d})", n * v.bound))
         options += [
             (f"jax.lax.cummax({v.name}, axis={d}, reverse={reverse})", v.bound),
             (f"jax.lax.cumlogsumexp({v.name}, axis={d}, reverse={reverse})", v.bound + 5),
@@ -1001,9 +1035,18 @@ def sorting(g: Generator, scope: Scope) -> None:
     v = g.pick(scope, "float int", lambda v: v.rank >= 1)
     d = g.axis(v)
     n = v.shape[d]
-    which = g.rng.randint(0, 4)
+    which = g.rng.randint(0, 6)
     if which == 0:
         g.add(scope, f"jnp.argsort({v.name}, axis={d})", 0, n - 1)
+    elif which == 5:
+        g.add(scope, f"jax.lax.top_k({v.name}, {g.rng.randint(1, v.shape[-1])})[1]", 0, v.shape[-1] - 1)
+    elif which == 6:
+        w = g.pick(scope, "float int", lambda w: w.shape == v.shape)
+        part = g.choice([0, 1])
+        expression = (
+            f"jax.lax.sort(({v.name} > {(v.low + v.high) / 2:.2f}, {w.name}), dimension={d}, num_keys=2)[{part}]"
+        )
+        g.add(scope, expression, w.low, w.high)
     elif which == 1:
         k = g.rng.randint(1, v.shape[-1])
         g.add(scope, f"jax.lax.top_k({v.name}, {k})[0]", v.low, v.high)
@@ -1136,6 +1179,64 @@ def scan(g: Generator, scope: Scope) -> None:
         scope.variables[-2:] = [dataclasses.replace(v, low=-bound, high=bound) for v in (c, y)]
 
 
+@action(0.7)
+def scan_with_key(g: Generator, scope: Scope) -> None:
+    """A key in the carry, split in every iteration."""
+    x = g.pick(scope, "float", lambda v: v.rank >= 1 and v.shape[0] <= 12)
+    carry, key_name, part, sub, name = g.name("c"), g.name("k"), g.name("e"), g.name("k"), g.name("f")
+    shape = row(x).shape
+    noise = g.choice(
+        [
+            f"jax.random.uniform({sub}, {shape})",
+            f"jax.random.bernoulli({sub}, 0.7, {shape})",
+            f"jax.random.normal({sub})",
+        ]
+    )
+    update = g.choice(
+        [f"0.5 * {carry} + {part} * {noise}", f"jnp.tanh({carry} + {noise})", f"{carry} + {part} * {noise}"]
+    )
+    function = Function(
+        name,
+        "s, " + part,
+        (),
+        f"({update}, {key_name}), {carry}.sum()",
+        unpack=(f"{carry}, {key_name} = s", f"{key_name}, {sub} = jax.random.split({key_name})"),
+    )
+    start = f"jnp.zeros({shape})"
+    bound = 7 * 12 * max(1, x.bound)
+    picked = "[0][0]" if g.chance(0.7) else "[1]"
+    g.add(scope, f"jax.lax.scan({name}, ({start}, {key(g, scope)}), {x.name}){picked}", -bound, bound, (function,))
+
+
+@action(1)
+def minibatches(g: Generator, scope: Scope) -> None:
+    """Training inside the step: epochs over minibatches of the batch, with an update after each."""
+    if scope.depth:
+        raise Unsuitable
+    x = g.pick(scope, "float", lambda v: v.rank == 2 and v.shape[0] == g.batch and v.bound <= 8)
+    n = g.choice([k for k in range(2, g.batch) if g.batch % k == 0])
+    p = g.operand(scope, x.shape[1:], -0.7, 0.7)
+    carry, part, name, loss = g.name("c"), g.name("e"), g.name("f"), g.name("f")
+    target = g.choice(["0.3", f"{part}[:, 0]"])
+    inner = Function(loss, "a", (), f"((jnp.tanh({part} @ a) - {target}) ** 2).mean()")
+    gradient = g.choice([f"jax.grad({loss})({carry})", f"jax.value_and_grad({loss})({carry})[1]"])
+    body = Statement((g.name("v"),), gradient, (inner,), ((x.shape[1:], "float64"),))
+    step = g.choice([f"{carry} - 0.1 * {body.targets[0]}", f"{carry} - 0.1 * jnp.tanh({body.targets[0]})"])
+    function = Function(name, f"{carry}, {part}", (body,), f"{step}, ({part} @ {carry}).mean()")
+    parts = f"{x.name}.reshape({n}, {g.batch // n}, {x.shape[1]})"
+    if g.chance(0.4):
+        parts = f"{x.name}.reshape({g.batch // n}, {n}, {x.shape[1]}).swapaxes(0, 1)"
+    if g.chance(0.4):
+        parts = f"jax.random.permutation({key(g, scope)}, {parts.replace(x.name, x.name, 1)}, axis={g.choice([0, 1])})"
+    expression = f"jax.lax.scan({name}, {p}, {parts})"
+    if g.chance(0.4):
+        epoch = g.name("f")
+        outer = Function(epoch, "i, a", (), f"jax.lax.scan({name}, a, {parts})[0]")
+        g.add(scope, f"jax.lax.fori_loop(0, 2, {epoch}, {p})", -4, 4, (function, outer))
+    else:
+        g.add(scope, f"{expression}[{g.choice([0, 0, 1])}]", -4, 4, (function,))
+
+
 @action(0.8)
 def scan_layers(g: Generator, scope: Scope) -> None:
     """Activations in the carry, the layers' parameters scanned over."""
@@ -1157,7 +1258,7 @@ def vmap(g: Generator, scope: Scope) -> None:
     d = g.axis(x)
     mapped = [(x, d)]
     if g.chance(0.4):
-        y = g.pick(scope, "float", lambda v: x.shape[d] in v.shape)
+        y = g.pick(scope, g.choice(["float", "int"]), lambda v: x.shape[d] in v.shape)
         mapped.append((y, y.shape.index(x.shape[d])))
     parameters = [g.inner_variable("e", row(v, d), v) for v, d in mapped]
     axis_name = g.name("n") if g.chance(0.15) else ""
@@ -1330,7 +1431,11 @@ def call(g: Generator, scope: Scope) -> None:
     result = g.result(inner, "float int bool")
     decorator = g.choice(["@jax.checkpoint", "@jax.jit"])
     function = Function(g.name("f"), a.name, tuple(inner.statements), result.name, decorator)
-    g.add(scope, f"{function.name}({v.name})", result.low, result.high, (function,))
+    expression = f"{function.name}({v.name})"
+    if g.chance(0.3) and result.kind == "float":
+        w = g.pick(scope, "float", lambda w: w.shape == v.shape)
+        expression = f"{expression} + {function.name}({w.name})"
+    g.add(scope, expression, 2 * min(result.low, 0), 2 * max(result.high, 0), (function,))
 
 
 @action(0.8)
