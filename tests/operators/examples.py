@@ -280,6 +280,13 @@ def contractions() -> Iterator[Example]:
         frozenset({"dot_general"}),
     )
 
+    yield Example(
+        "product_of_bytes",
+        lambda x, y: lax.dot(x, y, preferred_element_type=np.int32),
+        (integers(4, 3, dtype=np.int8) << 5, integers(3, 2, dtype=np.int8)),
+        frozenset({"dot_general"}),
+    )
+
     def conv(name: str, kernel: tuple[int, ...], *, gradient: bool = True, **options: Any) -> Iterator[Example]:
         """Convolutions along one dimension, channels last; ``[4, 6, 6]`` images of six channels."""
         options = {"window_strides": (1,), "padding": "SAME", "dimension_numbers": ("NWC", "WIO", "NWC")} | options
@@ -590,7 +597,6 @@ UNREACHABLE = {
     "reciprocal": "in Pallas kernels only",
     "platform_index": "no factors; the lowering chooses it",
     "psum_invariant": "inside shard_map with checks of variance; over positional axes like psum",
-    "pvary": "inside shard_map only",
     "reshard": "needs a mesh with explicit axes",
     "layout_constraint": "needs a device layout",
     "tie": "made by jax's own optimizers of programs only",

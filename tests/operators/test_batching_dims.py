@@ -135,6 +135,16 @@ def test_writing(update):
     np.testing.assert_array_equal(jaxpr_as_fun(closed)(X, CLASS, u)[0], jax.jit(fun)(X, CLASS, u))
 
 
+def test_writing_a_cache():
+    def fun(cache, position, key):
+        return cache.at[jnp.arange(B), :, position].set(key)
+
+    closed, (eqn,), rewritten = rewrite(fun, X, CLASS, X[:, :, 0] * 3)
+    assert rewritten == 1 and not is_whole(eqn, 0)
+    args = (X, CLASS, X[:, :, 0] * 3)
+    np.testing.assert_array_equal(jaxpr_as_fun(closed)(*args)[0], jax.jit(fun)(*args))
+
+
 @pytest.mark.parametrize("batch", [1, 3])
 def test_one_example_or_one_row(batch):
     """Dimensions of size one: every column is a position then."""

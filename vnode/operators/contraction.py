@@ -15,9 +15,14 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.elementwise import keeps_sums
 from vnode.operators.windows import uncounted, window_dim
 
-BILINEAR = (frozenset({0}), frozenset({1}))
+
+def bilinear(eqn: JaxprEqn) -> tuple[frozenset[int], ...]:
+    """The groups of a product: an operand is not linear if it is widened from integers that wrap around earlier."""
+    result = eqn.outvars[0].aval.dtype
+    return tuple(frozenset({i}) for i in (0, 1) if keeps_sums(eqn.invars[i].aval.dtype, result))
 
 
 def product_sum(eqn: JaxprEqn) -> Monoid:
@@ -46,7 +51,7 @@ def dot_general(eqn: JaxprEqn) -> OperatorDescription:
         operands=(tuple(lhs), tuple(rhs)),
         results=(result,),
         reduced={lhs[d][0]: product_sum(eqn) for d in lhs_contract},
-        linear=BILINEAR,
+        linear=bilinear(eqn),
         contraction=True,
     )
 
@@ -110,7 +115,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         results=(out,),
         reduced={factor: product_sum(eqn) for factor in {inner}.union(*(w.reduced for w in windows))},
         whole=frozenset().union(*(w.whole for w in windows)),
-        linear=BILINEAR,
+        linear=bilinear(eqn),
         contraction=True,
         leaks=frozenset(group),
         uncounted=uncounted(windows),
@@ -178,7 +183,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
         results=(result,),
         reduced={lhs[d][0]: Monoid.SUM for d in lhs_contract if lhs[d][0] not in whole},
         whole=frozenset(whole),
-        linear=BILINEAR,
+        linear=bilinear(eqn),
         contraction=True,
         uncounted=frozenset(count),
     )
@@ -212,7 +217,7 @@ def scaled_dot(eqn: JaxprEqn) -> OperatorDescription:
         operands=(tuple(lhs), tuple(rhs), *scales),
         results=(result,),
         whole=frozenset(whole),
-        linear=BILINEAR,
+        linear=bilinear(eqn),
         contraction=True,
         uncounted=frozenset(
             scale[d][0] for scale, c in zip(scales, (lhs_contract, rhs_contract), strict=True) for d in c

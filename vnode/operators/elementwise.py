@@ -5,6 +5,8 @@ Knows the names of the elementwise primitives and in which operands each is line
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
@@ -93,19 +95,23 @@ def div(eqn: JaxprEqn) -> OperatorDescription:
     return elementwise(eqn, ({0},) if exact else ())
 
 
+def keeps_sums(old: Any, new: Any) -> bool:
+    """Whether a sum may be taken before or after a conversion.
+
+    It may between inexact dtypes, up to rounding, and where integers do not get wider: both are sums modulo a power of
+    two.
+    """
+    if jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact):
+        return jnp.issubdtype(new, jnp.complexfloating) or not jnp.issubdtype(old, jnp.complexfloating)
+    if jnp.issubdtype(old, jnp.integer) and jnp.issubdtype(new, jnp.integer):
+        return jnp.iinfo(new).bits <= jnp.iinfo(old).bits
+    return False
+
+
 @rule("convert_element_type")
 def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
-    """Linear between inexact dtypes, and where integers get narrower (both are sums modulo a power of two)."""
-    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
-    inexact = jnp.issubdtype(old, jnp.inexact) and jnp.issubdtype(new, jnp.inexact)
-    drops_imaginary = jnp.issubdtype(old, jnp.complexfloating) and not jnp.issubdtype(new, jnp.complexfloating)
-    narrows = (
-        jnp.issubdtype(old, jnp.integer)
-        and jnp.issubdtype(new, jnp.integer)
-        and jnp.iinfo(new).bits <= jnp.iinfo(old).bits
-    )
-    is_linear = (inexact and not drops_imaginary) or narrows
-    return elementwise(eqn, ({0},) if is_linear else ())
+    kept = keeps_sums(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
+    return elementwise(eqn, ({0},) if kept else ())
 
 
 @rule("select_n")

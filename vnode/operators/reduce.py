@@ -5,6 +5,7 @@ Knows which dimensions vanish and by which monoid. Must not know what is done wi
 
 from __future__ import annotations
 
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Factors, Monoid, OperatorDescription, rule
@@ -45,7 +46,9 @@ def reduction(eqn: JaxprEqn) -> OperatorDescription:
 @rule(*COLLECTIVES)
 def collective(eqn: JaxprEqn) -> OperatorDescription | None:
     """Undescribed while it names a mesh axis: that is the user's own device program, not a whole-batch step."""
-    if any(isinstance(axis, str) for axis in eqn.params["axes"]) or eqn.params.get("axis_index_groups"):
+    if any(not isinstance(axis, int | np.integer) for axis in eqn.params["axes"]) or eqn.params.get(
+        "axis_index_groups"
+    ):
         return None
     return over_axes(eqn, COLLECTIVES[eqn.primitive.name])
 
@@ -60,4 +63,19 @@ def argument(eqn: JaxprEqn) -> OperatorDescription:
         operands=(dims,),
         results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),),
         whole=frozenset(dims[d][0] for d in axes),
+    )
+
+
+@rule("reduce")
+def reduce(eqn: JaxprEqn) -> OperatorDescription:
+    """Any computation along dimensions, from initial values that are scalar operands."""
+    f = Factors()
+    count = len(eqn.outvars)
+    dims = f.dims(eqn.invars[0].aval.shape)
+    axes = set(eqn.params["dimensions"])
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,) * count + ((),) * (len(eqn.invars) - count),
+        results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),) * count,
+        whole=frozenset(factor for d in axes for factor in dims[d]),
     )

@@ -1,8 +1,8 @@
 """Operators that give back what they are given, or make values out of nothing.
 
-Knows identities with a side purpose (placement, ordering, memory) and buffers. Must not know what the
-purpose is good for: a copy of one of these on a part of the value keeps it where the parameters do not speak of
-the whole value's layout, and otherwise lets the value pass.
+Knows identities with a side purpose (placement, ordering, memory) and buffers. Must not know what the purpose is good
+for: a copy of one of these on a part of the value keeps it where the parameters do not speak of the whole value's
+layout, and otherwise lets the value pass.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def part_of(params: Mapping[str, Any], index: int) -> dict[str, Any]:
     return {name: (value[index],) if isinstance(value, tuple) else value for name, value in params.items()}
 
 
-@rule("optimization_barrier", "pvary")
+@rule("optimization_barrier")
 def identity(eqn: JaxprEqn) -> OperatorDescription:
     return identities(eqn)
 
@@ -95,18 +95,3 @@ def empty(eqn: JaxprEqn) -> OperatorDescription:
 def platform_index(eqn: JaxprEqn) -> OperatorDescription:
     """Which of several platforms the program is compiled for."""
     return OperatorDescription(sizes=(), operands=(), results=((),), movement=True)
-
-
-@rule("reduce")
-def reduce(eqn: JaxprEqn) -> OperatorDescription:
-    """Any computation along dimensions, from initial values that are scalar operands."""
-    f = Factors()
-    count = len(eqn.outvars)
-    dims = f.dims(eqn.invars[0].aval.shape)
-    axes = set(eqn.params["dimensions"])
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=(dims,) * count + ((),) * (len(eqn.invars) - count),
-        results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),) * count,
-        whole=frozenset(factor for d in axes for factor in dims[d]),
-    )
