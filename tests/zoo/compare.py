@@ -6,6 +6,9 @@ Float64 is switched on around a run, so that both precisions can run in either o
 programs for them. It is switched for all threads: callbacks run in threads of XLA's. The error of a leaf is measured
 against the greatest absolute value of that leaf, with a floor far below anything a step computes with: what is zero
 in exact arithmetic is rounding noise in both.
+
+Compiling takes nearly all of the time, so the runs in float64, which are the most, are compiled without XLA's
+expensive optimizations; those in float32 as users compile.
 """
 
 from __future__ import annotations
@@ -28,14 +31,17 @@ HALF = 2e-2
 
 
 @contextlib.contextmanager
-def float64_enabled(enabled: bool) -> Iterator[None]:
-    """Switches float64 on or off in every thread; `jax.enable_x64` as a context does so in this one only."""
-    before = jax.config.jax_enable_x64
-    jax.config.update("jax_enable_x64", enabled)
+def running_in(precision: str) -> Iterator[None]:
+    """Switches float64, and with it quick compilation, on or off in every thread (as a context jax does so in one)."""
+    names = ("jax_enable_x64", "jax_disable_most_optimizations")
+    before = {name: getattr(jax.config, name) for name in names}
     try:
+        for name in names:
+            jax.config.update(name, precision == "float64")
         yield
     finally:
-        jax.config.update("jax_enable_x64", before)
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 def check(case: Case, nodes: int, devices: int, precision: str) -> None:
@@ -50,7 +56,7 @@ def check(case: Case, nodes: int, devices: int, precision: str) -> None:
     Raises:
       AssertionError: results differ, or the step was (or was not) refused.
     """
-    with float64_enabled(precision == "float64"):
+    with running_in(precision):
         program = build(case, precision)
         if case.expect is not None:
             refusal(case, program, nodes, devices)
