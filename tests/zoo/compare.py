@@ -34,7 +34,7 @@ HALF = 2e-2
 def running_in(precision: str) -> Iterator[None]:
     """Switches float64, and with it quick compilation, on or off in every thread (as a context jax does so in one)."""
     names = ("jax_enable_x64", "jax_disable_most_optimizations")
-    before = {name: getattr(jax.config, name) for name in names}
+    before = {name: jax.config.read(name) for name in names}
     try:
         for name in names:
             jax.config.update(name, precision == "float64")
