@@ -273,12 +273,14 @@ class Follower:
             return None
         (i,) = having
         shape = view.eqn.invars[i].aval.shape
-        dim = max(view.states[i].examples, key=lambda d: shape[d])
-        form = Slice(self.batch, dim, 1, Fraction(shape[dim], self.batch.size))
-        location = locate(form, description.operands[i], description.sizes)
-        if location is None or shape[dim] == 1 or location.factor in description.whole or not self.accept(location):
-            return None
-        return location
+        for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
+            form = Slice(self.batch, dim, 1, Fraction(shape[dim], self.batch.size))
+            location = locate(form, description.operands[i], description.sizes)
+            if location is None or location.factor in description.whole or location.factor in description.reduced:
+                continue
+            if shape[dim] > 1 and self.accept(location):
+                return location
+        return None
 
     def effect_step(self, view: View) -> Step:
         """An equation that is run for its effect: once per node if a node's examples reach it, else once."""

@@ -130,7 +130,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
             break
-        earliest |= sweep.needed
+        earliest = {var: min(stage, earliest.get(var, stage)) for var, stage in {**earliest, **sweep.needed}.items()}
     return Schedule(flow, tuple(stages), sweep.gathered, repeated_work(stages))
 
 
@@ -161,6 +161,7 @@ class Sweep:
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
         self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
         self.waiting = [-i for i, step in enumerate(flow.steps) if step.eqn.effects and not step.per_node]
+        self.keepable = keepable(flow) if self.level > 1 else set()
         self.held: dict[int, list[int]] = {}
         heapq.heapify(self.waiting)
 
@@ -273,6 +274,8 @@ class Sweep:
         moved: list[Evaluation] = []
         completed: list[Var] = []
         ready = {var for var in self.pending if self.may_wait_for(var, level)}
+        postponed = self.postponed(ready)
+        ready -= postponed
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
@@ -280,7 +283,7 @@ class Sweep:
                 if step.level > level or not step.per_node:
                     continue
                 late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
-                late = [v for v in late if v in ready or self.may_wait_for(v, level)]
+                late = [v for v in late if v not in postponed and (v in ready or self.may_wait_for(v, level))]
                 if not late:
                     continue
                 ready.update(late)
@@ -300,10 +303,7 @@ class Sweep:
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
 
-        def is_leaf(var: Var, form: Form) -> bool:
-            return isinstance(form, Whole) or (states[var].given and form == states[var].form)
-
-        made = recipe(flow, requests, self.node_size, is_leaf=is_leaf, effects=effects)
+        made = recipe(flow, requests, self.node_size, is_leaf=self.is_leaf, effects=effects)
         accumulators = []
         for var in completed:
             form = states[var].form
@@ -316,6 +316,55 @@ class Sweep:
             else:
                 self.want_batched(var)
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
+
+    def is_leaf(self, var: Var, form: Form) -> bool:
+        """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
+        if isinstance(form, Whole):
+            return True
+        state = self.flow.states[var]
+        return form == state.form and (state.given or (state.level < self.level and var in self.keepable))
+
+    def postponed(self, ready: set[Var]) -> set[Var]:
+        """Those of the values that could be made in the current pass that are better made in an earlier one.
+
+        What must be made here decides what the pass computes. A value comes along if it adds little to that; the
+        gradients, say, do not come along with a statistic of losses that an earlier pass keeps.
+        """
+        states = self.flow.states
+        forced = [var for var in ready if states[var].level == self.level]
+        others = [var for var in ready if states[var].level < self.level]
+        if not others:
+            return set()
+        base = recipe(self.flow, [(var, states[var].form) for var in forced], self.node_size, is_leaf=self.is_leaf)
+        done = {id(action.step) for action in base.actions if isinstance(action, Evaluation)}
+        allowed = sum(step_flops(action.step) for action in base.actions if isinstance(action, Evaluation)) // 20
+        late: set[Var] = set()
+        for var in sorted(others, key=lambda v: self.position.get(v, -1)):
+            extra = None if (var, states[var].form) in base.leaves else self.extra_work(var, done, allowed)
+            if extra is None:
+                late.add(var)
+            else:
+                done |= extra
+        return late
+
+    def extra_work(self, var: Var, done: set[int], allowed: int) -> set[int] | None:
+        """The steps that nodes would do besides `done` for a value; None if they are more work than allowed."""
+        extra: set[int] = set()
+        stack: list[Atom] = [var]
+        while stack:
+            atom = stack.pop()
+            if not isinstance(atom, Var) or atom not in self.position:
+                continue
+            step = self.flow.steps[self.position[atom]]
+            state = self.flow.states[atom]
+            if id(step) in done or id(step) in extra or self.is_leaf(atom, state.form):
+                continue
+            extra.add(id(step))
+            allowed -= step_flops(step)
+            if allowed < 0:
+                return None
+            stack += step.eqn.invars
+        return extra
 
     def may_wait_for(self, var: Var, level: int) -> bool:
         """Whether a value can be completed in the pass of a level: it is possible by then, and not needed before."""
@@ -335,6 +384,30 @@ class Sweep:
             return False  # a cast to more bits comes before the sum: that is the sum that the user reads
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         return bool(partial) and cost <= sum(size_of(var) for var in late)
+
+
+KEEP = 50
+"""Scalar operations per byte above which a batched value is kept for a later pass rather than computed again."""
+
+
+def keepable(flow: Flow) -> set[Var]:
+    """Batched values that are small and dear, such as the loss of every example.
+
+    A later pass that reads only such values of an earlier one does not compute the model again. What they take for all
+    nodes is bounded by what the batched arguments take, each.
+    """
+    program, states = flow.program, flow.states
+    room = sum(size_of(var) for var in program.inputs if isinstance(states[var].form, Slice))
+    cost: dict[Var, int] = {}
+    kept: set[Var] = set()
+    for step in flow.steps:
+        before = max((cost.get(atom, 0) for atom in step.eqn.invars if isinstance(atom, Var)), default=0)
+        spent = before + step_flops(step)
+        for var, form in zip(step.eqn.outvars, step.results, strict=True):
+            cost[var] = spent
+            if isinstance(form, Slice) and size_of(var) <= room and spent >= KEEP * size_of(var):
+                kept.add(var)
+    return kept
 
 
 def repeated_work(stages: Sequence[Stage]) -> int:
