@@ -188,3 +188,16 @@ def test_positions_of_a_large_batch_are_not_built():
     i = jax.ShapeDtypeStruct((rows, columns), jnp.int32)
     _, (eqn,), rewritten = rewrite(fun, x, i)
     assert rewritten == 1 and not is_whole(eqn, 0) and not is_whole(eqn, 1)
+
+
+def test_indices_that_come_from_a_deep_program():
+    """What the lookup depends on is not followed through thousands of equations."""
+
+    def fun(x, i):
+        y = x[:, 0, 0] * 0
+        for _ in range(3000):
+            y = y + 1e-9
+        return x[jnp.arange(B), y.astype(int) + i % T]
+
+    _, (eqn,), rewritten = rewrite(fun, X, CLASS)
+    assert rewritten == 1 and not is_whole(eqn, 0)

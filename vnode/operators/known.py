@@ -18,6 +18,9 @@ Atom = Var | Literal
 LIMIT = 1 << 24
 """Elements of a constant that are looked at; larger ones count as unknown."""
 
+DEPTH = 50
+"""Equations in a row that are folded; index arrays take few, and models have thousands."""
+
 ELEMENTWISE: dict[str, Callable[..., Any]] = {
     "abs": np.abs,
     "add": np.add,
@@ -48,6 +51,9 @@ ELEMENTWISE: dict[str, Callable[..., Any]] = {
 """Equations that NumPy evaluates on values of size one where they do not vary."""
 
 
+FOLDED = {*ELEMENTWISE, "broadcast_in_dim", "iota", "reshape", "slice", "squeeze", "transpose"}
+
+
 def shrink(value: np.ndarray) -> np.ndarray:
     """`value` at size one along the dimensions that it does not vary along."""
     for axis, n in enumerate(value.shape):
@@ -59,7 +65,7 @@ def shrink(value: np.ndarray) -> np.ndarray:
 
 
 def fold(eqn: JaxprEqn, operands: Sequence[np.ndarray]) -> np.ndarray | None:
-    """The result of an equation of known operands, or None if it is not one that is folded."""
+    """The result of an equation (one of `FOLDED`) of known operands, or None if it cannot be kept small."""
     name, params = eqn.primitive.name, eqn.params
     shape = eqn.outvars[0].aval.shape
     if len(eqn.outvars) != 1:
@@ -113,21 +119,23 @@ def known_value(
             return None
         return None if np.size(value) > LIMIT else shrink(np.asarray(value, dtype))
 
-    def visit(atom: Atom) -> np.ndarray | None:
+    def visit(atom: Atom, depth: int) -> np.ndarray | None:
         if isinstance(atom, Literal):
             return start(atom)
         if atom not in memo:
             eqn = definition(atom)
-            memo[atom] = start(atom) if eqn is None else evaluate(eqn)
+            memo[atom] = start(atom) if eqn is None else evaluate(eqn, depth)
         return memo[atom]
 
-    def evaluate(eqn: JaxprEqn) -> np.ndarray | None:
+    def evaluate(eqn: JaxprEqn, depth: int) -> np.ndarray | None:
         dtype = getattr(eqn.outvars[0].aval, "dtype", None)
-        if not isinstance(dtype, np.dtype) or dtype.kind not in "biuf":
+        if eqn.primitive.name not in FOLDED or depth == 0 or not isinstance(dtype, np.dtype):
+            return None
+        if dtype.kind not in "biuf":
             return None
         operands = []
         for operand in eqn.invars:
-            value = visit(operand)
+            value = visit(operand, depth - 1)
             if value is None:
                 return None
             operands.append(value)
@@ -135,4 +143,4 @@ def known_value(
             result = fold(eqn, operands)
             return None if result is None else np.asarray(result).astype(dtype)
 
-    return visit(atom)
+    return visit(atom, DEPTH)
