@@ -1,0 +1,490 @@
+"""The object that `vnode.virtualize` returns: its arguments, options, devices and compiled programs.
+
+Knows vnode's public interface. Must not know how a step is analysed or emitted. Values are compared with the step as
+written; which dimensions are split is read off `explain`, because a wrong one would give the same values.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+from typing import Any
+
+import equinox
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vnode
+
+BATCH = 8
+NODES = 4
+
+
+def normal(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert jnp.shape(g) == jnp.shape(w)
+        assert jnp.result_type(g) == jnp.result_type(w)
+        np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-6)
+
+
+def update(state: dict[str, jax.Array], x: jax.Array) -> Any:
+    """A small training step with a state, a metric and an output per example."""
+
+    def loss_fn(w: jax.Array) -> jax.Array:
+        return jnp.mean((x @ w) ** 2)
+
+    loss, grad = jax.value_and_grad(loss_fn)(state["w"])
+    return {"w": state["w"] - 0.1 * grad}, loss, x @ state["w"]
+
+
+def two_devices(fun: Any, **options: Any) -> vnode.VirtualStep:
+    return vnode.virtualize(fun, virtual_nodes=NODES, **options).on(jax.devices()[:2])
+
+
+class Traced:
+    """Counts how often a function is traced."""
+
+    def __init__(self, fun: Any) -> None:
+        self.fun = fun
+        self.times = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.times += 1
+        return self.fun(*args, **kwargs)
+
+
+# How the step is given
+
+
+def test_decorator_and_call_are_the_same() -> None:
+    @vnode.virtualize(virtual_nodes=NODES)
+    def decorated(w: jax.Array, x: jax.Array) -> jax.Array:
+        """Adds the mean."""
+        return w + x.mean(0)
+
+    called = vnode.virtualize(decorated.__wrapped__, virtual_nodes=NODES)
+    assert isinstance(decorated, vnode.VirtualStep) and isinstance(called, vnode.VirtualStep)
+    assert decorated.__name__ == "decorated" and decorated.__doc__ == "Adds the mean."
+    w, x = normal(3), normal(BATCH, 3)
+    assert_close(decorated(w, x), w + np.mean(x, 0))
+    assert_close(called(w, x), w + np.mean(x, 0))
+
+
+class Scaled:
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        return self.factor * w + x.sum(0)
+
+    def method(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        return self.factor * w + x.sum(0)
+
+
+def keyword_factor(w: jax.Array, x: jax.Array, factor: float) -> jax.Array:
+    return factor * w + x.sum(0)
+
+
+@pytest.mark.parametrize(
+    "fun",
+    [Scaled(3.0), Scaled(3.0).method, functools.partial(keyword_factor, factor=3.0), jax.jit(Scaled(3.0).method)],
+    ids=["object", "method", "partial", "jitted"],
+)
+def test_any_callable_is_a_step(fun: Any) -> None:
+    w, x = normal(3), normal(BATCH, 3)
+    assert_close(two_devices(fun)(w, x), 3.0 * w + np.sum(x, 0))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "pattern"),
+    [
+        ({"virtual_nodes": 0}, vnode.PlacementError, "positive integer, not 0"),
+        ({"virtual_nodes": -2}, vnode.PlacementError, "positive integer, not -2"),
+        ({"virtual_nodes": 2.0}, vnode.PlacementError, "positive integer, not 2.0"),
+        ({"virtual_nodes": True}, vnode.PlacementError, "positive integer, not True"),
+        ({"coupling": "exactly"}, ValueError, "'exactly'"),
+        ({"coupling": {"norm": "ghost"}}, ValueError, "ghost"),
+        ({"reduction": "slow"}, ValueError, "invariant, fast, not 'slow'"),
+        ({"recompute_budget": -0.1}, ValueError, "-0.1"),
+        ({"recompute_budget": float("nan")}, ValueError, "nan"),
+        ({"placement": vnode.Placement(3)}, vnode.PlacementError, "for 3 nodes, the step has 4"),
+    ],
+)
+def test_options_are_checked_at_once(options: dict[str, Any], error: type[Exception], pattern: str) -> None:
+    with pytest.raises(error, match=pattern):
+        vnode.virtualize(update, **{"virtual_nodes": NODES, **options})
+
+
+def test_number_of_nodes_must_be_said() -> None:
+    with pytest.raises(TypeError, match="virtual_nodes"):
+        vnode.virtualize(update)
+
+
+# Which dimensions are split
+
+Pair = collections.namedtuple("Pair", "left right")
+
+
+@pytest.mark.parametrize(
+    ("in_axes", "batch", "dims"),
+    [
+        ((None, 0), normal(BATCH, 3), [0]),
+        ((None, 1), normal(3, BATCH), [1]),
+        ((None, -1), normal(3, 2, BATCH), [2]),
+        ((None, -2), normal(3, BATCH, 2), [1]),
+        ([None, 1], normal(3, BATCH), [1]),
+        ((None, {"a": 0, "b": -1}), {"a": normal(BATCH), "b": normal(3, BATCH)}, [0, 1]),
+        ((None, {"a": 0, "b": None}), {"a": normal(BATCH), "b": normal(3, BATCH)}, [0]),
+        ((None, {"a": 1, "b": 0}), {"a": [normal(2, BATCH), normal(3, BATCH)], "b": normal(BATCH)}, [1, 1, 0]),
+        ((None, {"a": [1, None]}), {"a": [normal(2, BATCH), normal(3, BATCH)]}, [1]),
+        ((None, Pair(0, (1, 0))), Pair(normal(BATCH), (normal(2, BATCH), normal(BATCH, 2))), [0, 1, 0]),
+        ((None, 0), {"a": normal(BATCH), "nothing": None, "empty": {}}, [0]),
+    ],
+)
+def test_in_axes_are_prefixes_as_in_vmap(in_axes: Any, batch: Any, dims: list[int]) -> None:
+    def step(scale: jax.Array, batch: Any) -> Any:
+        return jax.tree.map(lambda x: (scale * x, jnp.sum(x**2)), batch)
+
+    virtual = two_devices(step, in_axes=in_axes)
+    scale = normal()
+    report = virtual.explain(scale, batch)
+    assert [line.where for line in report.inputs] == [f"batched(dim {d}: batch)" for d in dims]
+    assert_close(virtual(scale, batch), step(scale, batch))
+
+
+def test_one_integer_splits_every_argument() -> None:
+    def step(x: jax.Array, y: jax.Array) -> jax.Array:
+        return (x * y[:, None]).sum(0)
+
+    virtual = two_devices(step, in_axes=0)
+    x, y = normal(BATCH, 3), normal(BATCH)
+    assert len(virtual.explain(x, y).inputs) == 2
+    assert_close(virtual(x, y), step(x, y))
+
+
+def test_arguments_beyond_in_axes_and_keyword_arguments_are_not_split() -> None:
+    def step(w: jax.Array, x: jax.Array, table: jax.Array, *, other: jax.Array, power: int = 1) -> jax.Array:
+        return (w * x.sum(0) + table.sum(0) + other.sum(0)) ** power
+
+    virtual = two_devices(step)
+    w, x, table, other = normal(3), normal(BATCH, 3), normal(BATCH, 3, seed=1), normal(BATCH, 3, seed=2)
+    assert len(virtual.explain(w, x, table, other=other).inputs) == 1
+    assert_close(virtual(w, x, table, other=other), step(w, x, table, other=other))
+    assert_close(virtual(w, x, table, other=other, power=3), step(w, x, table, other=other, power=3))
+
+
+def test_the_first_argument_may_be_the_batch() -> None:
+    assert_close(
+        two_devices(lambda x: (2.0 * x, x.sum()), in_axes=(0,))(normal(BATCH)),
+        (2.0 * normal(BATCH), normal(BATCH).sum()),
+    )
+
+
+def test_the_same_array_may_be_several_arguments() -> None:
+    def step(w: jax.Array, x: jax.Array, y: jax.Array) -> Any:
+        return w * x, (x * y).sum(0), x - y
+
+    x = normal(BATCH, 3)
+    assert_close(two_devices(step, in_axes=(0, 0, 0))(x, x, x), step(x, x, x))
+
+
+def test_unused_arguments() -> None:
+    virtual = two_devices(lambda w, x: w["used"] * 2.0)
+    assert_close(virtual({"used": normal(3), "other": normal(5)}, normal(BATCH)), 2.0 * normal(3))
+
+
+# What is returned
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(8, 4), (7, 3), (2, 5)])
+def test_outputs_that_are_inputs_or_constants(batch: int, nodes: int) -> None:
+    def step(state: Any, x: jax.Array) -> Any:
+        y = 2.0 * x
+        return {
+            "state": state,
+            "inputs": (x, x),
+            "twice": [y, y, y.sum(), y.sum()],
+            "scalars": (1, 2.5, True, jnp.float32(3.0)),
+            "array": jnp.arange(4),
+            "per example": jnp.arange(batch),
+            "nothing": (None, {}, []),
+        }
+
+    virtual = vnode.virtualize(step, virtual_nodes=nodes).on(jax.devices()[:2])
+    args = ({"w": normal(3), "n": jnp.int32(7), "key": jax.random.key_data(jax.random.key(1))}, normal(batch, 3))
+    assert_close(virtual(*args), jax.jit(step)(*args))
+
+
+def test_output_per_example_is_in_the_order_of_the_batch() -> None:
+    x = jnp.arange(BATCH * 3.0).reshape(BATCH, 3)
+    for nodes in (1, 3, BATCH):
+        out = vnode.virtualize(lambda w, x: (x, x.T, x.reshape(-1)), virtual_nodes=nodes)(0.0, x)
+        for got, want in zip(out, (x, x.T, x.reshape(-1)), strict=True):
+            np.testing.assert_array_equal(got, want)
+
+
+# Leaves that are not arrays
+
+
+def test_callables_in_the_state_are_static() -> None:
+    def step(state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        return {**state, "w": state["apply"](state["w"]) + x.mean(0)}
+
+    traced = Traced(step)
+    virtual = two_devices(traced)
+    w, x = normal(3), normal(BATCH, 3)
+    first = virtual({"w": w, "apply": jnp.sin, "name": "sine"}, x)
+    assert first["apply"] is jnp.sin and first["name"] == "sine"
+    assert_close(first["w"], jnp.sin(w) + x.mean(0))
+    assert_close(virtual({"w": w, "apply": jnp.cos, "name": "sine"}, x)["w"], jnp.cos(w) + x.mean(0))
+    assert traced.times == 2
+    assert_close(virtual({"w": w, "apply": jnp.sin, "name": "sine"}, x)["w"], jnp.sin(w) + x.mean(0))
+    assert traced.times == 2
+
+
+def test_equinox_modules() -> None:
+    class Model(equinox.Module):
+        linear: equinox.nn.Linear
+        activation: Any
+
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.activation(self.linear(x))
+
+    def step(model: Model, x: jax.Array) -> tuple[Model, jax.Array]:
+        loss, grads = equinox.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2))(model)
+        return equinox.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, grads)), loss
+
+    linear = equinox.nn.Linear(3, 2, key=jax.random.key(0))
+    x = normal(BATCH, 3)
+    for activation in (jnp.tanh, jax.nn.relu):
+        model = Model(linear, activation)
+        got, loss = two_devices(step)(model, x)
+        want, want_loss = step(model, x)
+        assert got.activation is activation
+        assert_close((got.linear.weight, got.linear.bias, loss), (want.linear.weight, want.linear.bias, want_loss))
+
+
+def test_outputs_that_are_not_arrays() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return {"w": w + x.sum(0), "name": f"batch of {x.shape[0]}", "f": jnp.sin}
+
+    virtual = two_devices(step)
+    for batch in (8, 6, 8):
+        out = virtual(normal(3), normal(batch, 3))
+        assert out["name"] == f"batch of {batch}" and out["f"] is jnp.sin
+        assert_close(out["w"], normal(3) + normal(batch, 3).sum(0))
+
+
+def test_static_leaf_that_does_not_hash_counts_as_itself() -> None:
+    class Options:
+        __hash__ = None
+
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+    traced = Traced(lambda state, x: state["options"].factor * x.sum(0))
+    virtual = two_devices(traced)
+    options, x = Options(2.0), normal(BATCH, 3)
+    assert_close(virtual({"options": options}, x), 2.0 * x.sum(0))
+    assert_close(virtual({"options": options}, x), 2.0 * x.sum(0))
+    assert traced.times == 1
+    assert_close(virtual({"options": Options(3.0)}, x), 3.0 * x.sum(0))
+
+
+@pytest.mark.parametrize("static", [1, (1,), -2])
+def test_static_argnums(static: Any) -> None:
+    def step(w: jax.Array, times: int, x: jax.Array) -> jax.Array:
+        for _ in range(times):
+            w = w + x.mean(0)
+        return w
+
+    virtual = two_devices(step, in_axes=(None, None, 0), static_argnums=static)
+    w, x = normal(3), normal(BATCH, 3)
+    for times in (1, 3):
+        assert_close(virtual(w, times, x), w + times * x.mean(0))
+
+
+# Donation
+
+
+@pytest.mark.parametrize("extra", [{}, {"apply": jnp.sin}], ids=["arrays", "with callables"])
+def test_donated_buffers_are_given_up_and_used_correctly(extra: dict[str, Any]) -> None:
+    def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
+        return {**state, "w": state["w"] - x.mean(0)}, (x @ state["w"]).sum()
+
+    virtual = two_devices(step, donate_argnums=0)
+    x = normal(BATCH, 3)
+    state = virtual.put({"w": normal(3), **extra})
+    want = np.asarray(normal(3))
+    for _ in range(3):
+        given = state
+        state, total = virtual(given, x)
+        assert given["w"].is_deleted()
+        np.testing.assert_allclose(total, np.sum(np.asarray(x) @ want), rtol=1e-4)
+        want = want - np.mean(x, 0)
+    np.testing.assert_allclose(state["w"], want, rtol=1e-5)
+
+
+def test_nothing_is_donated_unasked() -> None:
+    virtual = two_devices(update)
+    state = virtual.put({"w": normal(3)})
+    virtual(state, normal(BATCH, 3))
+    assert not state["w"].is_deleted()
+
+
+def test_donation_beside_static_arguments() -> None:
+    virtual = two_devices(
+        lambda times, state, x: {"w": state["w"] + times * x.mean(0)},
+        in_axes=(None, None, 0),
+        static_argnums=0,
+        donate_argnums=1,
+    )
+    state = virtual.put({"w": normal(3)})
+    out = virtual(2, state, normal(BATCH, 3))
+    assert state["w"].is_deleted()
+    assert_close(out["w"], normal(3) + 2.0 * normal(BATCH, 3).mean(0))
+
+
+def test_a_state_on_other_devices_is_copied_not_donated() -> None:
+    virtual = two_devices(update, donate_argnums=0)
+    state = {"w": jax.device_put(normal(3), jax.devices()[5])}
+    out = virtual(state, normal(BATCH, 3))
+    assert not state["w"].is_deleted()
+    assert_close(out, update({"w": normal(3)}, normal(BATCH, 3)))
+
+
+# Compiled programs
+
+
+def test_one_trace_for_each_shape_and_placement() -> None:
+    traced = Traced(update)
+    step = vnode.virtualize(traced, virtual_nodes=NODES).on(jax.devices()[:2])
+    other = step.on(jax.devices()[2:5])
+    for virtual, batch, times in ((step, 8, 1), (step, 8, 1), (step, 6, 2), (step, 8, 2), (other, 8, 3), (step, 6, 3)):
+        state = virtual.put({"w": normal(3)})
+        for _ in range(2):
+            state, *_ = virtual(state, normal(batch, 3))
+        assert traced.times == times
+
+
+def test_one_program_for_each_shape_and_placement() -> None:
+    names: list[str] = []
+
+    def listen(name: str, seconds: float, **_: Any) -> None:
+        if name == "/jax/core/compile/backend_compile_duration":
+            names.append(name)
+
+    virtual = two_devices(update)
+    state, x = virtual.put({"w": normal(3)}), normal(BATCH, 3)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        state, *_ = virtual(state, x)
+        first = len(names)
+        for _ in range(3):
+            state, *_ = virtual(state, x)
+        jax.block_until_ready(state)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert first == 1 and len(names) == first
+
+
+def test_lower_takes_shapes() -> None:
+    virtual = two_devices(update)
+    shapes = jax.eval_shape(lambda: ({"w": normal(3)}, normal(BATCH, 3)))
+    compiled = virtual.lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes >= 0
+    args = (virtual.put({"w": normal(3)}), normal(BATCH, 3))
+    assert_close(compiled(*args), update(*args))
+
+
+def test_lower_takes_callables() -> None:
+    def step(state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        return {**state, "w": state["apply"](state["w"]) + x.mean(0)}
+
+    shapes = {"w": jax.ShapeDtypeStruct((3,), jnp.float32), "apply": jnp.sin}
+    lowered = two_devices(step).lower(shapes, jax.ShapeDtypeStruct((BATCH, 3), jnp.float32))
+    assert "sine" in lowered.as_text()
+
+
+# Devices
+
+
+def test_default_placement_is_all_devices() -> None:
+    step = vnode.virtualize(update, virtual_nodes=NODES)
+    assert step.placement == vnode.Placement(NODES)
+    assert step.placement.devices == jax.devices()
+
+
+def test_the_same_placement_is_the_same_step() -> None:
+    step = vnode.virtualize(update, virtual_nodes=NODES)
+    two = step.on(jax.devices()[:2])
+    assert two is step.on(jax.devices()[:2])
+    assert two is step.on(vnode.Placement(NODES, jax.devices()[:2]))
+    assert two is step.on(jax.devices()[:2], counts=[2, 2])
+    assert two is step.on(jax.sharding.Mesh(np.array(jax.devices()[:2]), (step.placement.axis,)))
+    assert two.on(jax.devices()) is step
+    assert two is not step.on(jax.devices()[:2], counts=[1, 3])
+    assert two is not step.on(jax.devices()[1:3])
+    assert two.placement.devices == jax.devices()[:2]
+
+
+def test_a_placement_given_at_once() -> None:
+    placement = vnode.Placement(NODES, jax.devices()[:2], counts=[3, 1])
+    step = vnode.virtualize(update, virtual_nodes=NODES, placement=placement)
+    assert step.placement is placement and step.on(placement) is step
+
+
+@pytest.mark.parametrize("first", [slice(0, 2), slice(3, 8)])
+def test_state_moves_with_the_step(first: slice) -> None:
+    """Whatever devices the state lives on, it comes along."""
+    step = vnode.virtualize(update, virtual_nodes=NODES)
+    x = normal(BATCH, 3)
+    state = {"w": normal(3)}
+    for devices in (jax.devices()[first], jax.devices()[1:4], jax.devices()[:1], jax.devices()[first]):
+        want = update(state, x)
+        got = step.on(devices)(state, x)
+        assert_close(got, want)
+        assert got[0]["w"].devices() == set(devices)
+        state = got[0]
+
+
+def test_a_batch_on_another_device_is_moved() -> None:
+    x = jax.device_put(normal(BATCH, 3), jax.devices()[7])
+    assert_close(two_devices(update)({"w": normal(3)}, x), update({"w": normal(3)}, normal(BATCH, 3)))
+
+
+def test_state_with_callables_moves_too() -> None:
+    def step(state: dict[str, Any], x: jax.Array) -> dict[str, Any]:
+        return {**state, "w": state["apply"](state["w"]) + x.mean(0)}
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES)
+    state: dict[str, Any] = {"w": normal(3), "apply": jnp.sin}
+    want = normal(3)
+    for devices in (jax.devices()[:2], jax.devices()[4:7]):
+        state = virtual.on(devices)(state, normal(BATCH, 3))
+        want = jnp.sin(want) + normal(BATCH, 3).mean(0)
+        assert state["w"].devices() == set(devices)
+        assert_close(state["w"], want)
+
+
+def test_put_places_arrays_and_leaves_the_rest() -> None:
+    virtual = two_devices(update)
+    state = virtual.put({"w": np.ones(3, np.float32), "n": 3, "apply": jnp.sin, "name": "x"})
+    for leaf in (state["w"], state["n"]):
+        assert leaf.sharding.is_fully_replicated and leaf.devices() == set(jax.devices()[:2])
+    assert state["apply"] is jnp.sin and state["name"] == "x"
+
+
+def test_numpy_and_python_arguments() -> None:
+    def step(w: Any, x: jax.Array) -> Any:
+        return w["a"] * x.sum(0) + w["b"], x * w["c"]
+
+    args = ({"a": 2.0, "b": np.float32(3.0), "c": np.ones(3, np.float32)}, np.asarray(normal(BATCH, 3)))
+    assert_close(two_devices(step)(*args), jax.jit(step)(*args))
