@@ -85,6 +85,21 @@ def float64_accumulators() -> Program:
     return Program(step, (kit.dense(WIDTH, 8, CLASSES), _batch(12)), {"accumulate_dtype": kit.real()})
 
 
+@case(item=10, batch=24, float32=1e-9, nodes=(24,))
+def sum_in_wider_accumulators() -> Program:
+    """Ones added to 2**24 are lost in float32; accumulators over nodes in float64 keep them (where enabled)."""
+
+    def step(state: None, x: jax.Array) -> jax.Array:
+        return jnp.sum(x)
+
+    def exact(nodes: int) -> Any:
+        return lambda state, x: jnp.sum(x.astype(kit.real())).astype(jnp.float32)
+
+    first = 2.0**24 if kit.real() == jnp.float64 else 2.0**20
+    x = jnp.ones(24, jnp.float32).at[0].set(first)
+    return Program(step, (None, x), {"accumulate_dtype": kit.real()}, reference=exact)
+
+
 @case(item=10, batch=24, float64=None, nodes=(1, 2, 8, 24))
 def sum_of_bfloat16_does_not_lose_small_terms() -> Program:
     """256 and many ones: a bfloat16 accumulator would stay at 256. The whole batch adds in float32 (as XLA does)."""
