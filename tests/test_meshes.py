@@ -1,0 +1,167 @@
+"""Parameters that are sharded themselves: over a model axis, over the node axis (ZeRO), over both.
+
+Knows meshes, shardings and the placement over one axis of a mesh. Must not know how a pass is emitted. Outputs are
+compared with the step as written on one device.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import vnode
+
+OPTIMIZER = optax.adamw(1e-2, eps=1e-3)
+WIDTHS = (4, 8, 4)
+SPECS = {
+    "model": {"in": PartitionSpec(None, "model"), "out": PartitionSpec("model", None)},
+    "zero": {"in": PartitionSpec("data", None), "out": PartitionSpec("data", None)},
+    "both": {"in": PartitionSpec("data", "model"), "out": PartitionSpec("model", "data")},
+}
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    def loss_fn(params: Any) -> Any:
+        y = jnp.tanh(x @ params["in"]) @ params["out"]
+        return jnp.mean((y - x) ** 2), y
+
+    (loss, y), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    updates, slots = OPTIMIZER.update(grads, state["slots"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, loss, y
+
+
+def arguments(batch: int = 12) -> tuple[Any, jax.Array]:
+    rng = np.random.default_rng(0)
+    shapes = (WIDTHS[:2], WIDTHS[1:], (batch, WIDTHS[0]))
+    first, second, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    params = {"in": first, "out": second}
+    return {"params": params, "slots": OPTIMIZER.init(params)}, x
+
+
+def mesh(kind: AxisType = AxisType.Auto) -> jax.sharding.Mesh:
+    return jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind, kind))
+
+
+def sharded(state: Any, specs: dict[str, PartitionSpec], where: jax.sharding.Mesh) -> Any:
+    """Parameters and the optimizer's moments laid out by `specs`, the rest replicated."""
+
+    def put(path: Any, leaf: jax.Array) -> jax.Array:
+        name = path[-1].key if isinstance(path[-1], jax.tree_util.DictKey) else ""
+        return jax.device_put(leaf, NamedSharding(where, specs.get(name, PartitionSpec())))
+
+    return jax.tree_util.tree_map_with_path(put, state)
+
+
+def assert_close(got: Any, want: Any) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.shape == w.shape and g.dtype == w.dtype
+        np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def two_steps() -> Any:
+    """What the step as written returns the first and the second time."""
+    state, x = arguments()
+    first = jax.jit(step)(state, x)
+    return first, jax.jit(step)(first[0], x)
+
+
+@pytest.mark.parametrize("nodes", [4, 6], ids=lambda n: f"V{n}")
+@pytest.mark.parametrize("layout", SPECS)
+def test_sharded_state(layout: str, nodes: int, two_steps: Any) -> None:
+    """Two steps in a row; the second is given what the first returned."""
+    state, x = arguments()
+    placement = vnode.Placement(nodes, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=nodes, placement=placement)
+    first = virtual(sharded(state, SPECS[layout], mesh()), x)
+    assert_close(first, two_steps[0])
+    assert_close(virtual(first[0], x), two_steps[1])
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_what_was_sharded_stays_sharded(layout: str) -> None:
+    """Or a state that only fits in parts would not fit after the first step."""
+    state, x = arguments()
+    given = sharded(state, SPECS[layout], mesh())
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    out, *_ = vnode.virtualize(step, virtual_nodes=4, placement=placement)(given, x)
+    for name, spec in SPECS[layout].items():
+        for tree in (out["params"], out["slots"][0].mu, out["slots"][0].nu):
+            assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
+
+
+def test_sharded_batch_is_read_where_it_is(two_steps: Any) -> None:
+    state, x = arguments()
+    x = jax.device_put(x, NamedSharding(mesh(), PartitionSpec("data")))
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
+    assert_close(virtual(sharded(state, SPECS["model"], mesh()), x), two_steps[0])
+
+
+def test_nodes_over_the_minor_axis(two_steps: Any) -> None:
+    state, x = arguments()
+    over = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
+    virtual = vnode.virtualize(step, virtual_nodes=6, placement=vnode.Placement(6, mesh=over, axis="data"))
+    assert_close(virtual(sharded(state, SPECS["both"], over), x), two_steps[0])
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_explicit_axes(layout: str, two_steps: Any) -> None:
+    """`jax.make_mesh` makes them by default: shardings are then part of types."""
+    explicit = mesh(AxisType.Explicit)
+    state, x = arguments()
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=explicit, axis="data"))
+    x = jax.device_put(x, NamedSharding(explicit, PartitionSpec("data")))
+    first = virtual(sharded(state, SPECS[layout], explicit), x)
+    assert_close(first, two_steps[0])
+    assert_close(virtual(first[0], x), two_steps[1])
+
+
+def test_on_a_mesh_with_the_same_axis(two_steps: Any) -> None:
+    state, x = arguments()
+    small = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
+    smaller = virtual.on(small)
+    assert smaller.placement.counts == (2, 2) and smaller is virtual.on(small)
+    assert_close(smaller(sharded(state, SPECS["model"], small), x), two_steps[0])
+
+
+def test_from_a_mesh_to_devices_without_one(two_steps: Any) -> None:
+    """The sharded state of a large mesh goes on on two devices."""
+    state, x = arguments()
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
+    first = virtual(sharded(state, SPECS["both"], mesh()), x)
+    assert_close(virtual.on(jax.devices()[:2])(first[0], x), two_steps[1])
+
+
+def test_constraints_within_the_step() -> None:
+    """A layout that the user asks of activations over the model axis."""
+
+    def constrained(state: Any, x: jax.Array) -> Any:
+        hidden = jax.lax.with_sharding_constraint(
+            x @ state["params"]["in"], NamedSharding(mesh(), PartitionSpec("data", "model"))
+        )
+        return jnp.tanh(hidden).sum(0), hidden
+
+    state, x = arguments()
+    virtual = vnode.virtualize(constrained, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
+    hidden = np.asarray(x) @ np.asarray(state["params"]["in"])
+    assert_close(virtual(sharded(state, SPECS["model"], mesh()), x), (np.tanh(hidden).sum(0), hidden))
+
+
+def test_collectives_over_the_model_axis_only_within_the_loop() -> None:
+    """Nodes of one device are run one after another without waiting for those of another."""
+    state, x = arguments()
+    virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=mesh(), axis="data"))
+    text = virtual.lower(sharded(state, SPECS["model"], mesh()), x).compile().as_text()
+    inside = [line for line in text.splitlines() if "all-reduce(" in line and "/while/" in line]
+    outside = [line for line in text.splitlines() if "all-reduce(" in line and "/while/" not in line]
+    # Devices 0 and 1 share a place along the node axis, 2 and 3, ...
+    assert inside and all("[4,2]<=[8]" in line or "{{0,1},{2,3},{4,5},{6,7}}" in line for line in inside)
+    assert outside
