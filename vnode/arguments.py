@@ -111,6 +111,8 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         in_axes = tuple(in_axes)
     if not isinstance(in_axes, tuple):
         raise BatchError(f"in_axes must be an integer, or a tuple with one entry per argument, not {in_axes!r}")
+    if len(in_axes) > len(args):
+        raise BatchError(f"in_axes has {len(in_axes)} entries for {len(args)} positional arguments")
     axes: list[int | None] = []
     for i, arg in enumerate(args):
         entry = in_axes[i] if i < len(in_axes) else None
@@ -144,7 +146,7 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
             continue
         name = jax.tree_util.keystr(path[1:])
         shape = np.shape(leaf)
-        if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(
                 layout_message(
                     f"in_axes names dimension {axis!r} of an argument that has {len(shape)} dimensions.",
@@ -157,7 +159,10 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
         raise BatchError(
             layout_message(
                 "no argument is batched: there is nothing to split.",
-                remedies=["say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)"],
+                remedies=[
+                    "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
+                    "pass the batch by position: keyword arguments are never split",
+                ],
             )
         )
     if len(set(sizes.values())) > 1:

@@ -4,8 +4,9 @@ Knows the order of things: trace, follow the batch, schedule, check the cost, em
 
 Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a
 step that holds such calls is emitted behind a rule of its own: its derivative is the virtualized derivative of the
-user's function, in which jax has applied the user's rules. So is a step whose devices hold different numbers of nodes:
-loops of run-time length have no reverse mode.
+user's function, in which jax has applied the user's rules. So is a step whose devices hold different numbers of nodes
+(loops of run-time length have no reverse mode), and one that takes a maximum over nodes (equal elements share a
+derivative, which pairwise maxima do not do).
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def evaluate(
     """
     with collector_paused():
         made = analyse(fun, leaves, axes, size, options)
-    if differentiable or (placement.even and not made.program.custom_derivatives):
+    plain = placement.even and made.schedule.sums_only and not made.program.custom_derivatives
+    if differentiable or plain:
         with collector_paused():
             return emit(made.schedule, placement, leaves, differentiable)
 

@@ -6,6 +6,7 @@ Knows devices and meshes. Must not know steps, values or programs.
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,7 +73,7 @@ class Placement:
         size = mesh.shape[axis]
         if counts is None:
             counts = [virtual_nodes // size + (d < virtual_nodes % size) for d in range(size)]
-        counts = tuple(int(n) for n in counts)
+        counts = tuple(operator.index(n) for n in counts)
         if len(counts) != size:
             raise PlacementError(f"counts has {len(counts)} entries for {size} devices")
         if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:

@@ -6,10 +6,12 @@ Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
@@ -86,7 +88,21 @@ def virtualize(
         )
     if isinstance(virtual_nodes, bool) or not isinstance(virtual_nodes, int) or virtual_nodes < 1:
         raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+    if not isinstance(coupling, str | Mapping):
+        raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     modes = [coupling] if isinstance(coupling, str) else list(coupling.values())
+    for pattern in () if isinstance(coupling, str) else coupling:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"coupling: {pattern!r} is no regular expression: {error}") from None
+    if placement is not None and not isinstance(placement, Placement):
+        raise PlacementError(f"placement must be a vnode.Placement, not {placement!r}; step.on(...) takes devices")
+    if accumulate_dtype is not None:
+        if not jnp.issubdtype(accumulate_dtype, jnp.floating):
+            raise ValueError(f"accumulate_dtype must be a floating-point dtype, not {accumulate_dtype!r}")
+        if jnp.dtype(accumulate_dtype).itemsize > 4 and not jax.config.jax_enable_x64:
+            raise ValueError(f"accumulate_dtype={accumulate_dtype!r} needs jax_enable_x64")
     if any(mode not in COUPLINGS for mode in modes):
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     if reduction not in REDUCTIONS:
@@ -160,6 +176,8 @@ class VirtualStep:
           A `VirtualStep`. Asked twice for the same placement it returns the same object, with its compiled programs.
         """
         if isinstance(devices, Placement):
+            if counts is not None:
+                raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
         elif isinstance(devices, jax.sharding.Mesh):
             placement = Placement(self._options.virtual_nodes, mesh=devices, counts=counts, axis=self.placement.axis)
@@ -239,7 +257,10 @@ class VirtualStep:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too."""
         if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
-            return self._jit.lower(*args, **kwargs)
+            try:
+                return self._jit.lower(*args, **kwargs)
+            except HasStatics:
+                pass
         static, parts = self._split(args, kwargs)
         return self._static_jit.lower(static, *parts)
 

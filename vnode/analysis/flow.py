@@ -191,6 +191,10 @@ class Follower:
         made = max(view.states[i].level for i in partial)
         if any(view.states[i].local > made for i, form in enumerate(view.forms) if isinstance(form, Whole)):
             return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
+        if not all(view.states[i].estimates for i in partial) and any(
+            state.estimated and isinstance(form, Whole) for state, form in zip(view.states, view.forms, strict=True)
+        ):
+            return None  # an exact sum that leaves the step must not take up estimates
         if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
             return monoid
         if monoid is not Monoid.SUM and not description.movement:

@@ -96,7 +96,7 @@ def loop_over_batch(follower: Follows, view: View, loop: Loop, body: Program, sc
     for i, other in enumerate(view.forms):
         if i >= split and isinstance(other, Whole):
             view.forms[i] = form
-        elif other != form and not isinstance(other, Whole):
+        elif isinstance(other, Slice | Varying) and (i < split or other != form):
             raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
     states = [
         *inputs_of(follower, view, range(split)),

@@ -179,7 +179,8 @@ def where(eqn: JaxprEqn) -> str:
     for frame in traceback.frames if traceback is not None else ():
         if not any(library in frame.file_name for library in LIBRARIES) and not frame.file_name.startswith("<"):
             return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
-    return source_info_util.summarize(eqn.source_info)
+    line = source_info_util.summarize(eqn.source_info)
+    return "(inside jax)" if LIBRARIES[-1] in line else line
 
 
 def scope(eqn: JaxprEqn) -> str:

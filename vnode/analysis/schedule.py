@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Whole
+from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
 from vnode.analysis.states import Flow, Step
@@ -99,6 +99,13 @@ class Schedule:
         return sum(step_flops(step) for step in self.flow.steps)
 
     @property
+    def sums_only(self) -> bool:
+        """Whether every reduction over nodes is a sum, also in loops around passes."""
+        return all(a.monoid is Monoid.SUM for nodes in self.passes for a in nodes.accumulators) and all(
+            inner.sums_only for stage in self.stages for action in stage.once for inner in action.schedules
+        )
+
+    @property
     def passes(self) -> list[Pass]:
         return [stage.nodes for stage in self.stages if stage.nodes is not None]
 
@@ -160,10 +167,13 @@ class Sweep:
         self.pending: dict[Var, None] = {}
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
         self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
-        self.waiting = [-i for i, step in enumerate(flow.steps) if step.eqn.effects and not step.per_node]
+        self.waiting: list[int] = []
+        self.evaluated: set[int] = set()
         self.keepable = keepable(flow) if self.level > 1 else set()
         self.held: dict[int, list[int]] = {}
-        heapq.heapify(self.waiting)
+        for i, step in enumerate(flow.steps):
+            if step.eqn.effects and not step.per_node:
+                self.held.setdefault(step.level, []).append(-i)
 
     def want_whole(self, atom: Atom) -> None:
         if not isinstance(atom, Var):
@@ -237,6 +247,9 @@ class Sweep:
             position = heapq.heappop(self.waiting)
             while self.waiting and self.waiting[0] == position:
                 heapq.heappop(self.waiting)
+            if position in self.evaluated:
+                continue
+            self.evaluated.add(position)
             step = self.flow.steps[-position]
             wanted = [
                 var in self.needed and (isinstance(form, Whole) or step.around)
@@ -320,9 +333,25 @@ class Sweep:
     def is_leaf(self, var: Var, form: Form) -> bool:
         """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
         if isinstance(form, Whole):
-            return True
+            return not self.only_layout(var)
         state = self.flow.states[var]
         return form == state.form and (state.given or (state.level < self.level and var in self.keepable))
+
+    def only_layout(self, var: Var) -> bool:
+        """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
+
+        Kept for the whole loop, the transpose of an embedding would take as much memory as the embedding.
+        """
+        if var not in self.position:
+            return False
+        step = self.flow.steps[self.position[var]]
+        if step.per_node or step.eqn.effects or step.region is not None or len(step.eqn.invars) != 1:
+            return False
+        (atom,) = step.eqn.invars
+        description = self.flow.program.describe(step.eqn)
+        if description is None or not description.movement or description.emit is not None or description.whole:
+            return False
+        return isinstance(atom, Var) and size_of(var) >= size_of(atom)
 
     def postponed(self, ready: set[Var]) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
@@ -375,6 +404,8 @@ class Sweep:
         """Whether a linear equation of partial values is better evaluated once, on completed operands."""
         if step.location is not None or step.region is not None or step.description is None:
             return False
+        if any(isinstance(form, Varying) for form in step.operands):
+            return False  # each node's piece has a factor of its own
         partial = {
             atom: None
             for atom in step.eqn.invars

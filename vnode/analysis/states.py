@@ -34,6 +34,7 @@ class State:
         where ``coupling="local"`` applies.
       zero: known to be all zeros.
       model: depends on an argument that is not batched.
+      estimates: of a value that nodes hold in pieces: computed from a node's own estimates.
       given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
         reading it whole takes no pass.
       examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
@@ -44,6 +45,7 @@ class State:
     local: int = 0
     zero: bool = False
     model: bool = False
+    estimates: bool = False
     given: bool = False
     examples: frozenset[int] = frozenset()
 
@@ -133,7 +135,8 @@ class Flow:
 
     def state(self, atom: Atom) -> State:
         if isinstance(atom, Literal):
-            return State(WHOLE, zero=bool(np.all(np.asarray(atom.val) == 0)))
+            value = np.asarray(atom.val)
+            return State(WHOLE, zero=value.dtype.kind != "V" and bool(np.all(value == 0)))
         return self.states[atom]
 
 

@@ -107,6 +107,10 @@ class View:
                 self.follower.couplings.append(Coupling(self.coupled.eqn, "loop", step.level))
             return
         zero = self.results_zero(step)
+        estimates = step.per_node and any(
+            isinstance(form, Varying) or (state.estimates and not isinstance(form, Whole))
+            for form, state in zip(step.operands, self.states, strict=True)
+        )
         states = [
             dataclasses.replace(state, examples=state.examples | {state.form.dim})
             if isinstance(state.form, Slice) and isinstance(form, Whole)
@@ -131,7 +135,9 @@ class View:
                     local += not (model and self.follower.mode(self.reducers[var]) == "local")
                 case _:
                     local += 1
-            self.flow.states[var] = State(form, step.level, local, zero, model, False, frozenset(examples))
+            self.flow.states[var] = State(
+                form, step.level, local, zero, model, estimates, False, frozenset(examples)
+            )
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:

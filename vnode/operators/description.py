@@ -74,6 +74,8 @@ class Monoid(enum.Enum):
                 if jax.numpy.issubdtype(dtype, np.integer):
                     info = jax.numpy.iinfo(dtype)
                     return dtype.type(info.min if low else info.max)
+                if dtype.kind == "c":  # ordered by the real part first
+                    return dtype.type(complex(-np.inf, -np.inf) if low else complex(np.inf, np.inf))
                 if not np.isinf(np.array(np.inf).astype(dtype).astype(np.float64)):  # float8 kinds without infinity
                     info = jax.numpy.finfo(dtype)
                     return dtype.type(info.min if low else info.max)

@@ -14,9 +14,11 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import (
     Dim,
+    Dims,
     Factors,
     OperatorDescription,
     Positions,
+    Resize,
     Sizes,
     rule,
     shape_resize,
@@ -116,10 +118,12 @@ def reshape(eqn: JaxprEqn) -> OperatorDescription:
         return OperatorDescription(
             sizes=f.sizes, operands=(dims,), results=(out,), whole=frozenset(range(len(f.sizes)))
         )
-    sizes, dims, out, whole = common_refinement(operand, result)
+    order = eqn.params["dimensions"] or range(len(operand))  # the operand is transposed first
+    sizes, ordered, out, whole = common_refinement([operand[d] for d in order], result)
+    dims = dict(zip(order, ordered, strict=True))
     return OperatorDescription(
         sizes=tuple(sizes),
-        operands=(tuple(dims),),
+        operands=(tuple(dims[d] for d in range(len(operand))),),
         results=(tuple(out),),
         whole=frozenset(whole),
         linear=FIRST,
@@ -221,16 +225,56 @@ def full_or_whole(
 
 @rule("slice")
 def slice_(eqn: JaxprEqn) -> OperatorDescription:
+    """A dimension is (blocks, element) where the slice begins and ends between blocks; blocks cannot be split."""
     f = Factors()
-    operand, result, whole = full_or_whole(f, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+    p = eqn.params
+    operand, result, blocks, units = [], [], set(), []
+    strides = p["strides"] or (1,) * len(p["start_indices"])
+    shape = eqn.invars[0].aval.shape
+    for n, start, limit, stride in zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True):
+        unit = math.gcd(n, start, limit) if stride == 1 and limit > start else 1
+        units.append((f.new(unit), unit))
+        have, keep = f.new(n // unit), f.new(-(-(limit - start) // (stride * unit)))
+        if n // unit == 1:
+            operand.append((units[-1][0],))
+            result.append(operand[-1])
+            blocks |= {have, keep}
+            continue
+        operand.append((have, units[-1][0]))
+        result.append((keep, units[-1][0]))
+        blocks |= {have, keep}
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        new, old = d.operand_shape(0, sizes), d.operand_shape(0)
-        limits = [n if n != m else limit for n, m, limit in zip(new, old, e.params["limit_indices"], strict=True)]
-        return {**e.params, "limit_indices": tuple(limits)}
+        def scaled(positions: Sequence[int]) -> tuple[int, ...]:
+            return tuple(k // unit * sizes[f] for k, (f, unit) in zip(positions, units, strict=True))
+
+        starts, limits = scaled(e.params["start_indices"]), scaled(e.params["limit_indices"])
+        return {**e.params, "start_indices": starts, "limit_indices": limits}
+
+    return described_blocks(f, (tuple(operand),), (tuple(result),), blocks, resize)
+
+
+def described_blocks(
+    f: Factors, operands: tuple[Dims, ...], results: tuple[Dims, ...], blocks: set[int], resize: Resize
+) -> OperatorDescription:
+    """The description of an equation that takes blocks out of dimensions; factors that nothing has are dropped."""
+    used = sorted({factor for dims in (*operands, *results) for dim in dims for factor in dim})
+    new = {factor: k for k, factor in enumerate(used)}
+
+    def renamed(dims: Dims) -> Dims:
+        return tuple(tuple(new[factor] for factor in dim) for dim in dims)
+
+    def resized(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+        return resize(d, e, tuple(sizes[new[k]] if k in new else n for k, n in enumerate(f.sizes)))
 
     return OperatorDescription(
-        sizes=f.sizes, operands=(operand,), results=(result,), whole=whole, linear=FIRST, movement=True, resize=resize
+        sizes=tuple(f.sizes[k] for k in used),
+        operands=tuple(map(renamed, operands)),
+        results=tuple(map(renamed, results)),
+        whole=frozenset(new[k] for k in blocks if k in new),
+        linear=FIRST,
+        movement=True,
+        resize=resized,
     )
 
 
@@ -238,16 +282,23 @@ def slice_(eqn: JaxprEqn) -> OperatorDescription:
 def split(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     axis = eqn.params["axis"]
-    operand = f.dims(eqn.invars[0].aval.shape)
-    parts = [f.new(n) for n in eqn.params["sizes"]]
-    results = tuple((*operand[:axis], (part,), *operand[axis + 1 :]) for part in parts)
+    shape = eqn.invars[0].aval.shape
+    unit_size = math.gcd(*eqn.params["sizes"]) or 1
+    before, after = f.dims(shape[:axis]), f.dims(shape[axis + 1 :])
+    unit, total = f.new(unit_size), f.new(shape[axis] // unit_size)
+    parts = [f.new(n // unit_size) for n in eqn.params["sizes"]]
+
+    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+        return {**e.params, "sizes": tuple(n // unit_size * sizes[unit] for n in e.params["sizes"])}
+
     return OperatorDescription(
         sizes=f.sizes,
-        operands=(operand,),
-        results=results,
-        whole=frozenset({*operand[axis], *parts}),
+        operands=((*before, (total, unit), *after),),
+        results=tuple((*before, (part, unit), *after) for part in parts),
+        whole=frozenset({total, *parts}),
         linear=FIRST,
         movement=True,
+        resize=resize,
     )
 
 

@@ -283,11 +283,11 @@ def across_devices(accumulators: Sequence[Accumulator], totals: list[Any], axis:
         match monoid:
             case Monoid.SUM:
                 combined = lax.psum(values, axis)
-            case Monoid.MAX | Monoid.OR if all(v.dtype != bool for v in values) and monoid is Monoid.MAX:
+            case Monoid.MAX if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
                 combined = lax.pmax(values, axis)
-            case Monoid.MIN if all(v.dtype != bool for v in values):
+            case Monoid.MIN if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
                 combined = lax.pmin(values, axis)
-            case _:
+            case _:  # among floats, some compilers' collectives lose NaN
                 combined = [fold(monoid, lax.all_gather(value, axis)) for value in values]
         results.update(zip(members, combined, strict=True))
     return [results[i] for i in range(len(totals))]
