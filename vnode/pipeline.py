@@ -161,7 +161,8 @@ def evaluate(
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
         along = [*axes, *(axes[i] for i in moving)]
-        results = evaluate(both, values, along, size, options, placement, differentiable=True)
+        unlimited = dataclasses.replace(options, recompute_budget=math.inf)  # the step itself was accepted
+        results = evaluate(both, values, along, size, unlimited, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
             jnp.zeros(out.shape, jax.dtypes.float0) if s else next(changes)

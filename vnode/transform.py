@@ -24,6 +24,7 @@ from vnode.report import Report, report
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 def virtualize(
@@ -293,7 +294,8 @@ class VirtualStep:
         return static.merge_outputs(outputs)
 
     def _from_parts(self, static: Statics, *parts: list[Any]) -> list[Any]:
-        return evaluate(*self._flatten(static, parts), self._options, self.placement)
+        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
+            return evaluate(*self._flatten(static, parts), self._options, self.placement)
 
     def _flatten(
         self, static: Statics, parts: Sequence[list[Any]]
