@@ -1,0 +1,308 @@
+"""What a user reads when something is wrong: vnode's refusals, and the errors of the user's own step.
+
+Knows the public interface and messages. Must not know where an error is found. Every refusal must name the place in
+this file, what met there, its shapes, and what to do; a mistake in the step must read as it does under `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import Primitive
+
+import vnode
+
+NODES = 4
+HERE = r"test_errors\.py:\d+"
+
+
+def inputs() -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(0)
+    return jnp.asarray(rng.standard_normal(3), jnp.float32), jnp.asarray(rng.standard_normal((8, 3)), jnp.float32)
+
+
+def refusal(kind: type[vnode.VnodeError], step: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The message with which a step is refused, which must be the same from `explain` and `lower` as from a call."""
+    virtual = vnode.virtualize(step, **{"virtual_nodes": NODES, **options}).on(jax.devices()[:2])
+    messages = []
+    for run in (virtual, virtual.explain, virtual.lower):
+        with pytest.raises(kind) as caught:
+            run(*args)
+        assert type(caught.value) is kind
+        messages.append(str(caught.value))
+    assert len(set(messages)) == 1
+    return messages[0]
+
+
+def line_of(message: str, code: str) -> None:
+    """Asserts that the first place of this file that `message` names is the line that reads `code`."""
+    found = re.search(r"test_errors\.py:(\d+)", message)
+    assert found, message
+    with open(__file__) as file:
+        assert file.readlines()[int(found[1]) - 1].strip() == code
+
+
+def test_all_below_one_class() -> None:
+    for kind in (vnode.BatchError, vnode.CouplingError, vnode.PlacementError, vnode.UnsupportedPrimitiveError):
+        assert issubclass(kind, vnode.VnodeError)
+    assert not issubclass(vnode.VnodeError, TypeError | ValueError)
+
+
+# BatchError
+
+
+def test_no_argument_is_batched() -> None:
+    message = refusal(vnode.BatchError, lambda w, x: x.sum(), *inputs(), in_axes=(None, None))
+    assert "no argument is batched" in message and "in_axes=(None, 0)" in message
+
+
+def test_batched_sizes_disagree() -> None:
+    batch = {"image": jnp.zeros((8, 2)), "label": jnp.zeros(8), "weight": jnp.zeros(6)}
+    message = refusal(vnode.BatchError, lambda w, b: b["label"].sum(), 0.0, batch)
+    for words in ("['image']: shape (8, 2), dimension 0 has 8", "['weight']: shape (6,), dimension 0 has 6", "None"):
+        assert words in message
+
+
+def test_empty_batch() -> None:
+    message = refusal(vnode.BatchError, lambda w, x: x.sum(), 0.0, jnp.zeros((0, 3)))
+    assert "the batch is empty" in message and "shape (0, 3)" in message
+
+
+@pytest.mark.parametrize("axis", [2, -3, "batch", 0.5])
+def test_dimension_that_is_not_there(axis: Any) -> None:
+    message = refusal(vnode.BatchError, lambda w, x: x.sum(), *inputs(), in_axes=(None, axis))
+    assert f"dimension {axis!r}" in message and "shape (8, 3)" in message and "in_axes" in message
+
+
+def test_scalar_among_the_batch() -> None:
+    message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8), "step": 3})
+    assert "['step']: shape ()" in message and "None for arguments that are not split" in message
+
+
+@pytest.mark.parametrize("in_axes", [(None, {"y": 0}), (None, [0, 0]), (None, {"x": 0, "z": None})])
+def test_in_axes_that_are_no_prefix(in_axes: Any) -> None:
+    message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8)}, in_axes=in_axes)
+    assert message.startswith("in_axes[1] does not fit argument 1")
+    assert repr(in_axes[1]) in message and "prefix" in message and "jax.vmap" in message
+
+
+@pytest.mark.parametrize("in_axes", [{"x": 0}, None, "01"])
+def test_in_axes_of_the_wrong_kind(in_axes: Any) -> None:
+    message = refusal(vnode.BatchError, lambda w, x: x.sum(), *inputs(), in_axes=in_axes)
+    assert "in_axes must be an integer, or a tuple" in message and repr(in_axes) in message
+
+
+# CouplingError
+
+
+def deep(w: jax.Array, x: jax.Array) -> jax.Array:
+    for _ in range(3):
+        x = jnp.tanh(x @ w)
+        x = x - x.mean(0)
+    return x.sum()
+
+
+def test_exactness_over_the_budget_lists_couplings_and_remedies() -> None:
+    _, x = inputs()
+    message = refusal(vnode.CouplingError, deep, jnp.eye(3), x)
+    line_of(message, "x = x - x.mean(0)")
+    cost = re.match(r"exactness would recompute (\d+)% of the step \((\d+) passes\), .*recompute_budget=0\.25", message)
+    assert cost and int(cost[2]) == 4
+    assert "reduce_sum reads a sum over the batch" in message
+    budget = re.search(r"recompute_budget=([\d.]+) to pay for it", message)
+    assert budget and "coupling='local'" in message and "GroupNorm" in message
+    vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1])).explain(jnp.eye(3), x)
+    with pytest.raises(vnode.CouplingError):
+        vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1]) - 0.02).explain(jnp.eye(3), x)
+
+
+def centred(w: jax.Array, x: jax.Array) -> jax.Array:
+    with jax.named_scope("Centre"):
+        mean = x.mean(0)
+    return (x - mean).max()
+
+
+@pytest.mark.parametrize("coupling", ["error", {"Centre": "error"}])
+def test_forbidden_couplings(coupling: Any) -> None:
+    message = refusal(vnode.CouplingError, centred, *inputs(), coupling=coupling)
+    line_of(message, "mean = x.mean(0)")
+    assert "coupling='error' forbids" in message and "in Centre" in message
+    assert "coupling='exact'" in message and "coupling='local'" in message
+
+
+def test_couplings_forbidden_elsewhere_do_not_matter() -> None:
+    w, x = inputs()
+    step = vnode.virtualize(centred, virtual_nodes=NODES, coupling={"Other": "error"})
+    np.testing.assert_allclose(step(w, x), (x - x.mean(0)).max(), rtol=1e-6)
+
+
+def test_forbidden_sort_over_the_batch() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sort(x[:, 0])
+
+    message = refusal(vnode.CouplingError, step, *inputs(), coupling="error")
+    line_of(message, "return jnp.sort(x[:, 0])")
+    assert "sort needs the whole batch" in message
+
+
+def test_ordered_effect_of_examples() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x, ordered=True)
+        return x.sum()
+
+    message = refusal(vnode.CouplingError, step, *inputs())
+    line_of(message, 'jax.debug.print("{}", x, ordered=True)')
+    assert "ordered effect" in message and "f32[8,3]" in message
+    assert "ordered=False" in message and "reduced over the batch" in message
+
+
+# UnsupportedPrimitiveError
+
+
+def unknown_primitive() -> Primitive:
+    primitive = Primitive("a_kernel_of_mine")
+    primitive.def_abstract_eval(lambda x: x)
+    return primitive
+
+
+def test_primitive_without_description() -> None:
+    kernel = unknown_primitive()
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return kernel.bind(x * 2.0).sum()
+
+    message = refusal(vnode.UnsupportedPrimitiveError, step, *inputs())
+    line_of(message, "return kernel.bind(x * 2.0).sum()")
+    assert "'a_kernel_of_mine'" in message and "a_kernel_of_mine(f32[8,3]) -> f32[8,3]" in message
+    assert "vnode.operators.register" in message and "docs/registering-a-primitive.md" in message
+
+
+def test_primitive_without_description_in_a_loop() -> None:
+    kernel = unknown_primitive()
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, 3, lambda _, x: kernel.bind(x), x)
+
+    message = refusal(vnode.UnsupportedPrimitiveError, step, *inputs())
+    line_of(message, "return jax.lax.fori_loop(0, 3, lambda _, x: kernel.bind(x), x)")
+    assert "'a_kernel_of_mine'" in message
+
+
+def test_primitive_without_description_of_whole_values_is_none_of_our_business() -> None:
+    kernel = unknown_primitive()
+    step = vnode.virtualize(lambda w, x: kernel.bind(w) * x.sum(0), virtual_nodes=NODES)
+    w, x = inputs()
+    assert step.explain(w, x).passes
+    with pytest.raises(NotImplementedError, match="a_kernel_of_mine"):  # it has no lowering, which is jax's to say
+        step.lower(w, x)
+
+
+# PlacementError
+
+
+def test_placements_that_do_not_fit() -> None:
+    devices = jax.devices()
+    mesh = jax.sharding.Mesh(np.array(devices[:2]), ("data",))
+    mistakes: list[tuple[Callable[[], Any], str]] = [
+        (lambda: vnode.Placement(0), "positive integer, not 0"),
+        (lambda: vnode.Placement(4, []), "at least one device"),
+        (lambda: vnode.Placement(4, [devices[0], devices[0]]), "only once"),
+        (lambda: vnode.Placement(4, devices[:2], counts=[4]), "1 entries for 2 devices"),
+        (lambda: vnode.Placement(4, devices[:2], counts=[1, 2]), r"add up to 4 nodes, not \[1, 2\]"),
+        (lambda: vnode.Placement(4, devices[:2], counts=[5, -1]), r"at least 0 .* not \[5, -1\]"),
+        (lambda: vnode.Placement(4, devices[:2], mesh=mesh), "either devices or a mesh"),
+        (lambda: vnode.Placement(4, mesh=mesh), "(?s)no axis 'vnode'.*its axes are 'data'.*axis='data'"),
+        (lambda: vnode.virtualize(centred, virtual_nodes=4).on(vnode.Placement(5)), "for 5 nodes, the step has 4"),
+        (lambda: vnode.virtualize(centred, virtual_nodes=4).on([]), "at least one device"),
+        (lambda: vnode.virtualize(centred, virtual_nodes=4).on(mesh), "no axis 'vnode'"),
+    ]
+    for make, pattern in mistakes:
+        with pytest.raises(vnode.PlacementError, match=pattern):
+            make()
+
+
+# The user's own mistakes
+
+
+def raising(error: Exception) -> Callable[..., Any]:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        raise error
+
+    return step
+
+
+MISTAKES: dict[str, Callable[..., Any]] = {
+    "shapes of a product": lambda w, x: x @ jnp.ones(4),
+    "shapes of a sum": lambda w, x: x + jnp.ones(5),
+    "shapes of a concatenation": lambda w, x: jnp.concatenate([x, jnp.ones((2, 4))]),
+    "shape of a reshape": lambda w, x: x.reshape(5, 5),
+    "sizes under vmap": lambda w, x: jax.vmap(jnp.add)(x, jnp.ones(9)),
+    "branch on an example": lambda w, x: x if x.sum() > 0 else -x,
+    "concrete value": lambda w, x: jnp.zeros(int(x.sum())),
+    "item": lambda w, x: x.sum().item(),
+    "numpy": lambda w, x: np.asarray(x).sum(),
+    "boolean mask": lambda w, x: x[x > 0].sum(),
+    "assignment": lambda w, x: x.__setitem__(0, 1.0),
+    "indices": lambda w, x: x[0, 0, 0],
+    "gradient of a vector": lambda w, x: jax.grad(lambda w: x @ w)(w),
+    "gradient by integers": lambda w, x: jax.grad(lambda n: n.sum())(jnp.arange(3)),
+    "carry of a scan": lambda w, x: jax.lax.scan(lambda c, _: (jnp.zeros(4), None), w, jnp.arange(3)),
+    "branches of a cond": lambda w, x: jax.lax.cond(w[0] > 0, lambda: x, lambda: x[0]),
+    "axis that is not bound": lambda w, x: jax.lax.pmean(x, "batch"),
+    "key": lambda w, x: jax.random.normal(3, (2,)),
+    "number of arguments": lambda w: w,
+    "attribute": lambda w, x: w.weight,
+    "arithmetic": lambda w, x: 1 / 0,
+    "TypeError": raising(TypeError("mine")),
+    "ValueError": raising(ValueError("mine")),
+    "RuntimeError": raising(RuntimeError("mine")),
+    "KeyError": raising(KeyError("mine")),
+}
+
+
+def mistake(run: Callable[[], Any]) -> tuple[type[BaseException], str]:
+    """The type and the message of what is raised, less the sentence that names the traced function."""
+    with pytest.raises(Exception) as caught:
+        run()
+    return type(caught.value), re.sub(r"The error occurred while tracing the function .*", "", str(caught.value))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_in_the_step_read_as_under_jit(name: str, devices: int) -> None:
+    step = MISTAKES[name]
+    virtual = vnode.virtualize(step, virtual_nodes=NODES).on(jax.devices()[:devices])
+    want = mistake(lambda: jax.jit(step)(*inputs()))
+    assert mistake(lambda: virtual(*inputs())) == want
+    assert mistake(lambda: virtual.lower(*inputs())) == want
+    assert mistake(lambda: jax.jit(virtual)(*inputs())) == want
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_beside_static_leaves_read_as_under_jit(name: str) -> None:
+    step = MISTAKES[name]
+    virtual = vnode.virtualize(lambda state, x: step(state["w"], x), virtual_nodes=NODES).on(jax.devices()[:2])
+    w, x = inputs()
+    want = mistake(lambda: jax.jit(lambda w, x: step(w, x))(w, x))
+    assert mistake(lambda: virtual({"w": w, "apply": jnp.sin}, x)) == want
+
+
+def test_a_step_works_after_a_mistake() -> None:
+    """A call that failed leaves nothing behind."""
+    virtual = vnode.virtualize(lambda w, x: x @ w, virtual_nodes=NODES).on(jax.devices()[:2])
+    w, x = inputs()
+    with pytest.raises(TypeError, match="dot_general"):
+        virtual(jnp.ones(4), x)
+    np.testing.assert_allclose(virtual(w, x), x @ w, rtol=1e-6)
+
+
+def test_missing_arguments() -> None:
+    virtual = vnode.virtualize(lambda w, x, y: x.sum() + y, virtual_nodes=NODES)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
+        virtual(*inputs())
