@@ -203,7 +203,7 @@ def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Opti
         raise CouplingError(
             layout_message(
                 "examples influence each other, which coupling='error' forbids.",
-                facts=couplings_text(refused),
+                facts=couplings_text(refused, made),
                 remedies=["coupling='exact' for extra passes", "coupling='local' for per-node statistics"],
             )
         )
@@ -213,7 +213,7 @@ def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Opti
             layout_message(
                 f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "
                 f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                facts=couplings_text(couplings),
+                facts=couplings_text(couplings, made),
                 remedies=[
                     f"recompute_budget={math.ceil(100 * made.recomputed / made.flops) / 100} to pay for it",
                     "coupling='local' to estimate model statistics in each node (ghost batch normalization)",
@@ -224,7 +224,12 @@ def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Opti
         )
 
 
-def couplings_text(couplings: Sequence[Coupling]) -> list[str]:
-    """Couplings for an error message, each place once."""
-    lines = dict.fromkeys(map(coupling_line, couplings))
-    return [f"{line.what} at {line.where}" for line in lines]
+def couplings_text(couplings: Sequence[Coupling], made: Schedule) -> list[str]:
+    """Couplings for an error message, each place once, with what the pass that it calls for repeats."""
+    costs = {
+        coupling_line(coupling): made.repeated.get(coupling.level, 0) / max(made.flops, 1) for coupling in couplings
+    }
+    return [
+        f"{line.what} at {line.where}" + (f": the pass repeats {cost:.0%} of the step" if cost else "")
+        for line, cost in costs.items()
+    ]

@@ -85,13 +85,18 @@ class Schedule:
       flow: batch flow of the step.
       stages: in order.
       gathered: batched values that are read whole.
-      recomputed: flops of equations that more than one pass evaluates, beyond the first time.
+      repeated: for every pass the flops of equations that an earlier pass has evaluated already.
     """
 
     flow: Flow
     stages: tuple[Stage, ...]
     gathered: dict[Var, Slice]
-    recomputed: int
+    repeated: dict[int, int]
+
+    @property
+    def recomputed(self) -> int:
+        """Flops of equations that more than one pass evaluates, beyond the first time."""
+        return sum(self.repeated.values())
 
     @functools.cached_property
     def flops(self) -> int:
@@ -170,6 +175,7 @@ class Sweep:
         self.waiting: list[int] = []
         self.evaluated: set[int] = set()
         self.keepable = keepable(flow) if self.level > 1 else set()
+        self.keeping = False
         self.held: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
             if step.eqn.effects and not step.per_node:
@@ -287,6 +293,7 @@ class Sweep:
         moved: list[Evaluation] = []
         completed: list[Var] = []
         ready = {var for var in self.pending if self.may_wait_for(var, level)}
+        self.keeping = self.keeping_pays([var for var in ready if flow.states[var].level == level])
         postponed = self.postponed(ready)
         ready -= postponed
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
@@ -335,7 +342,8 @@ class Sweep:
         if isinstance(form, Whole):
             return not self.only_layout(var)
         state = self.flow.states[var]
-        return form == state.form and (state.given or (state.level < self.level and var in self.keepable))
+        kept = self.keeping and state.level < self.level and var in self.keepable
+        return form == state.form and (state.given or kept)
 
     def only_layout(self, var: Var) -> bool:
         """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
@@ -352,6 +360,20 @@ class Sweep:
         if description is None or not description.movement or description.emit is not None or description.whole:
             return False
         return isinstance(atom, Var) and size_of(var) >= size_of(atom)
+
+    def keeping_pays(self, forced: Sequence[Var]) -> bool:
+        """Whether the current pass has much less to do if it is given what earlier passes can keep for it.
+
+        Statistics of the losses do; gradients need the model's activations and compute it again anyway.
+        """
+        if not self.keepable:
+            return False
+        requests = [(var, self.flow.states[var].form) for var in forced]
+        work = []
+        for self.keeping in (False, True):
+            made = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
+            work.append(sum(step_flops(a.step) for a in made.actions if isinstance(a, Evaluation)))
+        return 2 * work[1] < work[0]
 
     def postponed(self, ready: set[Var]) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
@@ -441,21 +463,23 @@ def keepable(flow: Flow) -> set[Var]:
     return kept
 
 
-def repeated_work(stages: Sequence[Stage]) -> int:
-    """Scalar operations of equations that more than one pass evaluates, beyond the first time."""
+def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
+    """For every pass the scalar operations of equations that an earlier pass has evaluated already."""
     first: set[Step] = set()
-    recomputed = 0
+    repeated: dict[int, int] = {}
     for stage in stages:
         for action in stage.once:
             times = action.step.region.length if isinstance(action.step.region, Loop) else 1
-            recomputed += times * sum(inner.recomputed for inner in action.schedules)
+            inner = times * sum(inner.recomputed for inner in action.schedules)
+            repeated[action.step.level] = repeated.get(action.step.level, 0) + inner
         for action in stage.nodes.recipe.actions if stage.nodes else ():
             if isinstance(action, Conversion) or not action.step.per_node:
                 continue
             if action.step in first:
-                recomputed += step_flops(action.step)
+                level = stage.nodes.level if stage.nodes else 0
+                repeated[level] = repeated.get(level, 0) + step_flops(action.step)
             first.add(action.step)
-    return recomputed
+    return repeated
 
 
 def itemsize(var: Var) -> int:

@@ -135,9 +135,7 @@ class View:
                     local += not (model and self.follower.mode(self.reducers[var]) == "local")
                 case _:
                     local += 1
-            self.flow.states[var] = State(
-                form, step.level, local, zero, model, estimates, False, frozenset(examples)
-            )
+            self.flow.states[var] = State(form, step.level, local, zero, model, estimates, False, frozenset(examples))
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:
