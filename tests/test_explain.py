@@ -1,0 +1,278 @@
+"""What `explain` says of well-known steps, against numbers counted by hand.
+
+Knows the report and its text. Must not know how passes are found. Every expected number stands with its count: bytes of
+float32 values, scalar operations of products (two per multiplication and addition), passes that the mathematics of the
+step needs.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import vnode
+
+FLOAT = 4
+LARGE = {"recompute_budget": 10.0}
+
+
+def normal(*shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
+
+
+def explain(step: Any, *args: Any, nodes: int = 4, devices: int = 4, **options: Any) -> Any:
+    return vnode.virtualize(step, virtual_nodes=nodes, **options).on(jax.devices()[:devices]).explain(*args)
+
+
+def sizes(lines: Any) -> list[int]:
+    return sorted(line.bytes for line in lines)
+
+
+def sgd(params: Any, grads: Any) -> Any:
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+
+# A multilayer perceptron: one pass
+
+B, IN, HIDDEN, OUT = 16, 32, 64, 8
+
+
+def mlp(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        hidden = jnp.tanh(batch["x"] @ params["w1"] + params["b1"])
+        return jnp.mean((hidden @ params["w2"] + params["b2"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return sgd(params, grads), loss
+
+
+def mlp_arguments(batch: int = B) -> tuple[Any, Any]:
+    params = {"w1": normal(IN, HIDDEN), "b1": normal(HIDDEN), "w2": normal(HIDDEN, OUT), "b2": normal(OUT)}
+    return params, {"x": normal(batch, IN), "y": normal(batch, OUT)}
+
+
+def test_mlp_is_one_pass_with_an_accumulator_per_parameter_and_loss() -> None:
+    report = explain(mlp, *mlp_arguments())
+    (only,) = report.passes
+    assert sizes(only.accumulators) == sorted(FLOAT * n for n in (IN * HIDDEN, HIDDEN, HIDDEN * OUT, OUT, 1))
+    assert not only.collected and not report.couplings and not report.gathered and not report.around
+    assert report.recomputed == 0
+
+
+def test_mlp_splits_both_arrays_of_the_batch() -> None:
+    report = explain(mlp, *mlp_arguments())
+    assert sizes(report.inputs) == sorted(FLOAT * n for n in (B * IN, B * OUT))
+    assert (report.batch, report.virtual_nodes, report.node_size, report.padding) == (B, 4, 4, 0)
+
+
+def test_mlp_work_is_that_of_its_products() -> None:
+    """Forward two products, backward three: the gradient by the input of the first layer is not wanted."""
+    report = explain(mlp, *mlp_arguments())
+    products = 2 * B * (2 * IN * HIDDEN + 3 * HIDDEN * OUT)
+    assert products < report.passes[0].flops < 1.1 * products
+    assert report.passes[0].flops <= report.flops < 1.15 * products
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_bytes_sent_are_those_of_a_ring(devices: int) -> None:
+    total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
+    report = explain(mlp, *mlp_arguments(), devices=devices)
+    assert report.passes[0].sent == 2 * (devices - 1) * total // devices
+
+
+def test_padding_and_uneven_devices_are_said() -> None:
+    report = explain(mlp, *mlp_arguments(14), devices=3)
+    assert (report.node_size, report.padding) == (4, 2)
+    text = str(report)
+    assert "mlp: 14 examples on 4 virtual nodes of 4 (2 of padding)" in text
+    assert "3 with 1 to 2 nodes each, 2 waves" in text
+
+
+def test_work_does_not_depend_on_nodes_and_devices() -> None:
+    reports = [explain(mlp, *mlp_arguments(), nodes=v, devices=d) for v, d in ((1, 1), (4, 1), (8, 4), (16, 8))]
+    assert len({(r.flops, len(r.passes), *sizes(r.passes[0].accumulators)) for r in reports}) == 1
+
+
+def test_shapes_are_enough() -> None:
+    shapes = jax.eval_shape(mlp_arguments)
+    assert str(explain(mlp, *shapes)) == str(explain(mlp, *mlp_arguments()))
+
+
+# A masked mean: the first pass touches the mask only
+
+
+def test_masked_mean_counts_the_mask_first() -> None:
+    length = 6
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            losses = jnp.tanh(batch["x"] @ params["w"]).sum(-1)
+            return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return sgd(params, grads), loss
+
+    params = {"w": normal(IN, OUT)}
+    report = explain(step, params, {"x": normal(B, length, IN), "mask": jnp.ones((B, length))})
+    counting, model = report.passes
+    assert sizes(counting.accumulators) == [FLOAT]
+    assert counting.flops == B * length  # one addition per element of the mask
+    assert sizes(model.accumulators) == [FLOAT, FLOAT * IN * OUT]
+    assert report.recomputed == 0
+    (coupling,) = report.couplings
+    assert coupling.what == "pass 1: reduce_sum reads a sum over the batch"
+
+
+# Tied embeddings: one accumulator
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_share_an_accumulator(tied: bool) -> None:
+    words, width, length = 11, 5, 3
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            table = params["embed"] if tied else params["unembed"]
+            logits = jnp.tanh(params["embed"][batch["tokens"]]) @ table.T
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["next"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return sgd(params, grads), loss
+
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, words, (B, length)), jnp.int32)
+    params = {"embed": normal(words, width)} | ({} if tied else {"unembed": normal(words, width)})
+    (only,) = explain(step, params, {"tokens": tokens, "next": tokens}).passes
+    assert sizes(only.accumulators) == [FLOAT] + [FLOAT * words * width] * len(params)
+
+
+# Batch normalization
+
+
+def batch_norm(params: Any, x: jax.Array) -> Any:
+    def loss_fn(params: Any) -> Any:
+        hidden = x @ params["w"]
+        with jax.named_scope("BatchNorm_0"):
+            mean = hidden.mean(0)
+            variance = (hidden**2).mean(0) - mean**2
+            hidden = (hidden - mean) * jax.lax.rsqrt(variance + 1e-5) * params["scale"]
+        return jnp.mean(hidden**3), (mean, variance)
+
+    (loss, statistics), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
+    return sgd(params, grads), loss, statistics
+
+
+def batch_norm_arguments() -> Any:
+    return {"w": normal(IN, OUT), "scale": normal(OUT)}, normal(B, IN)
+
+
+def test_exact_batch_norm_takes_three_passes() -> None:
+    """Statistics; sums of the gradient over the batch, which the statistics' own gradients are; the rest."""
+    report = explain(batch_norm, *batch_norm_arguments(), **LARGE)
+    statistics, sums, rest = report.passes
+    assert sizes(statistics.accumulators) == [FLOAT * OUT] * 2  # of x and of its square
+    assert max(sizes(sums.accumulators)) == FLOAT * OUT
+    assert max(sizes(rest.accumulators)) == FLOAT * IN * OUT
+    assert all(not p.collected for p in report.passes) and not report.gathered
+    # The product with w is computed in each pass.
+    assert report.recomputed >= 2 * (2 * B * IN * OUT)
+    assert any("in jvp(BatchNorm_0)" in line.where for line in report.couplings)
+    assert all("test_explain.py" in line.where for line in report.couplings)
+
+
+def test_local_batch_norm_takes_one_pass() -> None:
+    report = explain(batch_norm, *batch_norm_arguments(), coupling="local")
+    (only,) = report.passes
+    # Statistics that leave the step are summed over all nodes, beside gradients and the loss.
+    assert sizes(only.accumulators) == sorted(FLOAT * n for n in (IN * OUT, OUT, OUT, OUT, 1))
+    assert report.recomputed == 0
+    assert report.couplings and all("each node's own estimate" in line.what for line in report.couplings)
+
+
+# A contrastive loss
+
+
+def test_contrastive_loss_keeps_embeddings_only() -> None:
+    width = 3
+
+    def clip(params: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            images = jnp.tanh(batch["image"] @ params["image"])
+            texts = jnp.tanh(batch["text"] @ params["text"])
+            logits = images @ texts.T
+            labels = jnp.arange(logits.shape[0])
+            both = (logits, logits.T)
+            return sum(optax.softmax_cross_entropy_with_integer_labels(scores, labels).mean() for scores in both)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return sgd(params, grads), loss
+
+    params = {"image": normal(IN, width), "text": normal(HIDDEN, width)}
+    batch = {"image": normal(B, IN), "text": normal(B, HIDDEN)}
+    report = explain(clip, params, batch, **LARGE)
+    embeddings, gradients = report.passes
+    assert sizes(embeddings.collected) == [FLOAT * B * width] * 2
+    assert not embeddings.accumulators
+    assert sizes(report.gathered) == [FLOAT * B * width] * 2
+    assert sizes(a for a in gradients.accumulators if a.bytes > FLOAT) == sorted(
+        FLOAT * n * width for n in (IN, HIDDEN)
+    )
+    assert any("dot_general needs the whole batch" in line.what for line in report.couplings)
+
+
+# Loops around passes
+
+
+def test_epochs_of_minibatches_are_described_within_the_report() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def epoch(w: jax.Array, _: None) -> Any:
+            loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            return w - 0.1 * grad, loss
+
+        return jax.lax.scan(epoch, w, None, length=3)
+
+    report = explain(step, normal(IN, OUT), normal(B, IN), **LARGE)
+    assert not report.passes
+    (inner,) = report.around
+    (only,) = inner.passes
+    assert sizes(only.accumulators) == [FLOAT, FLOAT * IN * OUT]
+    assert "around passes of its own:" in str(report)
+
+
+# The text
+
+
+def test_the_text_says_what_the_report_holds() -> None:
+    report = explain(batch_norm, *batch_norm_arguments(), **LARGE)
+    text = str(report)
+    assert text.startswith("batch_norm: 16 examples on 4 virtual nodes of 4\n")
+    for p in report.passes:
+        assert re.search(rf"^  pass {p.level} +{p.equations} equations per node", text, re.MULTILINE)
+    assert len(re.findall(r"^    \+ ", text, re.MULTILINE)) == sum(len(p.accumulators) for p in report.passes)
+    assert "couplings (one example influences another):" in text
+    assert re.search(r"sum f32\[(32,8|8,32)\] +1\.0 KiB +\S*test_explain\.py:\d+ \(", text)
+    assert f"{report.recomputed / report.flops:.1%} recomputed" in text
+
+
+def test_long_tables_are_cut_and_counted() -> None:
+    def step(params: list[jax.Array], x: jax.Array) -> Any:
+        return [p + (x * i).sum(0) for i, p in enumerate(params)]
+
+    text = str(explain(step, [normal(IN)] * 20, normal(B, IN)))
+    shown = len(re.findall(r"^    \+ ", text, re.MULTILINE))
+    (more,) = re.findall(r"\.\.\. and (\d+) more", text)
+    assert shown + int(more) - 1 == len(explain(step, [normal(IN)] * 20, normal(B, IN)).passes[0].accumulators)
+
+
+def test_which_devices_they_are_does_not_show() -> None:
+    """Only how many nodes each has."""
+    reports = {
+        str(vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[d : d + 2]).explain(*mlp_arguments()))
+        for d in (0, 3, 6)
+    }
+    assert len(reports) == 1
