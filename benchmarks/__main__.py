@@ -34,7 +34,7 @@ def _choices(section: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             {"devices": d, "nodes": options.nodes, "quick": quick, "budget": options.budget} for d in options.devices
         ]
     if section == "growth":
-        nodes = [1, 64] if quick else [1, 2, 4, 8, 16, 32, 64]
+        nodes = [1, 2, 64] if quick else [1, 2, 4, 8, 16, 32, 64]
         return [{"devices": 1, "nodes": nodes, "quick": quick}]
     if section == "tracing":
         layers = [1, 2, 4] if quick else [3, 6, 12, 24, 48, 96]

@@ -105,7 +105,7 @@ def mlp(width: int = 512, depth: int = 3, size: int = 1024, node: int = 64) -> M
     return Model("MLP", init, batch, terms, size, node)
 
 
-def cnn(width: int = 16, size: int = 128, node: int = 8) -> Model:
+def cnn(width: int = 16, size: int = 128, node: int = 32) -> Model:
     """Three strided convolutions with group normalization on 24 x 24 images, then a dense layer."""
     widths = [1, width, 2 * width, 4 * width]
 
@@ -152,7 +152,7 @@ def transformer(
     length: int = 32,
     vocabulary: int = 256,
     size: int = 64,
-    node: int = 2,
+    node: int = 8,
     dtype: Any = jnp.float32,
 ) -> Model:
     """A causal language model with unrolled layers, tied embeddings, and a loss averaged over real (unpadded) tokens.
