@@ -1,0 +1,370 @@
+"""What a virtualized step becomes: its loops, what is in them, at which sizes, and what is outside.
+
+Knows jaxprs of the virtualized step and the compiled text. Must not know how they are made: every assertion is about
+the program that comes out, and holds for any way of making one that is as good.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import vnode
+
+BATCH = 24
+NODES = 4
+COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute"}
+
+
+def normal(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), dtype)
+
+
+def program(step: Any, *args: Any, nodes: int = NODES, devices: int = 2, **options: Any) -> Any:
+    """The jaxpr of a virtualized step."""
+    virtual = vnode.virtualize(step, virtual_nodes=nodes, **options).on(jax.devices()[:devices])
+    return jax.make_jaxpr(virtual)(*args).jaxpr
+
+
+def equations(jaxpr: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every equation at any depth, with the names of the equations around it."""
+    for eqn in jaxpr.eqns:
+        yield path, eqn
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from equations(inner, (*path, eqn.primitive.name))
+
+
+def in_node(path: tuple[str, ...]) -> bool:
+    """Whether an equation is evaluated by nodes: in a loop on the devices."""
+    return "shard_map" in path and bool({"scan", "while"} & set(path[path.index("shard_map") :]))
+
+
+def loops(jaxpr: Any) -> list[Any]:
+    """The loops over nodes, in order."""
+    return [
+        eqn
+        for path, eqn in equations(jaxpr)
+        if eqn.primitive.name in ("scan", "while") and path and path[-1] == "shard_map"
+    ]
+
+
+def shapes(jaxpr: Any) -> list[tuple[tuple[str, ...], str, tuple[int, ...]]]:
+    """Where, by what and in which shape every value is made."""
+    return [
+        (path, eqn.primitive.name, var.aval.shape)
+        for path, eqn in equations(jaxpr)
+        for var in eqn.outvars
+        if hasattr(var.aval, "shape")
+    ]
+
+
+def products(jaxpr: Any) -> list[tuple[bool, tuple[int, ...]]]:
+    """For every matrix product whether nodes do it, and its shape."""
+    return [(in_node(path), shape) for path, name, shape in shapes(jaxpr) if name == "dot_general"]
+
+
+def mlp(params: Any, x: jax.Array) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["w1"]) @ params["w2"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def mlp_arguments(batch: int = BATCH, dtype: Any = jnp.float32) -> Any:
+    return {"w1": normal(3, 5, dtype=dtype), "w2": normal(5, 2, dtype=dtype)}, normal(batch, 3, dtype=dtype)
+
+
+def masked(params: Any, batch: Any) -> Any:
+    def loss_fn(params: Any) -> jax.Array:
+        losses = jnp.tanh(jnp.tanh(batch["x"] @ params["w1"]) @ params["w2"])
+        return (losses.sum(-1) * batch["mask"]).sum() / batch["mask"].sum()
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+# Loops
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_one_loop_for_a_step_without_coupling(devices: int) -> None:
+    jaxpr = program(mlp, *mlp_arguments(), devices=devices)
+    (loop,) = loops(jaxpr)
+    assert loop.primitive.name == "scan" and loop.params["length"] == NODES // devices
+    assert all(inside for inside, _ in products(jaxpr))
+
+
+def test_the_loop_over_the_mask_holds_no_product() -> None:
+    params, x = mlp_arguments()
+    jaxpr = program(masked, params, {"x": x, "mask": jnp.ones(BATCH)}, recompute_budget=10.0)
+    counting, model = loops(jaxpr)
+    assert "dot_general" not in str(counting.params["jaxpr"])
+    assert "dot_general" in str(model.params["jaxpr"])
+
+
+def test_optimizer_and_clipping_run_once() -> None:
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, slots = state
+        grads = jax.grad(lambda p: mlp(p, x)[1])(params)
+        updates, slots = tx.update(grads, slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    params, x = mlp_arguments()
+    jaxpr = program(step, (params, tx.init(params)), x)
+    roots = [in_node(path) for path, eqn in equations(jaxpr) if eqn.primitive.name == "sqrt"]
+    assert roots and not any(roots)
+    (loop,) = loops(jaxpr)
+    assert loop.params["length"] == NODES // 2
+
+
+def test_work_on_parameters_alone_is_hoisted() -> None:
+    def step(params: Any, x: jax.Array) -> jax.Array:
+        w = jnp.linalg.matrix_power(params["w"], 3).astype(jnp.bfloat16)
+        return (x.astype(jnp.bfloat16) @ w).sum()
+
+    jaxpr = program(step, {"w": normal(3, 3)}, normal(BATCH, 3))
+    per_node = [shape for inside, shape in products(jaxpr) if inside]
+    once = [shape for inside, shape in products(jaxpr) if not inside]
+    assert per_node == [(BATCH // NODES, 3)]
+    assert once and set(once) == {(3, 3)}
+
+
+@pytest.mark.parametrize("nodes", [2, 4, 8, 12])
+def test_programs_for_other_numbers_of_nodes_differ_in_nothing_but_the_loop(nodes: int) -> None:
+    def skeleton(nodes: int) -> list[tuple[tuple[str, ...], str]]:
+        return [(path, eqn.primitive.name) for path, eqn in equations(program(mlp, *mlp_arguments(), nodes=nodes))]
+
+    def outside(nodes: int) -> list[Any]:
+        return [entry for entry in shapes(program(mlp, *mlp_arguments(), nodes=nodes)) if "shard_map" not in entry[0]]
+
+    assert skeleton(nodes) == skeleton(2)
+    assert outside(nodes) == outside(2)
+    (loop,) = loops(program(mlp, *mlp_arguments(), nodes=nodes))
+    assert loop.params["length"] == nodes // 2
+
+
+def test_a_larger_batch_of_more_nodes_is_the_same_node() -> None:
+    """What a device holds at a time depends on the size of a node only."""
+
+    def node_shapes(nodes: int) -> collections.Counter[Any]:
+        jaxpr = program(mlp, *mlp_arguments(6 * nodes), nodes=nodes)
+        return collections.Counter((name, shape) for path, name, shape in shapes(jaxpr) if in_node(path))
+
+    assert node_shapes(2) == node_shapes(4) == node_shapes(8)
+
+
+# Sizes
+
+
+def allowed_whole(jaxpr: Any) -> set[str]:
+    """Equations that only pass a batched value on: calls and loops that return one, the order of the nodes' results."""
+    return {"jit", "pjit", "shard_map", "custom_jvp_call", "reshape", "transpose", "slice"}
+
+
+def of_batch_size(jaxpr: Any, batch: int) -> list[Any]:
+    """Values that have a dimension of the batch's size or a multiple of it, and are not just passed on."""
+    return [
+        (path, name, shape)
+        for path, name, shape in shapes(jaxpr)
+        if name not in allowed_whole(jaxpr) and any(n and n % batch == 0 for n in shape)
+    ]
+
+
+RANDOM_STEPS = {
+    "dropout": lambda key, x: jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0.0).sum(0),
+    "noise": lambda key, x: x + jax.random.normal(key, x.shape),
+    "flat noise": lambda key, x: x + jax.random.normal(key, (x.size,)).reshape(x.shape),
+    "a key for each example": lambda key, x: jax.vmap(lambda k, row: row * jax.random.uniform(k, row.shape))(
+        jax.random.split(key, x.shape[0]), x
+    ),
+    "positions": lambda key, x: x * jnp.arange(x.shape[0])[:, None],
+    "weights": lambda key, x: (x * (jnp.ones(x.shape[0]) / x.shape[0])[:, None]).sum(0),
+    "one-hot positions": lambda key, x: (x * (jnp.arange(x.shape[0]) == 5)[:, None]).sum(0),
+    "own elements": lambda key, x: x[jnp.arange(x.shape[0]), jnp.argmax(x, 1)],
+}
+
+
+@pytest.mark.parametrize("name", RANDOM_STEPS)
+def test_nothing_is_made_at_the_size_of_the_batch(name: str) -> None:
+    batch = 7 * 8  # a multiple of nothing else here
+    jaxpr = program(RANDOM_STEPS[name], jax.random.key(0), normal(batch, 3), devices=1)
+    assert of_batch_size(jaxpr, batch) == []
+    assert any(in_node(path) for path, _, _ in shapes(jaxpr))
+
+
+def test_dropout_of_a_network_is_drawn_per_node() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            x = nn.Dropout(0.5, deterministic=False)(nn.relu(nn.Dense(5)(x)))
+            return nn.Dropout(0.3, deterministic=False)(nn.Dense(2)(x))
+
+    net = Net()
+    batch = 7 * 8
+    x = normal(batch, 3)
+    params = net.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, key = state
+        grads = jax.grad(lambda p: jnp.mean(net.apply(p, x, rngs={"dropout": key}) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), jax.random.split(key)[0]
+
+    jaxpr = program(step, (params, jax.random.key(2)), x, devices=1)
+    assert of_batch_size(jaxpr, batch) == []
+
+
+def test_the_check_for_sizes_sees_what_is_whole() -> None:
+    """A sort over the batch cannot be done in parts: the checks above would not pass it."""
+    batch = 7 * 8
+    jaxpr = program(lambda w, x: jnp.sort(x, axis=0), 0.0, normal(batch, 3), devices=1)
+    assert any(name == "sort" for _, name, _ in of_batch_size(jaxpr, batch))
+
+
+def test_contrastive_loss_holds_activations_per_node() -> None:
+    """Of the whole batch there are embeddings and similarities; never what is between input and embedding."""
+    batch, hidden, width = 7 * 8, 11, 3
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            z = jnp.tanh(x @ params["w1"]) @ params["w2"]
+            return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(batch)).mean()
+
+        return jax.grad(loss_fn)(params)
+
+    params = {"w1": normal(3, hidden), "w2": normal(hidden, width)}
+    jaxpr = program(step, params, normal(batch, 3), recompute_budget=10.0)
+    whole = {shape for _, _, shape in of_batch_size(jaxpr, batch)}
+    assert (batch, width) in whole or (width, batch) in whole
+    assert not any(hidden in shape for shape in whole)
+
+
+# Accumulators
+
+
+def carried(loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
+    """Dtype and shape of what a loop over nodes carries, for a step that returns nothing per example."""
+    return [(var.aval.dtype, var.aval.shape) for var in loop.outvars]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "option", "accumulator"),
+    [
+        (jnp.bfloat16, None, jnp.float32),
+        (jnp.float16, None, jnp.float32),
+        (jnp.float32, None, jnp.float32),
+        (jnp.bfloat16, jnp.bfloat16, jnp.bfloat16),
+        (jnp.float32, jnp.bfloat16, jnp.bfloat16),
+        (jnp.bfloat16, "float32", jnp.float32),
+    ],
+)
+def test_dtype_of_accumulators(dtype: Any, option: Any, accumulator: Any) -> None:
+    (loop,) = loops(program(mlp, *mlp_arguments(dtype=dtype), accumulate_dtype=option))
+    kinds = {kind for kind, _ in carried(loop)}
+    assert kinds == {jnp.dtype(accumulator)}
+
+
+def test_dtype_of_accumulators_in_float64() -> None:
+    with jax.enable_x64(True):
+        for dtype, option in ((jnp.float32, jnp.float64), (jnp.float64, None)):
+            (loop,) = loops(program(mlp, *mlp_arguments(dtype=dtype), accumulate_dtype=option))
+            assert {kind for kind, _ in carried(loop)} == {jnp.dtype(jnp.float64)}
+
+
+def test_counts_and_extremes_keep_their_dtype() -> None:
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        return (x > 0).sum(), x.max(), (x > 0).any()
+
+    args = normal(3), normal(BATCH, 3, dtype=jnp.bfloat16)
+    (loop,) = loops(program(step, *args, accumulate_dtype=jnp.float32))
+    assert collections.Counter(kind.name for kind, _ in carried(loop)) == {"int32": 1, "bfloat16": 1, "bool": 1}
+
+
+def test_results_have_the_dtype_of_the_step() -> None:
+    args = mlp_arguments(dtype=jnp.bfloat16)
+    got = jax.eval_shape(vnode.virtualize(mlp, virtual_nodes=NODES), *args)
+    assert got == jax.eval_shape(mlp, *args)
+
+
+def test_one_accumulator_for_gradients_that_are_added() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def loss_fn(w: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.tanh(x @ w) @ w.T)
+
+        return w - jax.grad(loss_fn)(w)
+
+    (loop,) = loops(program(step, normal(3, 5), normal(BATCH, 3)))
+    assert len(carried(loop)) == 1
+
+
+# Collectives
+
+
+def crossings(step: Any, *args: Any, counts: list[int], **options: Any) -> list[str]:
+    """The compiled program's lines in which devices exchange values."""
+    placement = vnode.Placement(sum(counts), jax.devices()[: len(counts)], counts=counts)
+    virtual = vnode.virtualize(step, virtual_nodes=sum(counts), placement=placement, **options)
+    text = virtual.lower(*args).compile().as_text()
+    return [
+        line
+        for line in text.splitlines()
+        if re.search(r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\(", line)
+    ]
+
+
+@pytest.mark.parametrize("counts", [[2, 2], [3, 1], [4, 0]])
+def test_one_reduction_for_each_pass_outside_its_loop(counts: list[int]) -> None:
+    params, x = mlp_arguments()
+    (line,) = crossings(mlp, params, x, counts=counts, reduction="fast")
+    assert "all-reduce" in line and "/while/" not in line
+    batch = {"x": x, "mask": jnp.ones(BATCH)}
+    lines = crossings(masked, params, batch, counts=counts, reduction="fast", recompute_budget=10.0)
+    assert len(lines) == 2 and not any("/while/" in line for line in lines)
+
+
+def test_no_collective_in_a_loop_whatever_the_reduction() -> None:
+    lines = crossings(mlp, *mlp_arguments(), counts=[2, 2, 2, 2], reduction="invariant")
+    assert lines and not any("/while/" in line for line in lines)
+
+
+# Names
+
+
+def test_name_stacks_and_source_lines_are_kept() -> None:
+    class Net(nn.Module):
+        @nn.compact
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return nn.Dense(2, name="head")(jnp.tanh(nn.Dense(5, name="stem")(x)))
+
+    net = Net()
+    x = normal(BATCH, 3)
+    params = net.init(jax.random.key(0), x)
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean(net.apply(p, x) ** 2))(params)
+        with jax.named_scope("update"):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES).on(jax.devices()[:2])
+    text = virtual.lower(params, x).compile().as_text()
+    names = re.findall(r'op_name="([^"]*)"', text)
+    for scope in ("jvp(Net)/stem", "jvp(Net)/head", "transpose(jvp(Net))/head", "update"):
+        assert any(scope in name for name in names), scope
+    assert any(name.endswith("dot_general") and "/while/body/" in name and "stem" in name for name in names)
+    assert not any("/while/" in name and "update" in name for name in names)
+    lowered = virtual.lower(params, x).as_text(debug_info=True)
+    assert "test_passes.py" in lowered
