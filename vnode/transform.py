@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Statics, batch_axes, batch_size, is_array
@@ -207,7 +207,7 @@ class VirtualStep:
                 if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))) and not self._has_statics:
                     raise
                 self._has_statics = True
-            except ValueError:
+            except Exception:
                 moved = self._moved((args, kwargs))
                 if not differs(moved, (args, kwargs)):
                     raise
@@ -216,7 +216,7 @@ class VirtualStep:
         static, parts = self._split(args, kwargs)
         try:
             arrays = self._static_jit(static, *parts)
-        except ValueError:
+        except Exception:
             moved = self._moved((args, kwargs))
             if not differs(moved, (args, kwargs)):
                 raise
@@ -234,7 +234,8 @@ class VirtualStep:
             if sharding.device_set != here:
                 return jax.device_put(leaf, self.placement.sharding())
             if typed_sharding(leaf):
-                return jax.device_put(leaf, NamedSharding(mesh, sharding.spec))
+                known = sharding.mesh.axis_names == mesh.axis_names
+                return jax.device_put(leaf, NamedSharding(mesh, sharding.spec if known else PartitionSpec()))
             return leaf
 
         return jax.tree.map(move, tree)

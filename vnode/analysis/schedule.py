@@ -3,8 +3,9 @@
 Knows recipes and levels. Must not know devices or how anything is evaluated.
 
 Where a partial value is accumulated matters: the frontier between per-node and once-only work may be moved along
-linear equations. It is moved as early as possible as long as the accumulators do not grow, so that scaling, casting
-and transposing happen once, while two gradients of a tied weight are added before they are accumulated.
+linear equations. It is moved as early as possible as long as the accumulators do not grow, so that scaling happens
+once, while two gradients of a tied weight are added before they are accumulated. A transpose stays in the loop, where
+the compiler folds it into the product before it.
 """
 
 from __future__ import annotations
@@ -436,7 +437,8 @@ class Sweep:
         if any(itemsize(atom) < itemsize(var) for atom in partial for var in late):
             return False  # a cast to more bits comes before the sum: that is the sum that the user reads
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
-        return bool(partial) and cost <= sum(size_of(var) for var in late)
+        gain = sum(size_of(var) for var in late) - cost
+        return bool(partial) and (gain > 0 if step.description.movement else gain >= 0)
 
 
 KEEP = 50

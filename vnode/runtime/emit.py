@@ -77,7 +77,10 @@ class Emission:
                         (self.batched if isinstance(form, Slice) else self.whole)[var] = value
             if stage.nodes is not None:
                 self.run_pass(stage.nodes)
-        return [self.output(atom) for atom in self.flow.program.outputs]
+        outputs = [self.output(atom) for atom in self.flow.program.outputs]
+        if not self.schedule.passes:  # or nothing would say where the results are to be
+            outputs = lax.with_sharding_constraint(outputs, self.placement.sharding())
+        return outputs
 
     def read(self, atom: Atom) -> Any:
         """The whole value of an atom."""
