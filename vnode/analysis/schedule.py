@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
+from vnode.analysis.decisions import decisions
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
@@ -175,6 +176,7 @@ class Sweep:
         self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
         self.waiting: list[int] = []
         self.evaluated: set[int] = set()
+        self.decided = decisions(flow) if self.level > 1 else {}
         self.keepable = keepable(flow) if self.level > 1 else set()
         self.keeping = False
         self.held: dict[int, list[int]] = {}
@@ -343,7 +345,9 @@ class Sweep:
         if isinstance(form, Whole):
             return not self.only_layout(var)
         state = self.flow.states[var]
-        kept = self.keeping and state.level < self.level and var in self.keepable
+        kept = state.level < self.level and (
+            (self.keeping and var in self.keepable) or self.decided.get(var, self.level + 1) <= self.level
+        )
         return form == state.form and (state.given or kept)
 
     def only_layout(self, var: Var) -> bool:

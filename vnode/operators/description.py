@@ -107,6 +107,8 @@ class OperatorDescription:
         group of two. An operand in no group is used nonlinearly (or is an index).
       movement: the equation only moves elements of its linear operands (a reshape, a gather): what holds of sums then
         holds of every monoid.
+      continuous: a last bit more or less in the operands changes the results by as little (so does everything that is
+        linear). Not so a comparison, a rounding, or a logarithm, which may turn a tiny number into NaN.
       adds: the result is the plain sum of the operands, element by element.
       once: operands that enter a reduction as one more term (what a scatter-add adds to). When the reduction is
         split, they may enter in one part only and the others get the monoid's identity.
@@ -133,6 +135,7 @@ class OperatorDescription:
     positional: frozenset[int] = frozenset()
     linear: tuple[frozenset[int], ...] = ()
     movement: bool = False
+    continuous: bool = False
     adds: bool = False
     once: frozenset[int] = frozenset()
     indices: frozenset[int] = frozenset()

@@ -44,6 +44,14 @@ LINEAR: dict[str, tuple[set[int], ...]] = {
 }
 """For each primitive the groups of operands in which it is linear, whatever the dtype."""
 
+# fmt: off
+CONTINUOUS = {
+    "abs", "asinh", "atan", "cbrt", "clamp", "cos", "cosh", "erf", "erfc", "exp", "exp2", "expm1", "integer_pow",
+    "logistic", "max", "min", "one_minus_square", "sin", "sinh", "square", "tanh",
+}
+# fmt: on
+"""Nonlinear primitives that change little when their operands do."""
+
 MOVEMENT = {"copy", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
 
@@ -64,7 +72,11 @@ def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:
 
 
 def elementwise(
-    eqn: JaxprEqn, linear: tuple[set[int], ...], movement: bool = False, adds: bool = False
+    eqn: JaxprEqn,
+    linear: tuple[set[int], ...],
+    movement: bool = False,
+    continuous: bool = False,
+    adds: bool = False,
 ) -> OperatorDescription:
     """The description of an elementwise equation that is linear in the groups `linear`."""
     f, operands, result = broadcast(eqn)
@@ -74,13 +86,14 @@ def elementwise(
         results=(result,) * len(eqn.outvars),
         linear=tuple(frozenset(group) for group in linear),
         movement=movement,
+        continuous=continuous,
         adds=adds,
     )
 
 
 @rule(*NONLINEAR)
 def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
-    return elementwise(eqn, ())
+    return elementwise(eqn, (), continuous=eqn.primitive.name in CONTINUOUS)
 
 
 @rule(*LINEAR)

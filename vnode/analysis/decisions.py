@@ -1,0 +1,172 @@
+"""Decisions: values that a later pass must not compute again, because it would have to find the very same bits.
+
+Knows batch flow and descriptions. Must not know passes' contents, devices or how anything is evaluated.
+
+A compiler may round one computation differently in two programs, so a pass that computes a value again gets it up to
+rounding. That is harmless, unless the value is held against what became of it when it was first computed. An example
+is the worst of the batch if its loss *equals* the greatest loss; a token that was counted for one expert must not go
+to another one. Two kinds of decisions are found:
+
+- A reduction that picks (``max`` over examples, or the whole batch at once for a sort or an argmax), where a later
+  pass holds what was picked against what it was picked from.
+- A reduction of discrete values (a count of tokens above a threshold, a number of examples per class), where a later
+  pass reads those values as well.
+
+In both cases what the reduction picked from, or counted, is kept from the first computation: by walking back from the
+reduced operand over equations that give the same bits whatever the compiler does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Partial, Slice, Whole
+from vnode.analysis.program import Atom
+from vnode.analysis.states import Flow, Step
+from vnode.operators import Monoid, OperatorDescription
+
+PICKS = (Monoid.MAX, Monoid.MIN)
+
+
+def decisions(flow: Flow) -> dict[Var, int]:
+    """Batched values to be kept, each with the first pass that must be given it.
+
+    Args:
+      flow: batch flow of the step.
+
+    Returns:
+      For every such value the level of a pass. Earlier passes may compute it.
+    """
+    given = set(flow.program.inputs) | set(flow.program.constants)
+    makers = {var: step for step in flow.steps for var in step.eqn.outvars}
+    steps = living(flow)
+    reads = first_reads(flow, steps)
+    sources: dict[Var, list[Var]] = {}
+    kept: dict[Var, int] = {}
+
+    def keep(var: Var, level: int) -> None:
+        kept[var] = min(level, kept.get(var, level))
+
+    picked: list[Var] = [var for var in flow.gathered if not flow.states[var].given]
+    for step in steps:
+        if not step.per_node or step.description is None:
+            continue
+        for result, form in zip(step.eqn.outvars, step.results, strict=True):
+            if not isinstance(form, Partial) or result not in reads:
+                continue
+            sliced = [a for a, f in zip(step.eqn.invars, step.operands, strict=True) if isinstance(f, Slice)]
+            sources[result] = [var for atom in sliced for var in origins(flow, makers, given, atom)]
+            if form.monoid in PICKS:
+                picked.append(result)
+            elif not any(map(inexact, sources[result])):
+                for var in sources[result]:
+                    keep(var, reads[result])
+    for var in picked:
+        if var not in reads:
+            continue
+        found = sources[var] if var in sources else list(origins(flow, makers, given, var))
+        held = held_against(flow, steps, found, var)
+        for origin in found:
+            if held or not inexact(origin):
+                keep(origin, reads[var])
+    return kept
+
+
+def living(flow: Flow) -> list[Step]:
+    """The equations that a result or an effect depends on, in order."""
+    wanted = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
+    steps: list[Step] = []
+    for step in reversed(flow.steps):
+        if step.eqn.effects or any(var in wanted for var in step.eqn.outvars):
+            wanted.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
+            steps.append(step)
+    return steps[::-1]
+
+
+def first_reads(flow: Flow, steps: list[Step]) -> dict[Var, int]:
+    """For every value that nodes read completed, or something made of it once: the level of the first that do."""
+    reads: dict[Var, int] = {}
+    for step in reversed(steps):
+        behind = min((reads[var] for var in step.eqn.outvars if var in reads), default=math.inf)
+        for atom, form in zip(step.eqn.invars, step.operands, strict=True):
+            if not isinstance(atom, Var):
+                continue
+            own = flow.state(atom).form
+            completed = isinstance(form, Whole) or (isinstance(form, Slice) and not isinstance(own, Slice))
+            level = step.level if step.per_node and completed else math.inf
+            if not step.per_node or isinstance(form, Partial):
+                level = min(level, behind)
+            if level < math.inf:
+                reads[atom] = min(int(level), reads.get(atom, int(level)))
+    return reads
+
+
+def origins(flow: Flow, makers: dict[Var, Step], given: set[Var], atom: Atom) -> Iterator[Var]:
+    """The batched values that a value consists of, bit for bit, or that fix its discrete elements."""
+    seen: set[Var] = set()
+    stack = [atom]
+    while stack:
+        var = stack.pop()
+        if not isinstance(var, Var) or var in seen or var in given:
+            continue
+        seen.add(var)
+        state = flow.states[var]
+        if not isinstance(state.form, Slice) or state.given:
+            continue
+        step = makers[var]
+        if exact(step):
+            stack += step.eqn.invars
+        else:
+            yield var
+
+
+def exact(step: Step) -> bool:
+    """Whether equal operands give equal results in every program: nothing is rounded, or only what was picked."""
+    description = step.description
+    if not step.per_node or description is None:
+        return False
+    picks = bool(description.reduced) and all(monoid in PICKS for monoid in description.reduced.values())
+    return description.movement or picks or not any(map(inexact, step.eqn.invars))
+
+
+def inexact(atom: Atom) -> bool:
+    return jnp.issubdtype(getattr(atom.aval, "dtype", jnp.int32), jnp.inexact)
+
+
+def held_against(flow: Flow, steps: list[Step], origin: list[Var], picked: Var) -> bool:
+    """Whether an equation that is not continuous reads both what was picked and what it was picked from.
+
+    A softmax over the batch does not: it subtracts the greatest logit, and a last bit more or less does not matter.
+    """
+    sources, results = set(origin), {picked}
+    for step in steps:
+        reads_source = reads_result = False
+        for atom, form in zip(step.eqn.invars, step.operands, strict=True):
+            if isinstance(atom, Var):
+                whole = isinstance(form, Whole) or not isinstance(flow.states[atom].form, Slice)
+                reads_result |= atom in results and (whole or atom is not picked)
+                reads_source |= atom in sources and not whole
+        if not reads_source and not reads_result:
+            continue
+        description = step.description or flow.program.describe(step.eqn)
+        if reads_source and reads_result and (description is None or may_jump(description)):
+            return True
+        if description is None or may_pick(description):
+            outputs = [var for var in step.eqn.outvars if var is not picked]
+            sources.update(outputs if reads_source else ())
+            results.update(outputs if reads_result else ())
+    return False
+
+
+def may_jump(description: OperatorDescription) -> bool:
+    """Whether a last bit more or less may change an equation's results altogether."""
+    return not (description.movement or description.continuous or description.linear or description.reduced)
+
+
+def may_pick(description: OperatorDescription) -> bool:
+    """Whether elements of an equation's results may be those of its operands, or each depend on few of them."""
+    return not description.contraction and all(monoid in PICKS for monoid in description.reduced.values())
