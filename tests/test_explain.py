@@ -276,3 +276,21 @@ def test_which_devices_they_are_does_not_show() -> None:
         for d in (0, 3, 6)
     }
     assert len(reports) == 1
+
+
+@pytest.mark.parametrize("features", [1, 4, 256])
+def test_masked_mean_computes_nothing_twice(features: int) -> None:
+    """The numerator is summed with the gradients; the first pass only counts."""
+
+    def step(w: jax.Array, batch: Any) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            losses = (batch["x"] @ w) ** 2
+            return (losses * batch["mask"]).sum() / batch["mask"].sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    batch = {"x": normal(B, 5), "mask": jnp.ones((B, 1))}
+    report = vnode.virtualize(step, virtual_nodes=4).explain(normal(5, features), batch)
+    assert report.recomputed == 0
+    assert [len(p.accumulators) for p in report.passes] == [1, 2]
+    assert report.passes[0].flops == B

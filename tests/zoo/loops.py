@@ -481,3 +481,19 @@ def truncated_backpropagation() -> Program:
 
     batch = {"x": kit.normal(12, LENGTH, WIDTH), "h": kit.normal(12, HIDDEN)}
     return Program(step, (_lstm_params(), batch), {"recompute_budget": 10.0})
+
+
+@case(item=6)
+def loop_over_time_with_a_mean_over_the_batch() -> Program:
+    """A loop around passes of its own; one of its results leaves as it is, nodes work on the other."""
+
+    def step(scale: jax.Array, x: jax.Array) -> Any:
+        def center(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+            x = jnp.tanh(x - x.mean(axis=0) + 0.1 * carry)
+            return jnp.where(x.sum() > 0, carry, x), x[:, ::-1]
+
+        zeros = jnp.zeros((x.shape[0], WIDTH), x.dtype)
+        last, outputs = lax.scan(center, zeros, jnp.minimum(jnp.sqrt(scale), jnp.swapaxes(x, 0, 1)))
+        return jnp.swapaxes(last, 0, 1) * 2, outputs
+
+    return Program(step, (kit.normal(1) ** 2, kit.normal(16, LENGTH, WIDTH)), {"recompute_budget": 10.0})

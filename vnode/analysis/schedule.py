@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -199,7 +199,8 @@ class Sweep:
         if not isinstance(state.form, Whole) and not state.given:
             self.pending[atom] = None
             return
-        release = 0 if state.level == 0 else self.earliest.get(atom, self.level)
+        siblings = self.flow.steps[self.position[atom]].eqn.outvars
+        release = 0 if state.level == 0 else min(self.earliest.get(var, self.level) for var in siblings)
         if release < self.level:
             self.held.setdefault(release, []).append(-self.position[atom])
         else:
@@ -264,7 +265,7 @@ class Sweep:
                 var in self.needed and (isinstance(form, Whole) or step.around)
                 for var, form in zip(step.eqn.outvars, step.results, strict=True)
             ]
-            self.made.update((var, self.level) for var, want in zip(step.eqn.outvars, wanted, strict=True) if want)
+            self.made.update((var, self.level) for var in step.eqn.outvars)
             actions.append(self.whole(step, wanted))
         actions.reverse()
         return tuple(actions)
@@ -383,8 +384,9 @@ class Sweep:
     def postponed(self, ready: set[Var]) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
 
-        What must be made here decides what the pass computes. A value comes along if it adds little to that; the
-        gradients, say, do not come along with a statistic of losses that an earlier pass keeps.
+        What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
+        numerator of a masked mean with the gradients, not with the count of the mask; the gradients not with a
+        statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
         """
         states = self.flow.states
         forced = [var for var in ready if states[var].level == self.level]
@@ -392,34 +394,57 @@ class Sweep:
         if not others:
             return set()
         base = recipe(self.flow, [(var, states[var].form) for var in forced], self.node_size, is_leaf=self.is_leaf)
-        done = {id(action.step) for action in base.actions if isinstance(action, Evaluation)}
-        allowed = sum(step_flops(action.step) for action in base.actions if isinstance(action, Evaluation)) // 20
+        here = {action.step for action in base.actions if isinstance(action, Evaluation)}
+        before: set[Step] = set()
+        for var in self.pieces(base):
+            before |= self.extra(var, before, self.is_whole)
+        little = sum(map(step_flops, here)) // 20
         late: set[Var] = set()
         for var in sorted(others, key=lambda v: self.position.get(v, -1)):
-            extra = None if (var, states[var].form) in base.leaves else self.extra_work(var, done, allowed)
-            if extra is None:
-                late.add(var)
+            more = self.extra(var, here, self.is_leaf)
+            cost = sum(map(step_flops, more))
+            comes = (var, states[var].form) not in base.leaves and (
+                cost <= little or cost <= sum(map(step_flops, self.extra(var, before, self.is_whole)))
+            )
+            if comes:
+                here |= more
             else:
-                done |= extra
+                late.add(var)
+                before |= self.extra(var, before, self.is_whole)
         return late
 
-    def extra_work(self, var: Var, done: set[int], allowed: int) -> set[int] | None:
-        """The steps that nodes would do besides `done` for a value; None if they are more work than allowed."""
-        extra: set[int] = set()
+    def pieces(self, made: Recipe) -> list[Var]:
+        """What earlier passes complete or keep so that `made` is given what it reads."""
+        found: list[Var] = []
+        seen: set[Var] = set()
+        stack: list[Atom] = [var for var, _ in made.leaves]
+        while stack:
+            var = stack.pop()
+            if not isinstance(var, Var) or var in seen or var not in self.position:
+                continue
+            seen.add(var)
+            if self.is_whole(var, self.flow.states[var].form):
+                stack += self.flow.steps[self.position[var]].eqn.invars
+            else:
+                found.append(var)
+        return found
+
+    def is_whole(self, var: Var, form: Form) -> bool:
+        """Whether no pass has to make a value."""
+        return isinstance(form, Whole) or self.flow.states[var].given
+
+    def extra(self, var: Var, done: set[Step], is_leaf: Callable[[Var, Form], bool]) -> set[Step]:
+        """The steps that nodes would evaluate besides `done` for a value."""
+        extra: set[Step] = set()
         stack: list[Atom] = [var]
         while stack:
             atom = stack.pop()
             if not isinstance(atom, Var) or atom not in self.position:
                 continue
             step = self.flow.steps[self.position[atom]]
-            state = self.flow.states[atom]
-            if id(step) in done or id(step) in extra or self.is_leaf(atom, state.form):
-                continue
-            extra.add(id(step))
-            allowed -= step_flops(step)
-            if allowed < 0:
-                return None
-            stack += step.eqn.invars
+            if step not in done and step not in extra and not is_leaf(atom, self.flow.states[atom].form):
+                extra.add(step)
+                stack += step.eqn.invars
         return extra
 
     def may_wait_for(self, var: Var, level: int) -> bool:
