@@ -253,3 +253,63 @@ def test_host_code_that_is_given_the_whole_batch_is_not_given_parts(call: str) -
 
     with pytest.raises(vnode.UnsupportedPrimitiveError, match=rf"(?s)'{call}'.*test_effects\.py:\d+"):
         run(step)
+
+
+@pytest.mark.parametrize("reduced", [True, False])
+def test_ordered_effects_need_a_single_device(reduced: bool) -> None:
+    """Of what the nodes share; those of single examples are refused on any."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        jax.debug.print("{}", x.sum() if reduced else w.sum(), ordered=True)
+        return w + x.sum(0)
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES)
+    w, x = arguments()
+    np.testing.assert_allclose(virtual.on(jax.devices()[:1])(w, x), w + x.sum(0), rtol=1e-5)
+    with pytest.raises(vnode.PlacementError, match=r"(?s)'debug_print'.*2 devices.*test_effects\.py.*ordered=False"):
+        virtual.on(jax.devices()[:2])(w, x)
+
+
+@pytest.mark.parametrize("counts", PLACES)
+def test_arrays_mutated_in_place(counts: list[int]) -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        total = jax.new_ref(jnp.zeros(3))
+        total[...] = x.sum(0)
+        total[...] += w
+        return total[...]
+
+    w, x = arguments()
+    placement = vnode.Placement(sum(counts), jax.devices()[: len(counts)], counts=counts)
+    virtual = vnode.virtualize(step, virtual_nodes=sum(counts), placement=placement)
+    np.testing.assert_allclose(virtual(w, x), w + x.sum(0), rtol=1e-5)
+
+
+def test_reads_and_writes_in_place_keep_their_order() -> None:
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, ...]:
+        store = jax.new_ref(w)
+        before = store[...]
+        store[...] = x.mean(0)
+        mean = store[...]
+        products = (x - mean) * before
+        store[...] = products.sum(0)
+        return store[...], before, mean, (products**2).sum()
+
+    w, x = arguments()
+    got = vnode.virtualize(step, virtual_nodes=NODES, recompute_budget=10.0)(w, x)
+    for g, want in zip(got, jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(g, want, rtol=1e-5, atol=1e-5)
+
+
+def test_single_examples_written_in_place_are_refused() -> None:
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        total = jax.new_ref(w)
+
+        def add(i: jax.Array, carry: jax.Array) -> jax.Array:
+            total[...] += x[i]
+            return carry
+
+        jax.lax.fori_loop(0, BATCH, add, 0)
+        return total[...]
+
+    with pytest.raises(vnode.UnsupportedPrimitiveError, match=r"(?s)in place.*test_effects\.py"):
+        vnode.virtualize(step, virtual_nodes=NODES)(*arguments())

@@ -62,6 +62,12 @@ def test_all_devices_by_default() -> None:
     assert vnode.Placement(16).devices == jax.devices()
 
 
+@pytest.mark.parametrize("devices", ["cpu", jax.devices()[0], [0, 1]], ids=["a name", "one device", "numbers"])
+def test_devices_are_a_sequence_of_devices(devices: Any) -> None:
+    with pytest.raises(vnode.PlacementError, match=r"jax\.devices\(\)"):
+        vnode.Placement(4, devices)
+
+
 def test_the_order_of_devices_is_kept() -> None:
     devices = [jax.devices()[i] for i in (5, 0, 3)]
     assert vnode.Placement(3, devices).devices == devices

@@ -7,7 +7,9 @@ written; which dimensions are split is read off `explain`, because a wrong one w
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import equinox
@@ -114,6 +116,8 @@ def test_any_callable_is_a_step(fun: Any) -> None:
         ({"reduction": "slow"}, ValueError, "invariant, fast, not 'slow'"),
         ({"recompute_budget": -0.1}, ValueError, "-0.1"),
         ({"recompute_budget": float("nan")}, ValueError, "nan"),
+        ({"donate_argnums": 2}, ValueError, "donate_argnums=2: the step has 2 positional arguments"),
+        ({"static_argnums": (0, -3)}, ValueError, r"static_argnums=\(0, -3\): the step has 2 positional arguments"),
         ({"placement": vnode.Placement(3)}, vnode.PlacementError, "for 3 nodes, the step has 4"),
     ],
 )
@@ -122,9 +126,32 @@ def test_options_are_checked_at_once(options: dict[str, Any], error: type[Except
         vnode.virtualize(update, **{"virtual_nodes": NODES, **options})
 
 
+def test_any_kind_of_integer_is_a_number_of_nodes() -> None:
+    step = vnode.virtualize(update, virtual_nodes=np.int64(NODES))
+    assert step.placement.virtual_nodes == NODES
+
+
 def test_number_of_nodes_must_be_said() -> None:
     with pytest.raises(TypeError, match="virtual_nodes"):
         vnode.virtualize(update)
+
+
+class Trainer:
+    """A step that is a method."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    @functools.partial(vnode.virtualize, virtual_nodes=NODES, in_axes=(None, None, 0), static_argnums=0)
+    def step(self, w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - self.rate * x.sum(0)
+
+
+def test_methods() -> None:
+    w, x = normal(3), normal(BATCH, 3)
+    for rate in (0.1, 0.2):
+        assert_close(Trainer(rate).step(w, x), w - rate * x.sum(0))
+    assert isinstance(Trainer.step, vnode.VirtualStep)
 
 
 # Which dimensions are split
@@ -314,6 +341,13 @@ def test_static_argnums(static: Any) -> None:
 # Donation
 
 
+def test_donated_argument_counted_from_the_end() -> None:
+    virtual = two_devices(lambda state, x: {"w": state["w"] + x.sum(0)}, donate_argnums=-2)
+    state = virtual.put({"w": normal(3)})
+    virtual(state, normal(BATCH, 3))
+    assert state["w"].is_deleted()
+
+
 @pytest.mark.parametrize("extra", [{}, {"apply": jnp.sin}], ids=["arrays", "with callables"])
 def test_donated_buffers_are_given_up_and_used_correctly(extra: dict[str, Any]) -> None:
     def step(state: dict[str, Any], x: jax.Array) -> tuple[dict[str, Any], jax.Array]:
@@ -374,25 +408,54 @@ def test_one_trace_for_each_shape_and_placement() -> None:
         assert traced.times == times
 
 
-def test_one_program_for_each_shape_and_placement() -> None:
+@contextlib.contextmanager
+def compilations() -> Iterator[list[str]]:
+    """Collects one entry for each program that XLA compiles."""
     names: list[str] = []
 
     def listen(name: str, seconds: float, **_: Any) -> None:
         if name == "/jax/core/compile/backend_compile_duration":
             names.append(name)
 
-    virtual = two_devices(update)
-    state, x = virtual.put({"w": normal(3)}), normal(BATCH, 3)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
-        state, *_ = virtual(state, x)
-        first = len(names)
-        for _ in range(3):
-            state, *_ = virtual(state, x)
-        jax.block_until_ready(state)
+        yield names
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
-    assert first == 1 and len(names) == first
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("start", ["put", "fresh", "numpy", "elsewhere"])
+def test_one_program_for_each_shape_and_placement(start: str, devices: int) -> None:
+    """Also where the state that is returned lives elsewhere than the one that was given first."""
+    virtual = vnode.virtualize(update, virtual_nodes=NODES).on(jax.devices()[:devices])
+    places = {
+        "put": virtual.put,
+        "fresh": lambda state: state,
+        "numpy": lambda state: jax.tree.map(np.asarray, state),
+        "elsewhere": lambda state: jax.device_put(state, jax.devices()[5]),
+    }
+    state, x = places[start]({"w": normal(3)}), normal(BATCH, 3)
+    with compilations() as compiled:
+        for _ in range(4):
+            state, *_ = virtual(state, x)
+        jax.block_until_ready(state)
+    assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("extra", [{}, {"apply": jnp.sin}], ids=["arrays", "with callables"])
+def test_one_program_for_a_new_key_in_every_step(extra: dict[str, Any]) -> None:
+    def step(state: Any, x: jax.Array, key: jax.Array) -> Any:
+        return {**state, "w": state["w"] + jax.random.normal(key, x.shape).mean(0) * x.mean(0)}
+
+    virtual = two_devices(step, in_axes=(None, 0, None))
+    keys = list(jax.random.split(jax.random.key(0), 6))
+    state, x = {"w": normal(3), **extra}, normal(BATCH, 3)
+    with compilations() as compiled:
+        for key in keys:
+            state = virtual(state, x, key)
+        jax.block_until_ready(state["w"])
+    assert len(compiled) == 1
 
 
 def test_lower_takes_shapes() -> None:

@@ -44,7 +44,7 @@ class Statics:
     def __init__(self, rest: tuple[tuple[Any, tuple[Any, ...]], ...], count: int) -> None:
         self.rest = rest
         self.count = count
-        self.outputs: tuple[Any, list[Any]] | None = None
+        self.returned: dict[str, Any] = {}
 
     def __hash__(self) -> int:
         return hash(self.rest)
@@ -53,9 +53,14 @@ class Statics:
         return isinstance(other, Statics) and self.rest == other.rest and self.adopt(other)
 
     def adopt(self, other: Statics) -> bool:
-        """Two equal calls share what the first one returned besides arrays."""
-        self.outputs = other.outputs = self.outputs or other.outputs
+        """Two equal calls share what either returns besides arrays."""
+        self.returned = other.returned = self.returned or other.returned
         return True
+
+    @property
+    def outputs(self) -> tuple[Any, list[Any]] | None:
+        """Structure of what the step returned, and its static leaves."""
+        return self.returned.get("outputs")
 
     def dynamic(self, per_leaf: Sequence[Any]) -> list[Any]:
         """Of something per leaf of ``(args, kwargs)`` (a static argument counts as it flattens), that of the arrays."""
@@ -79,7 +84,7 @@ class Statics:
     def split_outputs(self, out: Any) -> list[Any]:
         """The arrays of what the step returned; remembers the rest."""
         leaves, treedef = jax.tree.flatten(out)
-        self.outputs = (treedef, [None if is_array(leaf) else Held(leaf) for leaf in leaves])
+        self.returned["outputs"] = (treedef, [None if is_array(leaf) else Held(leaf) for leaf in leaves])
         return [leaf for leaf in leaves if is_array(leaf)]
 
     @property
@@ -112,7 +117,13 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if not isinstance(in_axes, tuple):
         raise BatchError(f"in_axes must be an integer, or a tuple with one entry per argument, not {in_axes!r}")
     if len(in_axes) > len(args):
-        raise BatchError(f"in_axes has {len(in_axes)} entries for {len(args)} positional arguments")
+        raise BatchError(
+            layout_message(
+                f"in_axes has {len(in_axes)} entries, the call {len(args)} positional arguments.",
+                facts=[f"in_axes = {in_axes!r}"],
+                remedies=["pass the batch by position: keyword arguments are never split", "shorten in_axes"],
+            )
+        )
     axes: list[int | None] = []
     for i, arg in enumerate(args):
         entry = in_axes[i] if i < len(in_axes) else None
@@ -122,16 +133,23 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
         try:
             parts = jax.tree.map(spread, entry, arg, is_leaf=lambda leaf: leaf is None)
-        except ValueError as error:
+        except ValueError:
             raise BatchError(
                 layout_message(
-                    f"in_axes[{i}] does not fit argument {i}: {error}",
-                    facts=[f"in_axes[{i}] = {entry!r}"],
+                    f"in_axes[{i}] does not fit argument {i}: it is no prefix of it.",
+                    facts=[
+                        f"in_axes[{i}] = {entry!r}",
+                        f"argument {i} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
+                    ],
                     remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
                 )
             ) from None
         axes += jax.tree.leaves(parts, is_leaf=lambda leaf: leaf is None)
     return axes + [None] * len(jax.tree.leaves(kwargs))
+
+
+def leaf_name(entry: tuple[Any, Any]) -> str:
+    return jax.tree_util.keystr(entry[0]) or "itself"
 
 
 def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any]) -> int:
@@ -159,8 +177,10 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
         raise BatchError(
             layout_message(
                 "no argument is batched: there is nothing to split.",
+                facts=[f"the call has {len(leaves)} arrays in all"],
                 remedies=[
                     "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
+                    "check that the batched arguments hold arrays: an empty dictionary has none",
                     "pass the batch by position: keyword arguments are never split",
                 ],
             )
@@ -175,5 +195,11 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
         )
     (size,) = set(sizes.values())
     if size == 0:
-        raise BatchError(layout_message("the batch is empty.", facts=list(sizes)))
+        raise BatchError(
+            layout_message(
+                "the batch is empty.",
+                facts=list(sizes),
+                remedies=["skip empty batches before calling the step", "check which dimension in_axes names"],
+            )
+        )
     return size

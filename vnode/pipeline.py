@@ -26,10 +26,10 @@ from jax.extend.core import JaxprEqn
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import Program, scope, trace
+from vnode.analysis.program import Program, scope, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
-from vnode.errors import CouplingError, VnodeError, layout_message
+from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement import Placement
 from vnode.report import coupling_line
 from vnode.runtime.emit import emit
@@ -124,8 +124,9 @@ def evaluate(
     """
     with collector_paused():
         made = analyse(fun, leaves, axes, size, options)
+    check_effects(made.program, placement)
     plain = placement.even and made.schedule.sums_only and not made.program.custom_derivatives
-    if differentiable or plain:
+    if differentiable or plain or uses_references(made.program):
         with collector_paused():
             return emit(made.schedule, placement, leaves, differentiable)
 
@@ -190,6 +191,30 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def check_effects(program: Program, placement: Placement) -> None:
+    """Refuses ordered printing where jax cannot keep it (ordered `io_callback`s it can).
+
+    Raises:
+      PlacementError: there is some, and several devices.
+    """
+    for eqn in program.equations if len(placement.devices) > 1 else ():
+        if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
+            raise PlacementError(
+                layout_message(
+                    f"the ordered effect of {eqn.primitive.name!r} cannot be kept on {len(placement.devices)} devices: "
+                    "jax orders prints on a single one.",
+                    where=where(eqn),
+                    facts=[signature(eqn)],
+                    remedies=["use ordered=False", "or put all nodes on one device: step.on(jax.devices()[:1])"],
+                )
+            )
+
+
+def uses_references(program: Program) -> bool:
+    """Whether the step mutates arrays in place (`jax.new_ref`), which a derivative rule around it cannot hold."""
+    return any(hasattr(var.aval, "inner_aval") for eqn in program.equations if eqn.effects for var in eqn.outvars)
 
 
 def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Options) -> None:

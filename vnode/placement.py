@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -48,8 +48,7 @@ class Placement:
         mesh: Mesh | None = None,
         axis: str = "vnode",
     ) -> None:
-        if not isinstance(virtual_nodes, int) or isinstance(virtual_nodes, bool) or virtual_nodes < 1:
-            raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+        virtual_nodes = node_count(virtual_nodes)
         if mesh is not None:
             if devices is not None:
                 raise PlacementError("give either devices or a mesh: a mesh already has devices")
@@ -62,7 +61,14 @@ class Placement:
                     )
                 )
         else:
+            if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+                raise PlacementError(
+                    f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}"
+                )
             devices = list(jax.devices() if devices is None else devices)
+            for device in devices:
+                if not hasattr(device, "platform"):
+                    raise PlacementError(f"{device!r} is no device; jax.devices() has some")
             if not devices:
                 raise PlacementError("a placement needs at least one device")
             if len(set(devices)) != len(devices):
@@ -126,3 +132,18 @@ class Placement:
     def __repr__(self) -> str:
         kinds = sorted({getattr(d, "device_kind", str(d)) for d in self.devices})
         return f"Placement({self.virtual_nodes} nodes on {self.size} x {'/'.join(kinds)}: {list(self.counts)})"
+
+
+def node_count(virtual_nodes: Any) -> int:
+    """A number of nodes as a Python integer.
+
+    Raises:
+      PlacementError: it is none.
+    """
+    try:
+        count = 0 if isinstance(virtual_nodes, bool) else operator.index(virtual_nodes)
+    except TypeError:
+        count = 0
+    if count < 1:
+        raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+    return count

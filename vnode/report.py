@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Pass, Schedule, step_flops
 from vnode.analysis.states import Coupling, Flow
 from vnode.placement import Placement
+
+TRANSFORMS_ONLY = re.compile(r"(\w+\(|\)|/)*")
+"""A name stack that says no more than which of jax's transformations the equation comes from: ``transpose(jvp())``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,7 +193,7 @@ def coupling_line(coupling: Coupling) -> Line:
     }[coupling.kind]
     if coupling.mode == "local":
         what = "reads each node's own estimate of a sum over the batch"
-    name = f" in {scope(source)}" if scope(source) else ""
+    name = "" if TRANSFORMS_ONLY.fullmatch(scope(source)) else f" in {scope(source)}"
     return Line(f"pass {coupling.level}: {source.primitive.name} {what}", where(source) + name)
 
 

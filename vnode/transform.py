@@ -5,9 +5,14 @@ Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import contextvars
 import functools
+import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +24,7 @@ from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Statics, batch_axes, batch_size, is_array
 from vnode.errors import PlacementError
 from vnode.pipeline import Options, analyse, evaluate
-from vnode.placement import Placement
+from vnode.placement import Placement, node_count
 from vnode.report import Report, report
 
 COUPLINGS = ("exact", "local", "error")
@@ -63,7 +68,7 @@ def virtualize(
       A `VirtualStep`, called like `fun`.
 
     Raises:
-      ValueError: an option is not one of those named above.
+      ValueError: an option is not one of those named above, or names an argument that the step does not have.
       PlacementError: the placement is for another number of nodes.
 
     Example:
@@ -87,8 +92,7 @@ def virtualize(
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
         )
-    if isinstance(virtual_nodes, bool) or not isinstance(virtual_nodes, int) or virtual_nodes < 1:
-        raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+    virtual_nodes = node_count(virtual_nodes)
     if not isinstance(coupling, str | Mapping):
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     modes = [coupling] if isinstance(coupling, str) else list(coupling.values())
@@ -117,8 +121,8 @@ def virtualize(
         reduction,
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
     )
-    donated = (donate_argnums,) if isinstance(donate_argnums, int) else tuple(donate_argnums)
-    static = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    donated = argument_numbers("donate_argnums", donate_argnums, fun)
+    static = argument_numbers("static_argnums", static_argnums, fun)
     return VirtualStep(fun, options, placement, in_axes, donated, static)
 
 
@@ -147,6 +151,7 @@ class VirtualStep:
         self._siblings: dict[Placement, VirtualStep] = {}
         self._has_statics = False
         self._moves = False
+        self._arrivals: collections.Counter[int] = collections.Counter()
         if placement is not None:
             if placement.virtual_nodes != options.virtual_nodes:
                 raise PlacementError(
@@ -197,12 +202,55 @@ class VirtualStep:
         sharding = self.placement.sharding()
         return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding) if is_array(leaf) else leaf, tree)
 
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A step defined in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._arrivals:
+            args = self._placed(args, [i for i, times in self._arrivals.items() if times >= HABIT])
+        if ADMITTED.get() is self:
+            return self._call(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except Unplaced:
+            pass
+        placed = self._placed(args, range(len(args)))
+        self._arrivals.update(i for i, (a, b) in enumerate(zip(args, placed, strict=True)) if a is not b)
+        with admitted(self):
+            return self._call(placed, kwargs)
+
+    def _placed(self, args: tuple[Any, ...], positions: Iterable[int]) -> tuple[Any, ...]:
+        """Places arguments that are not split, so that a state that was never placed meets the same program as the
+        state that the step returns."""
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+            return args
+        axes = self._in_axes if isinstance(self._in_axes, tuple | list) else (self._in_axes,) * len(args)
+        static = {i % len(args) for i in self._static_argnums if -len(args) <= i < len(args)}
+        placed = list(args)
+        for i in positions:
+            if i < len(args) and i not in static and (i >= len(axes) or axes[i] is None):
+                leaves, treedef = jax.tree.flatten(args[i])
+                here = [self._place(leaf) for leaf in leaves]
+                if any(a is not b for a, b in zip(leaves, here, strict=True)):
+                    placed[i] = jax.tree.unflatten(treedef, here)
+        return tuple(placed)
+
+    def _place(self, leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+            return leaf
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == set(self.placement.devices):
+            return leaf
+        return jax.device_put(leaf, self.placement.sharding())
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._moves:
             args, kwargs = self._moved((args, kwargs))
         if not self._has_statics:
             try:
                 return self._jit(*args, **kwargs)
+            except Unplaced:
+                raise
             except (TypeError, HasStatics):
                 if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))) and not self._has_statics:
                     raise
@@ -212,15 +260,17 @@ class VirtualStep:
                 if not differs(moved, (args, kwargs)):
                     raise
                 self._moves |= any(map(typed_sharding, jax.tree.leaves((args, kwargs))))
-                return self(*moved[0], **moved[1])
+                return self._call(*moved)
         static, parts = self._split(args, kwargs)
         try:
             arrays = self._static_jit(static, *parts)
+        except Unplaced:
+            raise
         except Exception:
             moved = self._moved((args, kwargs))
             if not differs(moved, (args, kwargs)):
                 raise
-            return self(*moved[0], **moved[1])
+            return self._call(*moved)
         return static.merge_outputs(arrays)
 
     def _moved(self, tree: Any) -> Any:
@@ -258,13 +308,14 @@ class VirtualStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too."""
-        if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
-            try:
-                return self._jit.lower(*args, **kwargs)
-            except HasStatics:
-                pass
-        static, parts = self._split(args, kwargs)
-        return self._static_jit.lower(static, *parts)
+        with admitted(self):
+            if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
+                try:
+                    return self._jit.lower(*args, **kwargs)
+                except HasStatics:
+                    pass
+            static, parts = self._split(args, kwargs)
+            return self._static_jit.lower(static, *parts)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
@@ -295,6 +346,8 @@ class VirtualStep:
         return static.merge_outputs(outputs)
 
     def _from_parts(self, static: Statics, *parts: list[Any]) -> list[Any]:
+        if ADMITTED.get() is not self:
+            raise Unplaced
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return evaluate(*self._flatten(static, parts), self._options, self.placement)
 
@@ -307,6 +360,7 @@ class VirtualStep:
         axes = static.dynamic(batch_axes(self._in_axes, args, kwargs))
         paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
 
+        @functools.wraps(self._fun)  # for jax's messages
         def flat(*values: Any) -> list[Any]:
             rest = iter(values)
             a, k = static.merge_inputs([[next(rest) for _ in part] for part in parts])
@@ -324,6 +378,50 @@ def typed_sharding(leaf: Any) -> bool:
 def differs(a: Any, b: Any) -> bool:
     """Whether any leaf of two equal trees is another object."""
     return any(x is not y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+def argument_numbers(option: str, numbers: int | Sequence[int], fun: Callable[..., Any]) -> tuple[int, ...]:
+    """Argument numbers as `jax.jit` takes them, none negative.
+
+    Raises:
+      ValueError: the function has no such argument.
+    """
+    wanted = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    if not wanted:
+        return ()
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):  # a callable that does not tell
+        parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
+    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    unlimited = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    for i in wanted:
+        if unlimited and i < 0:
+            raise ValueError(f"{option}={numbers!r}: count from the front, the step takes any number of arguments")
+        if not unlimited and not -count <= i < count:
+            raise ValueError(f"{option}={numbers!r}: the step has {count} positional arguments")
+    return tuple(i if i >= 0 else count + i for i in wanted)
+
+
+HABIT = 3
+"""How often an argument may have to be placed before it is placed in every call, whatever the compiled program."""
+
+ADMITTED: contextvars.ContextVar[Any] = contextvars.ContextVar("admitted", default=None)
+"""The virtual step that may be traced: its arguments have been placed."""
+
+
+@contextlib.contextmanager
+def admitted(step: VirtualStep) -> Iterator[None]:
+    """Lets a step be traced."""
+    token = ADMITTED.set(step)
+    try:
+        yield
+    finally:
+        ADMITTED.reset(token)
+
+
+class Unplaced(Exception):
+    """The step is about to be traced for arguments that may not have been placed."""
 
 
 class HasStatics(Exception):

@@ -248,3 +248,14 @@ def batch_statistics_only_reported() -> Program:
 
     state = (kit.dense(WIDTH, 6, 1), kit.normal(WIDTH, scale=0.1), kit.uniform(WIDTH, low=0.5, high=1.5))
     return Program(step, (state, kit.normal(16, WIDTH)))
+
+
+@case(item=7)
+def local_statistics_leave_maxima_exact() -> Program:
+    """A node's own maximum is no estimate of the batch's: each node subtracts the maximum of all."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        logits = 3 * jnp.tanh(x @ w)
+        return jax.nn.logsumexp(logits), (logits == logits.max()).sum()
+
+    return Program(step, (kit.normal(WIDTH), kit.normal(16, WIDTH)), {"coupling": "local", "recompute_budget": 10.0})

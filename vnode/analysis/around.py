@@ -34,7 +34,7 @@ def nested(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequen
     """Batch flow of bodies that have passes of their own; levels start again at 0."""
     flows = []
     for body, states in zip(bodies, inputs, strict=True):
-        program = inline(body.jaxpr, body.constants)
+        program = inline(body.jaxpr, body.constants, view.eqn)
         flows.append(inner(follower, states, program).follow(program, states))
     return flows
 

@@ -99,6 +99,8 @@ class Follower:
                 view = View(self, flow, eqn, body, reducers)
                 step = self.step(view)
                 view.record(step)
+                if eqn.effects:
+                    keep_order(flow, step)
             flow.steps.append(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
@@ -150,6 +152,7 @@ class Follower:
                     remedies=[
                         "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
                         "or write the operation with primitives that jax.lax documents",
+                        "or apply it to values that are reduced over the batch",
                     ],
                 )
             )
@@ -312,3 +315,26 @@ class Follower:
             view.forms[:], view.level = kept
             view.coupled = coupled
             return around_step(self, view, region)
+
+
+def keep_order(flow: Flow, step: Step) -> None:
+    """After an equation that reads or writes an array in place (`jax.new_ref`), others do so at its level or later.
+
+    Raises:
+      UnsupportedPrimitiveError: nodes would do so.
+    """
+    references = [atom for atom in step.eqn.invars if isinstance(atom, Var) and hasattr(atom.aval, "inner_aval")]
+    if references and (step.per_node or step.around):
+        raise UnsupportedPrimitiveError(
+            layout_message(
+                f"{step.eqn.primitive.name!r} mutates an array in place with what depends on single examples.",
+                where=where(step.eqn),
+                facts=[signature(step.eqn)],
+                remedies=[
+                    "use x.at[...].set(...) or a carry of the loop",
+                    "or write only what is reduced over the batch",
+                ],
+            )
+        )
+    for var in references:
+        flow.states[var] = dataclasses.replace(flow.states[var], level=step.level, local=step.level)

@@ -45,7 +45,7 @@ def loop_step(follower: Follows, view: View, loop: Loop) -> Step:
     view.complete([i for i in range(count) if isinstance(view.forms[i], Partial) and not first <= i < split])
     if all(isinstance(form, Whole) for form in view.forms):
         return view.once()
-    body = inline(loop.body.jaxpr, loop.body.constants)
+    body = inline(loop.body.jaxpr, loop.body.constants, view.eqn)
     scanned = {form for form in view.forms[split:] if isinstance(form, Slice) and form.dim == 0}
     if scanned:
         return loop_over_batch(follower, view, loop, body, scanned)
@@ -127,8 +127,8 @@ def while_step(follower: Follows, view: View, loop: While) -> Step:
     view.complete([i for i in range(first) if isinstance(view.forms[i], Partial)])
     if all(isinstance(form, Whole) for form in view.forms):
         return view.once()
-    body = inline(loop.body.jaxpr, loop.body.constants)
-    condition = inline(loop.condition.jaxpr, loop.condition.constants)
+    body = inline(loop.body.jaxpr, loop.body.constants, view.eqn)
+    condition = inline(loop.condition.jaxpr, loop.condition.constants, view.eqn)
     condition_constants = inputs_of(follower, view, range(loop.condition_constants))
     constants = inputs_of(follower, view, range(loop.condition_constants, first))
     carries = inputs_of(follower, view, range(first, count))
@@ -166,7 +166,9 @@ def branch_step(follower: Follows, view: View, branches: Branches) -> Step:
     if all(isinstance(form, Whole) for form in view.forms):
         return view.once()
     inputs = inputs_of(follower, view, range(1, len(view.forms)))
-    flows = [follower.follow(inline(body.jaxpr, body.constants), inputs, body=True) for body in branches.bodies]
+    flows = [
+        follower.follow(inline(body.jaxpr, body.constants, view.eqn), inputs, body=True) for body in branches.bodies
+    ]
     joined = [flows[0].state(atom) for atom in flows[0].program.outputs]
     for flow in flows[1:]:
         joined = [

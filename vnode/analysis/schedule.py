@@ -199,8 +199,10 @@ class Sweep:
         if not isinstance(state.form, Whole) and not state.given:
             self.pending[atom] = None
             return
-        siblings = self.flow.steps[self.position[atom]].eqn.outvars
-        release = 0 if state.level == 0 else min(self.earliest.get(var, self.level) for var in siblings)
+        step = self.flow.steps[self.position[atom]]
+        if step.eqn.effects:  # which keep their order
+            return
+        release = 0 if state.level == 0 else min(self.earliest.get(var, self.level) for var in step.eqn.outvars)
         if release < self.level:
             self.held.setdefault(release, []).append(-self.position[atom])
         else:

@@ -12,7 +12,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
 from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step
-from vnode.operators import OperatorDescription
+from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
 
 
@@ -132,7 +132,8 @@ class View:
                     local = min(local, max((state.local for state in self.states), default=0))
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
-                    local += not (model and self.follower.mode(self.reducers[var]) == "local")
+                    estimate = model and form.monoid is Monoid.SUM  # a node's own maximum estimates nothing
+                    local += not (estimate and self.follower.mode(self.reducers[var]) == "local")
                 case _:
                     local += 1
             self.flow.states[var] = State(form, step.level, local, zero, model, estimates, False, frozenset(examples))
