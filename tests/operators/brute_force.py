@@ -184,7 +184,9 @@ def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform:
 def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> list[Copy]:
     """The equation in two parts of unequal size along `factor`, of which the second has padding.
 
-    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says.
+    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says. Garbage is finite for
+    products of two operands: XLA computes a grouped convolution as a dense one with zeros between the groups, and zero
+    times NaN is NaN. (What vnode pads with are real examples, so a NaN there is one of the user's.)
     """
     size = d.sizes[factor]
     monoid = d.reduced.get(factor)
@@ -197,7 +199,7 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
             part = x.take(factor, local)
             dtype = part.data.dtype
             if monoid is None:
-                part = part.overwrite(factor, pad, 0 if factor in d.leaks else garbage(dtype))
+                part = part.overwrite(factor, pad, 7 if d.contraction else garbage(dtype))
             elif i not in d.indices:
                 part = part.overwrite(factor, pad, d.fill.get(factor, monoid.identity(dtype)))
             if monoid is not None and i in d.once and number > 0:

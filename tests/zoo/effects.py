@@ -80,6 +80,25 @@ def pure_callback_per_example() -> Program:
     return Program(step, (_params(), _batch()))
 
 
+@case(item=14)
+def pure_callback_for_one_example_after_another() -> Program:
+    """Host code that takes single examples: vmap makes a loop of it."""
+
+    def step(params: Any, batch: dict[str, jax.Array]) -> Any:
+        def host(x: np.ndarray, rate: np.ndarray) -> np.ndarray:
+            return np.sort(np.asarray(x)) * rate
+
+        def one(x: jax.Array) -> jax.Array:
+            shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+            return jax.pure_callback(host, shape, x, params["rate"], vmap_method="sequential")
+
+        x = jax.vmap(one)(batch["x"])
+        new, loss = _step(params["model"], {**batch, "x": x})
+        return {**params, "model": new}, loss, x
+
+    return Program(step, ({"model": _params(), "rate": kit.normal(1)}, _batch()))
+
+
 @case(item=14, batch=12)
 def pure_callback_of_reduced_value() -> Program:
     """Host code decides on the rate from the loss of the batch."""

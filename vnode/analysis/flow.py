@@ -143,6 +143,8 @@ class Follower:
             if all(isinstance(form, Whole | Partial) for form in forms):
                 view.complete(range(len(forms)))
                 return view.once()
+            if not eqn.effects and not any(isinstance(form, Slice | Partial) for form in forms):
+                return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
             raise UnsupportedPrimitiveError(
                 layout_message(
                     f"vnode has no description of the primitive {eqn.primitive.name!r}, "

@@ -117,7 +117,6 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         whole=frozenset().union(*(w.whole for w in windows)),
         linear=bilinear(eqn),
         contraction=True,
-        leaks=frozenset(group),
         uncounted=uncounted(windows),
         resize=resize,
         emit_on={"cpu": with_canonical_dimensions},

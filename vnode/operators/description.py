@@ -116,9 +116,6 @@ class OperatorDescription:
       fill: for a reduced factor, the value that takes an index out of the reduction when every operand that has
         the factor is overwritten with it there; by default the identity of the factor's monoid.
       contraction: the reduced sum is over products of two operands, so it costs two operations per index.
-      leaks: parallel factors along which a value that is not finite may reach results at other indices (XLA computes a
-        grouped convolution as a dense one with zeros between the groups, and zero times NaN is NaN). Padding along
-        them must be overwritten with zeros in every operand beforehand.
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
@@ -141,7 +138,6 @@ class OperatorDescription:
     indices: frozenset[int] = frozenset()
     fill: Mapping[int, Any] = dataclasses.field(default_factory=dict)
     contraction: bool = False
-    leaks: frozenset[int] = frozenset()
     uncounted: frozenset[int] = frozenset()
     work: int | None = None
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
