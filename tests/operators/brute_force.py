@@ -184,9 +184,9 @@ def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform:
 def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> list[Copy]:
     """The equation in two parts of unequal size along `factor`, of which the second has padding.
 
-    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says. Garbage is finite for
-    products of two operands: XLA computes a grouped convolution as a dense one with zeros between the groups, and zero
-    times NaN is NaN. (What vnode pads with are real examples, so a NaN there is one of the user's.)
+    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says. Garbage is finite
+    for products of two operands: XLA computes a grouped convolution as a dense one with zeros between the groups, and
+    zero times NaN is NaN. (What vnode pads with are real examples, so a NaN there is one of the user's.)
     """
     size = d.sizes[factor]
     monoid = d.reduced.get(factor)
