@@ -5,14 +5,11 @@ Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import contextvars
 import functools
 import inspect
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -151,7 +148,7 @@ class VirtualStep:
         self._siblings: dict[Placement, VirtualStep] = {}
         self._has_statics = False
         self._moves = False
-        self._arrivals: collections.Counter[int] = collections.Counter()
+        self._seen: set[int] = set()
         if placement is not None:
             if placement.virtual_nodes != options.virtual_nodes:
                 raise PlacementError(
@@ -207,41 +204,42 @@ class VirtualStep:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._arrivals:
-            args = self._placed(args, [i for i, times in self._arrivals.items() if times >= HABIT])
-        if ADMITTED.get() is self:
-            return self._call(args, kwargs)
-        try:
-            return self._call(args, kwargs)
-        except Unplaced:
-            pass
-        placed = self._placed(args, range(len(args)))
-        self._arrivals.update(i for i, (a, b) in enumerate(zip(args, placed, strict=True)) if a is not b)
-        with admitted(self):
-            return self._call(placed, kwargs)
+        if any(id(args[i]) not in self._seen for i in self._wholes(len(args))):
+            args = self._placed(args)
+        results = self._call(args, kwargs)
+        parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
+        self._seen = {id(results), *map(id, args), *map(id, parts)}
+        return results
 
-    def _placed(self, args: tuple[Any, ...], positions: Iterable[int]) -> tuple[Any, ...]:
+    def _wholes(self, count: int) -> list[int]:
+        """Positions of the arguments of which nothing is split, of `count`."""
+        if isinstance(self._in_axes, int):
+            return []
+        static = {i % count for i in self._static_argnums if i < count}
+        axes = self._in_axes if isinstance(self._in_axes, tuple | list) else ()
+        return [i for i in range(count) if i not in static and (i >= len(axes) or axes[i] is None)]
+
+    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Places arguments that are not split, so that a state that was never placed meets the same program as the
-        state that the step returns."""
+        state that the step returns. Arguments that were `_seen` in the last call are in place."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
             return args
-        axes = self._in_axes if isinstance(self._in_axes, tuple | list) else (self._in_axes,) * len(args)
-        static = {i % len(args) for i in self._static_argnums if -len(args) <= i < len(args)}
-        placed = list(args)
-        for i in positions:
-            if i < len(args) and i not in static and (i >= len(axes) or axes[i] is None):
-                leaves, treedef = jax.tree.flatten(args[i])
-                here = [self._place(leaf) for leaf in leaves]
-                if any(a is not b for a, b in zip(leaves, here, strict=True)):
-                    placed[i] = jax.tree.unflatten(treedef, here)
-        return tuple(placed)
+        here = set(self.placement.devices)
 
-    def _place(self, leaf: Any) -> Any:
-        if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-            return leaf
-        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == set(self.placement.devices):
-            return leaf
-        return jax.device_put(leaf, self.placement.sharding())
+        def place(leaf: Any) -> Any:
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                return leaf
+            if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == here:
+                return leaf
+            return jax.device_put(leaf, self.placement.sharding())
+
+        placed = list(args)
+        for i in self._wholes(len(args)):
+            leaves, treedef = jax.tree.flatten(args[i])
+            moved = [place(leaf) for leaf in leaves]
+            if any(a is not b for a, b in zip(leaves, moved, strict=True)):
+                placed[i] = jax.tree.unflatten(treedef, moved)
+        return tuple(placed)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._moves:
@@ -249,8 +247,6 @@ class VirtualStep:
         if not self._has_statics:
             try:
                 return self._jit(*args, **kwargs)
-            except Unplaced:
-                raise
             except (TypeError, HasStatics):
                 if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))) and not self._has_statics:
                     raise
@@ -264,8 +260,6 @@ class VirtualStep:
         static, parts = self._split(args, kwargs)
         try:
             arrays = self._static_jit(static, *parts)
-        except Unplaced:
-            raise
         except Exception:
             moved = self._moved((args, kwargs))
             if not differs(moved, (args, kwargs)):
@@ -308,14 +302,13 @@ class VirtualStep:
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too."""
-        with admitted(self):
-            if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
-                try:
-                    return self._jit.lower(*args, **kwargs)
-                except HasStatics:
-                    pass
-            static, parts = self._split(args, kwargs)
-            return self._static_jit.lower(static, *parts)
+        if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
+            try:
+                return self._jit.lower(*args, **kwargs)
+            except HasStatics:
+                pass
+        static, parts = self._split(args, kwargs)
+        return self._static_jit.lower(static, *parts)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
@@ -346,8 +339,6 @@ class VirtualStep:
         return static.merge_outputs(outputs)
 
     def _from_parts(self, static: Statics, *parts: list[Any]) -> list[Any]:
-        if ADMITTED.get() is not self:
-            raise Unplaced
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return evaluate(*self._flatten(static, parts), self._options, self.placement)
 
@@ -401,27 +392,6 @@ def argument_numbers(option: str, numbers: int | Sequence[int], fun: Callable[..
         if not unlimited and not -count <= i < count:
             raise ValueError(f"{option}={numbers!r}: the step has {count} positional arguments")
     return tuple(i if i >= 0 else count + i for i in wanted)
-
-
-HABIT = 3
-"""How often an argument may have to be placed before it is placed in every call, whatever the compiled program."""
-
-ADMITTED: contextvars.ContextVar[Any] = contextvars.ContextVar("admitted", default=None)
-"""The virtual step that may be traced: its arguments have been placed."""
-
-
-@contextlib.contextmanager
-def admitted(step: VirtualStep) -> Iterator[None]:
-    """Lets a step be traced."""
-    token = ADMITTED.set(step)
-    try:
-        yield
-    finally:
-        ADMITTED.reset(token)
-
-
-class Unplaced(Exception):
-    """The step is about to be traced for arguments that may not have been placed."""
 
 
 class HasStatics(Exception):
