@@ -233,7 +233,7 @@ def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Opti
             )
         )
     budget = options.recompute_budget
-    if made.flops and made.recomputed > budget * made.flops:
+    if made.recomputed and made.recomputed > budget * made.flops:
         raise CouplingError(
             layout_message(
                 f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "

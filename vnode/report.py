@@ -14,7 +14,7 @@ from typing import Any
 from vnode.analysis.forms import Slice
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
-from vnode.analysis.schedule import Pass, Schedule, step_flops
+from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Coupling, Flow
 from vnode.placement import Placement
 
@@ -263,7 +263,7 @@ def pass_report(flow: Flow, nodes: Pass, placement: Placement) -> PassReport:
     return PassReport(
         level=nodes.level,
         equations=len(actions),
-        flops=sum(step_flops(action.step) for action in actions),
+        flops=sum(action.step.flops for action in actions),
         accumulators=tuple(
             Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes) for a in nodes.accumulators
         ),

@@ -54,6 +54,9 @@ class Slice:
     outer: int
     ratio: Fraction
 
+    def __hash__(self) -> int:
+        return hash((self.dim, self.outer))  # enough to tell most apart, and quick
+
     @property
     def grain(self) -> int:
         """The number of examples that a node must hold a multiple of."""

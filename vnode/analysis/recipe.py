@@ -153,6 +153,9 @@ def recipe(
 
     def visit(step: Step, forced: bool) -> None:
         results = step.eqn.outvars
+        if len(results) == 1 and step.region is None and list(wanted.get(results[0], ())) == [step.results[0]]:
+            add(Evaluation(step, step.operands, step.results, step.description, step.location))  # what most are
+            return
         native = [step.results[i] in wanted.get(var, ()) for i, var in enumerate(results)]
         whole = [isinstance(form, Whole) for form in step.results]
         for i, var in enumerate(results):
@@ -184,10 +187,10 @@ def recipe(
 
     for atom, form in requests:
         want(atom, form)
-    forced = set(map(id, effects))
+    forced = set(effects)
     for step in reversed(flow.steps):
-        if id(step) in forced or any(var in wanted for var in step.eqn.outvars):
-            visit(step, id(step) in forced)
+        if not wanted.keys().isdisjoint(step.eqn.outvars) or step in forced:
+            visit(step, step in forced)
     for var in [*program.inputs, *program.constants]:
         for form in list(wanted.get(var, ())):
             convert(var, form)

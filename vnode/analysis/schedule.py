@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -26,8 +26,8 @@ from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
 from vnode.analysis.states import Flow, Step
-from vnode.operators import Monoid, describe
-from vnode.operators.control import Branches, Loop, call_of, region_of
+from vnode.operators import Monoid
+from vnode.operators.control import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Schedule:
     @functools.cached_property
     def flops(self) -> int:
         """Scalar operations of the whole step, each equation counted once."""
-        return sum(step_flops(step) for step in self.flow.steps)
+        return sum(step.flops for step in self.flow.steps)
 
     @property
     def sums_only(self) -> bool:
@@ -138,8 +138,10 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
       The schedule.
     """
     earliest: dict[Var, int] = {}
+    coupled = any(step.level for step in flow.steps)
+    kept = (keepable(flow), decisions(flow)) if coupled else (set(), {})
     while True:
-        sweep = Sweep(flow, accumulate_dtype, earliest)
+        sweep = Sweep(flow, accumulate_dtype, kept, earliest)
         stages = sweep.run()
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
@@ -161,7 +163,9 @@ class Sweep:
         another sweep, which is told so by `earliest`.
     """
 
-    def __init__(self, flow: Flow, accumulate_dtype: Any, earliest: dict[Var, int]) -> None:
+    def __init__(
+        self, flow: Flow, accumulate_dtype: Any, kept: tuple[set[Var], dict[Var, int]], earliest: dict[Var, int]
+    ) -> None:
         self.flow = flow
         self.node_size = flow.node_size
         self.accumulate_dtype = accumulate_dtype
@@ -176,8 +180,7 @@ class Sweep:
         self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
         self.waiting: list[int] = []
         self.evaluated: set[int] = set()
-        self.decided = decisions(flow) if self.level > 1 else {}
-        self.keepable = keepable(flow) if self.level > 1 else set()
+        self.keepable, self.decided = kept
         self.keeping = False
         self.held: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
@@ -299,14 +302,13 @@ class Sweep:
         moved: list[Evaluation] = []
         completed: list[Var] = []
         ready = {var for var in self.pending if self.may_wait_for(var, level)}
-        self.keeping = self.keeping_pays([var for var in ready if flow.states[var].level == level])
-        postponed = self.postponed(ready)
+        postponed = self.postponed(ready, self.forced([var for var in ready if flow.states[var].level == level]))
         ready -= postponed
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
             for step in reversed(flow.steps):
-                if step.level > level or not step.per_node:
+                if step.level > level or not step.per_node or self.pending.keys().isdisjoint(step.eqn.outvars):
                     continue
                 late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
                 late = [v for v in late if v not in postponed and (v in ready or self.may_wait_for(v, level))]
@@ -369,21 +371,23 @@ class Sweep:
             return False
         return isinstance(atom, Var) and size_of(var) >= size_of(atom)
 
-    def keeping_pays(self, forced: Sequence[Var]) -> bool:
-        """Whether the current pass has much less to do if it is given what earlier passes can keep for it.
+    def forced(self, values: Sequence[Var]) -> Recipe:
+        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept.
 
-        Statistics of the losses do; gradients need the model's activations and compute it again anyway.
+        It is given that if it then has much less to do. Statistics of the losses do; gradients need the model's
+        activations and compute it again anyway.
         """
-        if not self.keepable:
-            return False
-        requests = [(var, self.flow.states[var].form) for var in forced]
-        work = []
-        for self.keeping in (False, True):
-            made = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
-            work.append(sum(step_flops(a.step) for a in made.actions if isinstance(a, Evaluation)))
-        return 2 * work[1] < work[0]
+        requests = [(var, self.flow.states[var].form) for var in values]
+        self.keeping = False
+        anew = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
+        if self.level == 0 or self.keepable.isdisjoint(var for step in evaluated(anew) for var in step.eqn.outvars):
+            return anew
+        self.keeping = True
+        given = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
+        self.keeping = 2 * work(evaluated(given)) < work(evaluated(anew))
+        return given if self.keeping else anew
 
-    def postponed(self, ready: set[Var]) -> set[Var]:
+    def postponed(self, ready: set[Var], base: Recipe) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
 
         What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
@@ -391,22 +395,20 @@ class Sweep:
         statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
         """
         states = self.flow.states
-        forced = [var for var in ready if states[var].level == self.level]
         others = [var for var in ready if states[var].level < self.level]
         if not others:
             return set()
-        base = recipe(self.flow, [(var, states[var].form) for var in forced], self.node_size, is_leaf=self.is_leaf)
-        here = {action.step for action in base.actions if isinstance(action, Evaluation)}
+        here = evaluated(base)
         before: set[Step] = set()
         for var in self.pieces(base):
             before |= self.extra(var, before, self.is_whole)
-        little = sum(map(step_flops, here)) // 20
+        little = work(here) // 20
         late: set[Var] = set()
         for var in sorted(others, key=lambda v: self.position.get(v, -1)):
             more = self.extra(var, here, self.is_leaf)
-            cost = sum(map(step_flops, more))
+            cost = work(more)
             comes = (var, states[var].form) not in base.leaves and (
-                cost <= little or cost <= sum(map(step_flops, self.extra(var, before, self.is_whole)))
+                cost <= little or cost <= work(self.extra(var, before, self.is_whole))
             )
             if comes:
                 here |= more
@@ -487,8 +489,10 @@ def keepable(flow: Flow) -> set[Var]:
     cost: dict[Var, int] = {}
     kept: set[Var] = set()
     for step in flow.steps:
+        if not step.per_node:
+            continue
         before = max((cost.get(atom, 0) for atom in step.eqn.invars if isinstance(atom, Var)), default=0)
-        spent = before + step_flops(step)
+        spent = before + step.flops
         for var, form in zip(step.eqn.outvars, step.results, strict=True):
             cost[var] = spent
             if isinstance(form, Slice) and size_of(var) <= room and spent >= KEEP * size_of(var):
@@ -510,9 +514,18 @@ def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
                 continue
             if action.step in first:
                 level = stage.nodes.level if stage.nodes else 0
-                repeated[level] = repeated.get(level, 0) + step_flops(action.step)
+                repeated[level] = repeated.get(level, 0) + action.step.flops
             first.add(action.step)
     return repeated
+
+
+def evaluated(made: Recipe) -> set[Step]:
+    return {action.step for action in made.actions if isinstance(action, Evaluation)}
+
+
+def work(steps: Iterable[Step]) -> int:
+    """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
+    return sum(step.flops for step in steps if step.per_node)
 
 
 def itemsize(var: Var) -> int:
@@ -522,27 +535,3 @@ def itemsize(var: Var) -> int:
 def size_of(var: Var) -> int:
     """Bytes of an accumulator of `var`."""
     return math.prod(var.aval.shape) * max(4, itemsize(var))
-
-
-def step_flops(step: Step) -> int:
-    if step.description is not None:
-        return step.description.flops
-    return equation_flops(step.eqn)
-
-
-def equation_flops(eqn: Any) -> int:
-    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
-    call = call_of(eqn)
-    if call is not None:
-        return sum(equation_flops(e) for e in call.body.jaxpr.eqns)
-    region = region_of(eqn)
-    if region is None:
-        description = describe(eqn)
-        return 0 if description is None else description.flops
-    match region:
-        case Loop():
-            return region.length * sum(equation_flops(e) for e in region.body.jaxpr.eqns)
-        case Branches():
-            return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
-        case _:
-            return sum(equation_flops(e) for e in region.body.jaxpr.eqns)

@@ -11,6 +11,7 @@ over batched values that reads a whole value of level k belongs to pass k. Where
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -19,8 +20,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
 from vnode.analysis.program import Atom, Program
-from vnode.operators import OperatorDescription
-from vnode.operators.control import Region
+from vnode.operators import OperatorDescription, describe
+from vnode.operators.control import Branches, Loop, Region, call_of, region_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +111,11 @@ class Step:
     over_batch: bool = False
     around: bool = False
 
+    @functools.cached_property
+    def flops(self) -> int:
+        """Scalar operations of the whole equation."""
+        return equation_flops(self.eqn) if self.description is None else self.description.flops
+
 
 @dataclasses.dataclass(eq=False)
 class Flow:
@@ -167,3 +173,21 @@ class Follows(Protocol):
     def anew(self, batch: Batch | None) -> Follows:
         """Another one for a program with passes of its own; `batch` if it has examples of its own."""
         ...
+
+
+def equation_flops(eqn: JaxprEqn) -> int:
+    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
+    call = call_of(eqn)
+    if call is not None:
+        return sum(equation_flops(e) for e in call.body.jaxpr.eqns)
+    region = region_of(eqn)
+    if region is None:
+        description = describe(eqn)
+        return 0 if description is None else description.flops
+    match region:
+        case Loop():
+            return region.length * sum(equation_flops(e) for e in region.body.jaxpr.eqns)
+        case Branches():
+            return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
+        case _:
+            return sum(equation_flops(e) for e in region.body.jaxpr.eqns)

@@ -7,7 +7,7 @@ primitive by name.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,15 +27,16 @@ from vnode.runtime.node import Node, leading, mask_dim
 Env = dict[Key, Any]
 
 
-@contextlib.contextmanager
-def context_of(eqn: JaxprEqn) -> Iterator[None]:
+def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     """The user's source line and name stack, and the settings under which the equation was traced."""
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    with contextlib.ExitStack() as contexts:
-        contexts.enter_context(source_info_util.user_context(eqn.source_info.traceback, name_stack=stack))
-        if eqn.ctx.threefry_partitionable != jax.config.jax_threefry_partitionable:
-            contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
-        yield
+    source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
+        return source
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(source)
+    contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
+    return contexts
 
 
 def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
