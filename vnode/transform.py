@@ -149,6 +149,7 @@ class VirtualStep:
         self._has_statics = False
         self._moves = False
         self._seen: set[int] = set()
+        self._whole_positions: dict[int, list[int]] = {}
         if placement is not None:
             if placement.virtual_nodes != options.virtual_nodes:
                 raise PlacementError(
@@ -204,8 +205,10 @@ class VirtualStep:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if any(id(args[i]) not in self._seen for i in self._wholes(len(args))):
-            args = self._placed(args)
+        for i in self._wholes(len(args)):
+            if id(args[i]) not in self._seen:
+                args = self._placed(args)
+                break
         results = self._call(args, kwargs)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
         self._seen = {id(results), *map(id, args), *map(id, parts)}
@@ -213,11 +216,13 @@ class VirtualStep:
 
     def _wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
-        if isinstance(self._in_axes, int):
-            return []
-        static = {i % count for i in self._static_argnums if i < count}
-        axes = self._in_axes if isinstance(self._in_axes, tuple | list) else ()
-        return [i for i in range(count) if i not in static and (i >= len(axes) or axes[i] is None)]
+        if count not in self._whole_positions:
+            axes = self._in_axes if isinstance(self._in_axes, tuple | list) else (self._in_axes,) * count
+            static = {i % count for i in self._static_argnums if i < count}
+            self._whole_positions[count] = [
+                i for i in range(count) if i not in static and (i >= len(axes) or axes[i] is None)
+            ]
+        return self._whole_positions[count]
 
     def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Places arguments that are not split, so that a state that was never placed meets the same program as the
