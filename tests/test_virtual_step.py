@@ -303,7 +303,7 @@ def test_outputs_that_are_not_arrays() -> None:
         return {"w": w + x.sum(0), "name": f"batch of {x.shape[0]}", "f": jnp.sin}
 
     virtual = two_devices(step)
-    for batch in (8, 6, 8):
+    for batch in (8, 6, 4, 10, 12, 8, 4, 6, 12, 10, 6, 8):
         out = virtual(normal(3), normal(batch, 3))
         assert out["name"] == f"batch of {batch}" and out["f"] is jnp.sin
         assert_close(out["w"], normal(3) + normal(batch, 3).sum(0))

@@ -14,8 +14,9 @@ import numpy as np
 from vnode.errors import BatchError, layout_message
 
 
+@jax.tree_util.register_static
 class Held:
-    """A static leaf, compared by value, by identity where it does not hash."""
+    """A static leaf, compared by value, by identity where it does not hash. In a pytree it counts as structure."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -44,23 +45,12 @@ class Statics:
     def __init__(self, rest: tuple[tuple[Any, tuple[Any, ...]], ...], count: int) -> None:
         self.rest = rest
         self.count = count
-        self.returned: dict[str, Any] = {}
 
     def __hash__(self) -> int:
         return hash(self.rest)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Statics) and self.rest == other.rest and self.adopt(other)
-
-    def adopt(self, other: Statics) -> bool:
-        """Two equal calls share what either returns besides arrays."""
-        self.returned = other.returned = self.returned or other.returned
-        return True
-
-    @property
-    def outputs(self) -> tuple[Any, list[Any]] | None:
-        """Structure of what the step returned, and its static leaves."""
-        return self.returned.get("outputs")
+        return isinstance(other, Statics) and self.rest == other.rest
 
     def dynamic(self, per_leaf: Sequence[Any]) -> list[Any]:
         """Of something per leaf of ``(args, kwargs)`` (a static argument counts as it flattens), that of the arrays."""
@@ -81,22 +71,35 @@ class Statics:
             merged.append(leaves[0] if treedef is None else jax.tree.unflatten(treedef, leaves))
         return tuple(merged[: self.count]), merged[self.count]
 
-    def split_outputs(self, out: Any) -> list[Any]:
+
+class Returned:
+    """What a step returned, as one trace of it found out."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Any] = []
+        self.treedef: Any = None
+
+    def split(self, out: Any) -> list[Any]:
         """The arrays of what the step returned; remembers the rest."""
-        leaves, treedef = jax.tree.flatten(out)
-        self.returned["outputs"] = (treedef, [None if is_array(leaf) else Held(leaf) for leaf in leaves])
+        leaves, self.treedef = jax.tree.flatten(out)
+        self.leaves = [None if is_array(leaf) else Held(leaf) for leaf in leaves]
         return [leaf for leaf in leaves if is_array(leaf)]
 
     @property
-    def has_static_outputs(self) -> bool:
-        return self.outputs is not None and any(held is not None for held in self.outputs[1])
+    def has_statics(self) -> bool:
+        """Whether it holds anything besides arrays."""
+        return any(held is not None for held in self.leaves)
 
-    def merge_outputs(self, arrays: Sequence[Any]) -> Any:
-        """What the step returned, given its arrays."""
-        assert self.outputs is not None
-        treedef, held = self.outputs
+    def merge(self, arrays: Sequence[Any]) -> Any:
+        """What the step returned, given its arrays; other leaves are `Held`."""
         rest = iter(arrays)
-        return jax.tree.unflatten(treedef, [next(rest) if h is None else h.value for h in held])
+        return jax.tree.unflatten(self.treedef, [next(rest) if held is None else held for held in self.leaves])
+
+
+def release(tree: Any) -> Any:
+    """A pytree with its `Held` leaves as they were."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Held))
+    return jax.tree.unflatten(treedef, [leaf.value if isinstance(leaf, Held) else leaf for leaf in leaves])
 
 
 def is_array(leaf: Any) -> bool:

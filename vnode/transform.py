@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vnode.analysis.schedule import Schedule
-from vnode.arguments import Held, Statics, batch_axes, batch_size, is_array
+from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import PlacementError
-from vnode.pipeline import Options, analyse, evaluate
+from vnode.pipeline import Analysis, Options, analyse, evaluate
 from vnode.placement import Placement, node_count
 from vnode.report import Report, report
 
@@ -264,13 +264,12 @@ class VirtualStep:
                 return self._call(*moved)
         static, parts = self._split(args, kwargs)
         try:
-            arrays = self._static_jit(static, *parts)
+            return release(self._static_jit(static, *parts))
         except Exception:
             moved = self._moved((args, kwargs))
             if not differs(moved, (args, kwargs)):
                 raise
             return self._call(*moved)
-        return static.merge_outputs(arrays)
 
     def _moved(self, tree: Any) -> Any:
         """Brings arrays that live on other devices to the placement's."""
@@ -325,30 +324,36 @@ class VirtualStep:
         Returns:
           A report; print it.
         """
-        static, parts = self._split(args, kwargs)
-        made = analyse(*self._flatten(static, parts), self._options)
+        made = self._analyse(args, kwargs)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
         return report(made.schedule, self.placement, name, made.couplings, self._options.reduction)
 
     def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        static, parts = self._split(args, kwargs)
-        return analyse(*self._flatten(static, parts), self._options).schedule
+        return self._analyse(args, kwargs).schedule
+
+    def _analyse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
+        return analyse(*self._flatten(*self._split(args, kwargs), Returned()), self._options)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        static, parts = self._split(args, kwargs)
-        outputs = self._from_parts(static, *parts)
-        if static.has_static_outputs:
+        return self._emitted(*self._split(args, kwargs), arrays_only=True)
+
+    def _from_parts(self, static: Statics, *parts: list[Any]) -> Any:
+        return self._emitted(static, parts)
+
+    def _emitted(self, static: Statics, parts: Sequence[list[Any]], arrays_only: bool = False) -> Any:
+        """What the step returns; leaves that are not arrays are `Held`."""
+        returned = Returned()
+        flat = self._flatten(static, parts, returned)
+        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
+            arrays = evaluate(*flat, self._options, self.placement)
+        if arrays_only and returned.has_statics:
             self._has_statics = True
             raise HasStatics
-        return static.merge_outputs(outputs)
-
-    def _from_parts(self, static: Statics, *parts: list[Any]) -> list[Any]:
-        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return evaluate(*self._flatten(static, parts), self._options, self.placement)
+        return returned.merge(arrays)
 
     def _flatten(
-        self, static: Statics, parts: Sequence[list[Any]]
+        self, static: Statics, parts: Sequence[list[Any]], returned: Returned
     ) -> tuple[Callable[..., list[Any]], list[Any], list[int | None], int]:
         """The step as a function of flat arrays; its arguments, their batched dimensions, and the batch size."""
         args, kwargs = static.merge_inputs(parts)
@@ -360,7 +365,7 @@ class VirtualStep:
         def flat(*values: Any) -> list[Any]:
             rest = iter(values)
             a, k = static.merge_inputs([[next(rest) for _ in part] for part in parts])
-            return static.split_outputs(self._fun(*a, **k))
+            return returned.split(self._fun(*a, **k))
 
         return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
 

@@ -19,7 +19,7 @@ reduced operand over equations that give the same bits whatever the compiler doe
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Var
@@ -32,19 +32,19 @@ from vnode.operators import Monoid, OperatorDescription
 PICKS = (Monoid.MAX, Monoid.MIN)
 
 
-def decisions(flow: Flow) -> dict[Var, int]:
+def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> dict[Var, int]:
     """Batched values to be kept, each with the first pass that must be given it.
 
     Args:
       flow: batch flow of the step.
+      steps: those of its steps that are `living`.
+      reads: their `first_reads`.
 
     Returns:
       For every such value the level of a pass. Earlier passes may compute it.
     """
     given = set(flow.program.inputs) | set(flow.program.constants)
     makers = {var: step for step in flow.steps for var in step.eqn.outvars}
-    steps = living(flow)
-    reads = first_reads(flow, steps)
     sources: dict[Var, list[Var]] = {}
     kept: dict[Var, int] = {}
 
@@ -87,7 +87,7 @@ def living(flow: Flow) -> list[Step]:
     return steps[::-1]
 
 
-def first_reads(flow: Flow, steps: list[Step]) -> dict[Var, int]:
+def first_reads(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
     """For every value that nodes read completed, or something made of it once: the level of the first that do."""
     reads: dict[Var, int] = {}
     for step in reversed(steps):
@@ -95,8 +95,9 @@ def first_reads(flow: Flow, steps: list[Step]) -> dict[Var, int]:
         for atom, form in zip(step.eqn.invars, step.operands, strict=True):
             if not isinstance(atom, Var):
                 continue
-            own = flow.state(atom).form
-            completed = isinstance(form, Whole) or (isinstance(form, Slice) and not isinstance(own, Slice))
+            own = flow.states[atom]
+            completed = isinstance(form, Whole) or (isinstance(form, Slice) and not isinstance(own.form, Slice))
+            completed = completed and not own.estimated
             level = step.level if step.per_node and completed else math.inf
             if not step.per_node or isinstance(form, Partial):
                 level = min(level, behind)
@@ -137,7 +138,7 @@ def inexact(atom: Atom) -> bool:
     return jnp.issubdtype(getattr(atom.aval, "dtype", jnp.int32), jnp.inexact)
 
 
-def held_against(flow: Flow, steps: list[Step], origin: list[Var], picked: Var) -> bool:
+def held_against(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: Var) -> bool:
     """Whether an equation that is not continuous reads both what was picked and what it was picked from.
 
     A softmax over the batch does not: it subtracts the greatest logit, and a last bit more or less does not matter.

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.analysis.decisions import decisions
+from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
@@ -138,8 +138,11 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
       The schedule.
     """
     earliest: dict[Var, int] = {}
-    coupled = any(step.level for step in flow.steps)
-    kept = (keepable(flow), decisions(flow)) if coupled else (set(), {})
+    kept: tuple[set[Var], dict[Var, int]] = set(), {}
+    if any(step.level for step in flow.steps):
+        steps = living(flow)
+        earliest = first_reads(flow, steps)
+        kept = keepable(flow), decisions(flow, steps, earliest)
     while True:
         sweep = Sweep(flow, accumulate_dtype, kept, earliest)
         stages = sweep.run()
@@ -381,7 +384,7 @@ class Sweep:
         self.keeping = False
         anew = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
         if self.level == 0 or self.keepable.isdisjoint(var for step in evaluated(anew) for var in step.eqn.outvars):
-            return anew
+            return anew  # nothing was kept
         self.keeping = True
         given = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
         self.keeping = 2 * work(evaluated(given)) < work(evaluated(anew))
