@@ -4,7 +4,9 @@ Knows environment variables, and hypothesis's profiles. Must not know vnode. pyt
 process, the workers of pytest-xdist included, so nothing here may depend on another test module.
 """
 
+import itertools
 import os
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -29,3 +31,16 @@ def _eight_devices() -> None:
     import jax
 
     assert jax.default_backend() == "cpu" and len(jax.devices()) >= 8, f"tests need 8 CPU devices, not {jax.devices()}"
+
+
+_finished = itertools.count(1)
+
+
+@pytest.fixture(autouse=True)
+def _few_programs() -> Iterator[None]:
+    """Forgets compiled programs now and then: each takes memory maps, of which a process may have some 65,000."""
+    yield
+    if next(_finished) % 100 == 0:
+        import jax
+
+        jax.clear_caches()

@@ -367,4 +367,5 @@ def test_name_stacks_and_source_lines_are_kept() -> None:
     assert any(name.endswith("dot_general") and "/while/body/" in name and "stem" in name for name in names)
     assert not any("/while/" in name and "update" in name for name in names)
     lowered = virtual.lower(params, x).as_text(debug_info=True)
+    assert f"module @jit_{step.__name__} " in lowered
     assert "test_passes.py" in lowered

@@ -156,9 +156,9 @@ class VirtualStep:
                     f"the placement is for {placement.virtual_nodes} nodes, the step has {options.virtual_nodes}"
                 )
             self._siblings[placement] = self
-        self._jit = jax.jit(self._whole, donate_argnums=donate_argnums, static_argnums=static_argnums)
+        self._jit = jax.jit(named(self._whole, fun), donate_argnums=donate_argnums, static_argnums=static_argnums)
         self._static_jit = jax.jit(
-            self._from_parts, static_argnums=0, donate_argnums=tuple(i + 1 for i in donate_argnums)
+            named(self._from_parts, fun), static_argnums=0, donate_argnums=tuple(i + 1 for i in donate_argnums)
         )
 
     @property
@@ -368,6 +368,16 @@ class VirtualStep:
             return returned.split(self._fun(*a, **k))
 
         return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
+
+
+def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that compilers and profiles call by the name of the user's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+    return run
 
 
 def typed_sharding(leaf: Any) -> bool:
