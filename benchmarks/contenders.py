@@ -1,4 +1,4 @@
-"""The same training step written in five ways, behind one small interface.
+"""The same training step in several ways, behind one small interface.
 
 Every contender computes the step of `models.plain_step` (same loss over all real tokens, same optimizer), so their
 results are compared before they are timed. Given V nodes on D devices, each lets a device work on B / V examples at a
@@ -8,7 +8,7 @@ This file knows how a step is split by each library. It must not know how anythi
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -22,10 +22,12 @@ from benchmarks.models import Model, Tree, initial_state, optimizer, plain_step
 
 HAND = "scan by hand"
 VNODE = "vnode"
+INVARIANT = "vnode invariant"
+LANES = "vnode 8 lanes"
 MICROBATCH = "optax.microbatch"
 MULTISTEPS = "optax.MultiSteps"
 PLAIN = "whole batch"
-NAMES = (HAND, VNODE, MICROBATCH, MULTISTEPS, PLAIN)
+NAMES = (HAND, VNODE, INVARIANT, LANES, MICROBATCH, MULTISTEPS, PLAIN)
 
 
 @dataclass(frozen=True)
@@ -161,15 +163,30 @@ def plain(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
     return Contender(PLAIN, _jit(step, devices), initial_state(model), _whole, step)
 
 
-def virtualized(model: Model, nodes: int, devices: Sequence[jax.Device], reduction: str = "fast") -> Contender:
+def virtualized(model: Model, nodes: int, devices: Sequence[jax.Device], **options: Any) -> Contender:
     """The plain step through `vnode.virtualize`."""
-    step = vnode.virtualize(plain_step(model), virtual_nodes=nodes, reduction=reduction, donate_argnums=0).on(devices)
+    options = {"reduction": "fast", **options}
+    step = vnode.virtualize(plain_step(model), virtual_nodes=nodes, donate_argnums=0, **options).on(devices)
     return Contender(VNODE, step, initial_state(model), _whole, step)
+
+
+def invariant(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
+    """The same, with sums in the order of a tree."""
+    made = virtualized(model, nodes, devices, reduction="invariant")
+    return replace(made, name=INVARIANT)
+
+
+def invariant_in_lanes(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
+    """The same, with the bits of up to eight devices only."""
+    made = virtualized(model, nodes, devices, reduction="invariant", lanes=min(8, nodes))
+    return replace(made, name=LANES)
 
 
 FACTORIES: dict[str, Callable[..., Contender]] = {
     HAND: by_hand,
     VNODE: virtualized,
+    INVARIANT: invariant,
+    LANES: invariant_in_lanes,
     MICROBATCH: microbatch,
     MULTISTEPS: multisteps,
     PLAIN: plain,

@@ -86,6 +86,42 @@ def test_bytes_sent_are_those_of_a_ring(devices: int) -> None:
     assert report.passes[0].sent == 2 * (devices - 1) * total // devices
 
 
+def test_bytes_sent_by_devices_that_hold_several_blocks() -> None:
+    """Of 7 nodes on two devices the first has 0..3; the second 4, 5 and 6, one block at the end of the tree."""
+    total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
+    args = mlp_arguments(14)
+    step = vnode.virtualize(mlp, virtual_nodes=7)
+    devices = jax.devices()[:2]
+    assert step.on(devices).explain(*args).passes[0].sent == 2 * total // 2
+    # 0, 1..2 (which is 1 and 2: two blocks) | 3 and 4..6: two blocks on a device.
+    assert step.on(devices, counts=[3, 4]).explain(*args).passes[0].sent == 3 * total // 2
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "buffers"),
+    [
+        ({"reduction": "fast"}, "fast: each device in node order, then across devices in any order", 0),
+        ({}, "invariant: in the order of a tree over the nodes, 2 more buffers ({}) on a device", 2),
+        ({"lanes": 4}, "invariant: in the order of a tree over 4 lanes of 2, 1 more buffers ({}) on a device", 1),
+    ],
+)
+def test_reduction_is_said(options: dict[str, Any], text: str, buffers: int) -> None:
+    total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
+    step = vnode.virtualize(mlp, virtual_nodes=8, **options).on(jax.devices()[:2])
+    said = str(step.explain(*mlp_arguments(16)))
+    bytes_more = f"{buffers * total / 1024:.1f} KiB"
+    assert f"  reduction     {text.format(bytes_more)}\n" in said, said
+
+
+def test_sharded_states_are_excepted() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
+    sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
+    step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
+    assert "but not of what the step itself sums" in str(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    assert "argument 0['w']" in str(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    assert "but not" not in str(step.explain({"w": jnp.ones(4)}, jnp.ones((4, 3))))
+
+
 def test_padding_and_uneven_devices_are_said() -> None:
     report = explain(mlp, *mlp_arguments(14), devices=3)
     assert (report.node_size, report.padding) == (4, 2)

@@ -155,13 +155,15 @@ def test_constraints_within_the_step() -> None:
     assert_close(virtual(sharded(state, SPECS["model"], mesh()), x), (np.tanh(hidden).sum(0), hidden))
 
 
-def test_collectives_over_the_model_axis_only_within_the_loop() -> None:
+@pytest.mark.parametrize(("reduction", "across"), [("fast", "all-reduce("), ("invariant", "all-gather(")])
+def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, across: str) -> None:
     """Nodes of one device are run one after another without waiting for those of another."""
     state, x = arguments()
-    virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=mesh(), axis="data"))
+    placement = vnode.Placement(8, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=8, placement=placement, reduction=reduction)
     text = virtual.lower(sharded(state, SPECS["model"], mesh()), x).compile().as_text()
     inside = [line for line in text.splitlines() if "all-reduce(" in line and "/while/" in line]
-    outside = [line for line in text.splitlines() if "all-reduce(" in line and "/while/" not in line]
+    outside = [line for line in text.splitlines() if across in line and "/while/" not in line]
     # Devices 0 and 1 share a place along the node axis, 2 and 3, ...
     assert inside and all("[4,2]<=[8]" in line or "{{0,1},{2,3},{4,5},{6,7}}" in line for line in inside)
     assert outside

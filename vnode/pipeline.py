@@ -32,7 +32,7 @@ from vnode.analysis.states import Coupling, State
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement import Placement
 from vnode.report import coupling_line
-from vnode.runtime.emit import emit
+from vnode.runtime.emit import Mode, emit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Options:
     coupling: str | Mapping[str, str]
     recompute_budget: float
     reduction: str
+    lane: int
     accumulate_dtype: Any
 
     def mode(self, eqn: JaxprEqn) -> str:
@@ -125,15 +126,16 @@ def evaluate(
     with collector_paused():
         made = analyse(fun, leaves, axes, size, options)
     check_effects(made.program, placement)
-    plain = placement.even and made.schedule.sums_only and not made.program.custom_derivatives
+    mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
+    plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     if differentiable or plain or uses_references(made.program):
         with collector_paused():
-            return emit(made.schedule, placement, leaves, differentiable)
+            return emit(made.schedule, placement, leaves, mode, options.lane)
 
     @jax.custom_jvp
     def step(*values: Any) -> list[Any]:
         with collector_paused():
-            return emit(made.schedule, placement, values)
+            return emit(made.schedule, placement, values, mode, options.lane)
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:

@@ -78,7 +78,7 @@ class Placement:
             mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
         size = mesh.shape[axis]
         if counts is None:
-            counts = [virtual_nodes // size + (d < virtual_nodes % size) for d in range(size)]
+            counts = even_counts(virtual_nodes, size)
         counts = tuple(operator.index(n) for n in counts)
         if len(counts) != size:
             raise PlacementError(f"counts has {len(counts)} entries for {size} devices")
@@ -132,6 +132,17 @@ class Placement:
     def __repr__(self) -> str:
         kinds = sorted({getattr(d, "device_kind", str(d)) for d in self.devices})
         return f"Placement({self.virtual_nodes} nodes on {self.size} x {'/'.join(kinds)}: {list(self.counts)})"
+
+
+def even_counts(virtual_nodes: int, devices: int, lane: int = 1) -> list[int]:
+    """Nodes of each device, as even as possible, in whole lanes.
+
+    >>> even_counts(32, 3), even_counts(32, 3, lane=4)
+    ([11, 11, 10], [12, 12, 8])
+    """
+    lanes = -(-virtual_nodes // lane)
+    starts = [min(lane * (d * (lanes // devices) + min(d, lanes % devices)), virtual_nodes) for d in range(devices)]
+    return [stop - start for start, stop in zip(starts, [*starts[1:], virtual_nodes], strict=True)]
 
 
 def node_count(virtual_nodes: Any) -> int:

@@ -1,6 +1,6 @@
 """What `VirtualStep.explain` says: the schedule of a step in words and numbers.
 
-Knows schedules, couplings and placements. Must not know how they are made or emitted.
+Knows schedules, couplings, placements, and how devices add. Must not know how a schedule is made or emitted.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from vnode.analysis.forms import Slice
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
-from vnode.analysis.schedule import Pass, Schedule
+from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.analysis.states import Coupling, Flow
+from vnode.operators import Monoid
 from vnode.placement import Placement
+from vnode.runtime.collectives import Plan
 
 TRANSFORMS_ONLY = re.compile(r"(\w+\(|\)|/)*")
 """A name stack that says no more than which of jax's transformations the equation comes from: ``transpose(jvp())``."""
@@ -41,7 +45,8 @@ class PassReport:
       flops: scalar operations of all nodes together.
       accumulators: what is summed over nodes (or combined by another monoid).
       collected: what is kept of every node.
-      sent: bytes that a device sends in the reduction across devices (a ring all-reduce's).
+      sent: bytes that a device sends in the reduction across devices: a ring all-reduce's, or, in the order of a tree,
+        of every block that a device holds a chunk to each, and a chunk of the total to each.
     """
 
     level: int
@@ -74,6 +79,7 @@ class Report:
       flops: of the whole step.
       recomputed: flops spent again by later passes.
       reduction: how sums over nodes are formed.
+      exceptions: from which the promise of an invariant reduction does not hold.
     """
 
     name: str
@@ -92,6 +98,7 @@ class Report:
     flops: int
     recomputed: int
     reduction: str
+    exceptions: tuple[str, ...]
 
     def __str__(self) -> str:
         counts = self.placement.counts
@@ -103,7 +110,8 @@ class Report:
             f"  once          {self.once} equations, {self.hoisted} of them before the first pass",
             f"  work          {number(self.flops)}flop"
             + (f", {self.recomputed / self.flops:.1%} recomputed" if self.recomputed else ""),
-            f"  reduction     {self.reduction}: each device in node order, then across devices",
+            f"  reduction     {self.reduction}",
+            *(f"                but {exception}" for exception in self.exceptions),
         ]
         for p in self.passes:
             total = sum(line.bytes for line in p.accumulators)
@@ -197,7 +205,55 @@ def coupling_line(coupling: Coupling) -> Line:
     return Line(f"pass {coupling.level}: {source.primitive.name} {what}", where(source) + name)
 
 
-def report(made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: str) -> Report:
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How sums over nodes are formed.
+
+    Attributes:
+      mode: ``"invariant"`` or ``"fast"``.
+      lane: of an invariant one: consecutive nodes that are added one after another.
+      sharded: arguments that are sharded over the axis of the nodes.
+    """
+
+    mode: str
+    lane: int = 1
+    sharded: tuple[str, ...] = ()
+
+    def text(self, made: Schedule, placement: Placement) -> str:
+        """One line of the report."""
+        if self.mode == "fast":
+            return "fast: each device in node order, then across devices in any order"
+        leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
+        depth = Plan.of(placement.counts, self.lane, True).depth
+        bytes_more = depth * max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
+        return f"invariant: in the order of a tree over {leaves}, {depth} more buffers ({size(bytes_more)}) on a device"
+
+    def exceptions(self, made: Schedule) -> tuple[str, ...]:
+        """From which the promise does not hold."""
+        if self.mode == "fast":
+            return ()
+        found = []
+        if any(a.monoid is Monoid.PROD and jnp.issubdtype(a.dtype, jnp.complexfloating) for a in accumulators(made)):
+            found.append("not of products of complex numbers: compilers round those as they like")
+        if self.sharded:
+            named = ", ".join(self.sharded[:4]) + (", ..." if len(self.sharded) > 4 else "")
+            found.append(f"not of what the step itself sums over what is sharded over devices: {named}")
+        return tuple(found)
+
+
+def accumulators(made: Schedule) -> list[Accumulator]:
+    """Those of a schedule, of schedules within it too."""
+    inner = [inner for stage in made.stages for action in stage.once for inner in action.schedules]
+    return [a for p in made.passes for a in p.accumulators] + [a for one in inner for a in accumulators(one)]
+
+
+def inexact(accumulator: Accumulator) -> bool:
+    return jnp.issubdtype(accumulator.dtype, jnp.inexact)
+
+
+def report(
+    made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: Reduction
+) -> Report:
     """Describes a schedule.
 
     Args:
@@ -230,7 +286,7 @@ def report(made: Schedule, placement: Placement, name: str, couplings: Sequence[
             for var in flow.program.inputs
             if isinstance(flow.states[var].form, Slice)
         ),
-        passes=tuple(pass_report(flow, p, placement) for p in made.passes),
+        passes=tuple(pass_report(flow, p, placement, reduction) for p in made.passes),
         around=tuple(around),
         once=sum(len(stage.once) for stage in made.stages),
         hoisted=len(made.stages[0].once) if made.passes else 0,
@@ -251,15 +307,19 @@ def report(made: Schedule, placement: Placement, name: str, couplings: Sequence[
         couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
         flops=made.flops,
         recomputed=made.recomputed,
-        reduction=reduction,
+        reduction=reduction.text(made, placement),
+        exceptions=reduction.exceptions(made),
     )
 
 
-def pass_report(flow: Flow, nodes: Pass, placement: Placement) -> PassReport:
+def pass_report(flow: Flow, nodes: Pass, placement: Placement, reduction: Reduction) -> PassReport:
     defined = flow.program.definitions
     actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
     devices = len(placement.counts)
-    total = sum(a.bytes for a in nodes.accumulators)
+    blocks = 1
+    if reduction.mode == "invariant":
+        blocks = max(len(fold.rest) for fold in Plan.of(placement.counts, reduction.lane, True).own)
+    total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
     return PassReport(
         level=nodes.level,
         equations=len(actions),
@@ -268,5 +328,5 @@ def pass_report(flow: Flow, nodes: Pass, placement: Placement) -> PassReport:
             Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes) for a in nodes.accumulators
         ),
         collected=tuple(Line(kind(var.aval), where(defined[var]), bytes_of(var.aval)) for var, _ in nodes.collected),
-        sent=int(2 * (devices - 1) / devices * total),
+        sent=int((devices - 1) / devices * total),
     )

@@ -19,10 +19,10 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
-from vnode.errors import PlacementError
+from vnode.errors import PlacementError, layout_message
 from vnode.pipeline import Analysis, Options, analyse, evaluate
-from vnode.placement import Placement, node_count
-from vnode.report import Report, report
+from vnode.placement import Placement, even_counts, node_count
+from vnode.report import Reduction, Report, report
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -37,6 +37,7 @@ def virtualize(
     coupling: str | Mapping[str, str] = "exact",
     recompute_budget: float = 0.25,
     reduction: str = "invariant",
+    lanes: int | None = None,
     accumulate_dtype: Any = None,
     placement: Placement | None = None,
     donate_argnums: int | Sequence[int] = (),
@@ -55,7 +56,11 @@ def virtualize(
         each node from its own examples (ghost batch statistics). ``"error"``: refuse. A mapping from regular
         expressions, searched in the name stack, to modes chooses per coupling.
       recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations.
-      reduction: ``"invariant"`` or ``"fast"``, how sums over nodes are formed.
+      reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
+        the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
+      lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the
+        number of nodes. Fewer lanes need fewer buffers, log2(lanes per device) instead of log2(nodes per device):
+        the nodes of a lane are added one after another, and devices hold whole lanes.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
       placement: where the nodes live; by default spread over all of ``jax.devices()``.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
@@ -84,6 +89,7 @@ def virtualize(
             coupling=coupling,
             recompute_budget=recompute_budget,
             reduction=reduction,
+            lanes=lanes,
             accumulate_dtype=accumulate_dtype,
             placement=placement,
             donate_argnums=donate_argnums,
@@ -116,6 +122,7 @@ def virtualize(
         coupling if isinstance(coupling, str) else dict(coupling),
         recompute_budget,
         reduction,
+        -(-virtual_nodes // lane_count(lanes, virtual_nodes)),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
@@ -155,6 +162,7 @@ class VirtualStep:
                 raise PlacementError(
                     f"the placement is for {placement.virtual_nodes} nodes, the step has {options.virtual_nodes}"
                 )
+            check_lanes(placement, options.lane)
             self._siblings[placement] = self
         self._jit = jax.jit(named(self._whole, fun), donate_argnums=donate_argnums, static_argnums=static_argnums)
         self._static_jit = jax.jit(
@@ -165,7 +173,7 @@ class VirtualStep:
     def placement(self) -> Placement:
         """Where the nodes live."""
         if self._placement is None:
-            self._placement = Placement(self._options.virtual_nodes)
+            self._placement = Placement(self._options.virtual_nodes, counts=self._counts(len(jax.devices())))
             self._siblings[self._placement] = self
         return self._placement
 
@@ -184,9 +192,13 @@ class VirtualStep:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
         elif isinstance(devices, jax.sharding.Mesh):
-            placement = Placement(self._options.virtual_nodes, mesh=devices, counts=counts, axis=self.placement.axis)
+            axis = self.placement.axis
+            counts = self._counts(devices.shape.get(axis, 1)) if counts is None else counts
+            placement = Placement(self._options.virtual_nodes, mesh=devices, counts=counts, axis=axis)
         else:
-            placement = Placement(self._options.virtual_nodes, list(devices), counts=counts)
+            devices = list(devices)
+            counts = self._counts(len(devices)) if counts is None else counts
+            placement = Placement(self._options.virtual_nodes, devices, counts=counts)
         if placement not in self._siblings:
             sibling = VirtualStep(
                 self._fun, self._options, placement, self._in_axes, self._donate_argnums, self._static_argnums
@@ -194,6 +206,10 @@ class VirtualStep:
             sibling._siblings = self._siblings
             self._siblings[placement] = sibling
         return self._siblings[placement]
+
+    def _counts(self, devices: int) -> list[int] | None:
+        """Nodes of each device, in whole lanes."""
+        return even_counts(self._options.virtual_nodes, devices, self._options.lane) if devices else None
 
     def put(self, tree: Any) -> Any:
         """Places a state on the placement's devices, replicated; leaves that are not arrays stay as they are."""
@@ -326,7 +342,19 @@ class VirtualStep:
         """
         made = self._analyse(args, kwargs)
         name = getattr(self._fun, "__name__", type(self._fun).__name__)
-        return report(made.schedule, self.placement, name, made.couplings, self._options.reduction)
+        reduction = Reduction(self._options.reduction, self._options.lane, self._sharded(args))
+        return report(made.schedule, self.placement, name, made.couplings, reduction)
+
+    def _sharded(self, args: tuple[Any, ...]) -> tuple[str, ...]:
+        """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
+        axis = self.placement.axis
+        return tuple(
+            f"argument {i}{jax.tree_util.keystr(path)}"
+            for i in self._wholes(len(args))
+            for path, leaf in jax.tree.leaves_with_path(args[i])
+            if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
+            and any(axis == name or (isinstance(name, tuple) and axis in name) for name in sharding.spec)
+        )
 
     def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -368,6 +396,36 @@ class VirtualStep:
             return returned.split(self._fun(*a, **k))
 
         return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
+
+
+def lane_count(lanes: Any, virtual_nodes: int) -> int:
+    """How many lanes there are.
+
+    Raises:
+      ValueError: not between one and the number of nodes.
+    """
+    if lanes is None:
+        return virtual_nodes
+    if isinstance(lanes, bool) or not isinstance(lanes, int | np.integer) or not 1 <= lanes <= virtual_nodes:
+        raise ValueError(f"lanes must be an integer from 1 to virtual_nodes={virtual_nodes}, not {lanes!r}")
+    return int(lanes)
+
+
+def check_lanes(placement: Placement, lane: int) -> None:
+    """Refuses a placement that divides a lane.
+
+    Raises:
+      PlacementError: it does.
+    """
+    if any(start % lane for start in placement.starts if start < placement.virtual_nodes):
+        fitting = even_counts(placement.virtual_nodes, placement.size, lane)
+        raise PlacementError(
+            layout_message(
+                f"the placement divides a lane: each device must hold whole lanes of {lane} nodes.",
+                facts=[f"counts = {list(placement.counts)}"],
+                remedies=[f"counts={fitting}, as step.on(devices) chooses", "more lanes, or lanes=None"],
+            )
+        )
 
 
 def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Var
+from jax.extend.core import Literal, Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
@@ -182,6 +182,7 @@ class Sweep:
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
         self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
         self.waiting: list[int] = []
+        self.known = known_values(flow)
         self.evaluated: set[int] = set()
         self.keepable, self.decided = kept
         self.keeping = False
@@ -351,7 +352,7 @@ class Sweep:
     def is_leaf(self, var: Var, form: Form) -> bool:
         """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
         if isinstance(form, Whole):
-            return not self.only_layout(var)
+            return var not in self.known and not self.only_layout(var)
         state = self.flow.states[var]
         kept = state.level < self.level and (
             (self.keeping and var in self.keepable) or self.decided.get(var, self.level + 1) <= self.level
@@ -501,6 +502,23 @@ def keepable(flow: Flow) -> set[Var]:
             if isinstance(form, Slice) and size_of(var) <= room and spent >= KEEP * size_of(var):
                 kept.add(var)
     return kept
+
+
+def known_values(flow: Flow) -> set[Var]:
+    """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
+
+    Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
+    them simplifies another does not.
+    """
+    known: set[Var] = set()
+    for step in flow.steps:
+        eqn = step.eqn
+        if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
+            continue
+        cheap = step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ()))
+        if cheap and all(isinstance(atom, Literal) or atom in known for atom in eqn.invars):
+            known.add(eqn.outvars[0])
+    return known
 
 
 def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:

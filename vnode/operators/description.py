@@ -110,6 +110,7 @@ class OperatorDescription:
       continuous: a last bit more or less in the operands changes the results by as little (so does everything that is
         linear). Not so a comparison, a rounding, or a logarithm, which may turn a tiny number into NaN.
       adds: the result is the plain sum of the operands, element by element.
+      spreads: operands of size one along a dimension, and scalars, are spread to the others' shape.
       once: operands that enter a reduction as one more term (what a scatter-add adds to). When the reduction is
         split, they may enter in one part only and the others get the monoid's identity.
       indices: operands that hold indices into another operand; padding in them is never overwritten.
@@ -134,6 +135,7 @@ class OperatorDescription:
     movement: bool = False
     continuous: bool = False
     adds: bool = False
+    spreads: bool = False
     once: frozenset[int] = frozenset()
     indices: frozenset[int] = frozenset()
     fill: Mapping[int, Any] = dataclasses.field(default_factory=dict)

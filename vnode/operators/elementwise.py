@@ -88,6 +88,7 @@ def elementwise(
         movement=movement,
         continuous=continuous,
         adds=adds,
+        spreads=len(eqn.invars) > 1,
     )
 
 

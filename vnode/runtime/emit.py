@@ -5,6 +5,7 @@ Knows schedules and placements. Must not know how a step was analysed, nor any p
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -19,44 +20,44 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
-from vnode.analysis.schedule import Accumulator, Pass, Schedule
-from vnode.operators import Monoid
+from vnode.analysis.schedule import Pass, Schedule
 from vnode.operators.control import Loop, While
 from vnode.placement import Placement
-from vnode.runtime.evaluate import Env, evaluate_once, evaluate_recipe, run_while, settle
+from vnode.runtime import collectives, loops
+from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe, run_while, settle
 from vnode.runtime.node import Node, arrange
 
-COMBINE = {
-    Monoid.SUM: jnp.add,
-    Monoid.PROD: jnp.multiply,
-    Monoid.MAX: jnp.maximum,
-    Monoid.MIN: jnp.minimum,
-    Monoid.AND: jnp.bitwise_and,
-    Monoid.OR: jnp.bitwise_or,
-    Monoid.XOR: jnp.bitwise_xor,
-}
+
+class Mode(enum.Enum):
+    """What is asked of an emission besides the right result."""
+
+    INVARIANT = "the same bits on any devices"
+    FAST = "sums in any order"
+    DIFFERENTIABLE = "no loops of run-time length"
 
 
-def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool = False) -> list[Any]:
+def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: Mode, lane: int = 1) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
     Args:
       schedule: the step.
       placement: where its nodes live.
       inputs: values of the program's inputs, whole and batched alike at their global shapes.
-      differentiable: whether to do without loops of run-time length.
+      mode: what is asked of the emission.
+      lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
 
     Returns:
       The program's outputs at their global shapes.
     """
-    return Emission(schedule, placement, inputs, differentiable).run()
+    return Emission(schedule, placement, inputs, mode, lane).run()
 
 
 class Emission:
     """One emission: the whole values so far, and the batched values that are kept for all nodes."""
 
-    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], differentiable: bool) -> None:
-        self.differentiable = differentiable
+    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: Mode, lane: int) -> None:
+        self.mode = mode
+        self.lane = lane
         self.schedule = schedule
         self.placement = placement
         self.flow = schedule.flow
@@ -64,6 +65,7 @@ class Emission:
         self.whole: dict[Var, Any] = dict(program.constants)
         self.batched: dict[Var, Any] = {}
         self.collected: dict[Var, Any] = {}
+        self.known = Known(program)
         for var, value in zip(program.inputs, inputs, strict=True):
             target = self.batched if isinstance(self.flow.states[var].form, Slice) else self.whole
             target[var] = value
@@ -71,7 +73,7 @@ class Emission:
     def run(self) -> list[Any]:
         for stage in self.schedule.stages:
             for action in stage.once:
-                values = self.run_around(action) if action.schedules else evaluate_once(action, self.read)
+                values = self.run_around(action) if action.schedules else evaluate_once(action, self.read, self.known)
                 for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
                     if form is not None:
                         (self.batched if isinstance(form, Slice) else self.whole)[var] = value
@@ -88,7 +90,10 @@ class Emission:
             return atom.val
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
-            self.whole[atom] = lax.with_sharding_constraint(value, self.placement.sharding())
+            value = lax.with_sharding_constraint(value, self.placement.sharding())
+            if self.mode is Mode.INVARIANT:
+                (value,) = loops.settled([loops.Place(value, value.shape)])
+            self.whole[atom] = value
         return self.whole[atom]
 
     def output(self, atom: Atom) -> Any:
@@ -107,7 +112,7 @@ class Emission:
         operands = [settle(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
         def body(made: Schedule, *inputs: Any) -> list[Any]:
-            return emit(made, self.placement, inputs, self.differentiable)
+            return emit(made, self.placement, inputs, self.mode, self.lane)
 
         match action.step.region:
             case Loop() as loop:
@@ -169,6 +174,12 @@ class Emission:
             value = jnp.take(value, np.minimum(rows, form.units - 1), axis=axis, mode="clip")
         return value, axis
 
+    def room(self, var: Var, form: Slice) -> Any:
+        """Where a device puts a value of each of its nodes."""
+        n = form.outer * int(self.flow.node_size * form.ratio)
+        shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
+        return jnp.zeros(shape, var.aval.dtype)
+
     def run_pass(self, nodes: Pass) -> None:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices."""
         placement, size = self.placement, self.flow.node_size
@@ -178,49 +189,58 @@ class Emission:
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
+        sums = [loops.Sum(a.monoid, a.var.aval.shape, a.dtype) for a in nodes.accumulators]
+        plan = collectives.Plan.of(placement.counts, self.lane, one_axis=placement.size == len(placement.devices))
 
         def device_program(
-            start: jax.Array, count: jax.Array, whole: list[Any], shard: list[Any]
+            start: jax.Array, count: jax.Array, joins: jax.Array, whole: list[Any], shard: list[Any]
         ) -> tuple[list[Any], list[Any]]:
-            def node_program(index: jax.Array) -> tuple[list[Any], list[Any]]:
-                env: Env = {(var, WHOLE): value for var, value in zip(wholes, whole, strict=True)}
-                for (var, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
+            def take(index: jax.Array) -> list[Any]:
+                parts = []
+                for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
                     if slot:
-                        env[(var, form)] = lax.dynamic_index_in_dim(value, index, 0, keepdims=False)
-                    else:
-                        n = int(size * form.ratio)
-                        part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
-                        shape = (*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
-                        env[(var, form)] = part.reshape(shape)
+                        parts.append(lax.dynamic_index_in_dim(value, index, 0, keepdims=False))
+                        continue
+                    n = int(size * form.ratio)
+                    part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
+                    parts.append(part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :]))
+                return parts
+
+            def compute(index: jax.Array, parts: list[Any]) -> tuple[list[Any], list[Any]]:
+                env: Env = {(var, WHOLE): value for var, value in zip(wholes, whole, strict=True)}
+                env.update(zip(sliced, parts, strict=True))
                 node = Node(start[0] + index, placement.virtual_nodes, size, batch, placement.devices[0].platform)
                 values = evaluate_recipe(nodes.recipe, env, node)
-                return values[: len(nodes.accumulators)], values[len(nodes.accumulators) :]
+                return values[: len(sums)], values[len(sums) :]
 
-            def accumulate(carry: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
-                partials, kept = node_program(index)
-                added = [
-                    COMBINE[a.monoid](total, piece.astype(a.dtype))
-                    for a, total, piece in zip(nodes.accumulators, carry, partials, strict=True)
-                ]
-                return added, kept
-
-            init = [jnp.full(a.var.aval.shape, a.monoid.identity(a.dtype), a.dtype) for a in nodes.accumulators]
-            if placement.even:
-                totals, kept = lax.scan(accumulate, init, jnp.arange(waves, dtype=jnp.int32))
-            else:
-                loop = skipping if self.differentiable else counted
-                totals, kept = loop(accumulate, init, count[0], waves)
-            return across_devices(nodes.accumulators, totals, axis), kept
+            program = loops.NodeProgram(take, compute)
+            if self.mode is not Mode.INVARIANT and placement.even:
+                totals, kept = loops.scanned(program, sums, waves)
+                return collectives.combined(sums, totals, axis), kept
+            room = [self.room(var, form) for var, form in nodes.collected]
+            match self.mode:
+                case Mode.DIFFERENTIABLE:
+                    totals, kept = loops.skipping(program, sums, count[0], waves, room)
+                case Mode.FAST:
+                    totals, kept = loops.counted(program, sums, count[0], room)
+                case Mode.INVARIANT:
+                    if waves == 1:  # or there is nothing to slice, and the node's computation leaves the loop
+                        shard[:] = [jnp.concatenate([v, v], dim) for v, (_, dim) in zip(shard, shards, strict=True)]
+                    turns = loops.opaque(count[0])
+                    rest, exact, kept = loops.in_tree_order(program, sums, turns, joins[0], plan.depth, self.lane, room)
+                    return collectives.totals(sums, rest, exact, plan, axis), kept
+            return collectives.combined(sums, totals, axis), kept
 
         spec = PartitionSpec
         in_specs = (
             spec(axis),
             spec(axis),
+            spec(axis),
             [spec()] * len(wholes),
             [spec(*[None] * dim, axis) for _, dim in shards],
         )
-        out_specs = ([spec()] * len(nodes.accumulators), [spec(axis)] * len(nodes.collected))
-        program = jax.shard_map(
+        out_specs = ([spec()] * len(sums), [spec(axis)] * len(nodes.collected))
+        run = jax.shard_map(
             device_program,
             mesh=placement.mesh,
             in_specs=in_specs,
@@ -228,9 +248,10 @@ class Emission:
             axis_names={axis},
             check_vma=False,
         )
-        totals, kept = program(
+        totals, kept = run(
             jnp.asarray(placement.starts, jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
+            jnp.asarray(plan.joins),
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )
@@ -241,64 +262,3 @@ class Emission:
             self.whole[accumulator.var] = total
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
-
-
-def counted(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
-    """The loop over a device's nodes where devices hold different numbers of them: of run-time length."""
-    buffers = empty_slots(accumulate, init, waves)
-
-    def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
-        totals, kept = accumulate(state[0], index)
-        return totals, [
-            lax.dynamic_update_index_in_dim(buffer, value, index, 0)
-            for buffer, value in zip(state[1], kept, strict=True)
-        ]
-
-    return lax.fori_loop(0, count, body, (init, buffers))
-
-
-def skipping(accumulate: Any, init: list[Any], count: jax.Array, waves: int) -> tuple[list[Any], list[Any]]:
-    """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
-    buffers = empty_slots(accumulate, init, 1)
-
-    def body(carry: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
-        return lax.cond(
-            index < count, accumulate, lambda carry, _: (carry, [buffer[0] for buffer in buffers]), carry, index
-        )
-
-    return lax.scan(body, init, jnp.arange(waves, dtype=jnp.int32))
-
-
-def empty_slots(accumulate: Any, init: list[Any], waves: int) -> list[Any]:
-    """Room for what `waves` nodes keep."""
-    _, shapes = jax.eval_shape(accumulate, init, jnp.int32(0))
-    return [jnp.zeros((waves, *s.shape), s.dtype) for s in shapes]
-
-
-def across_devices(accumulators: Sequence[Accumulator], totals: list[Any], axis: str) -> list[Any]:
-    """Combines every device's totals: one collective per monoid."""
-    results: dict[int, Any] = {}
-    groups: dict[Monoid, list[int]] = {}
-    for i, accumulator in enumerate(accumulators):
-        groups.setdefault(accumulator.monoid, []).append(i)
-    for monoid, members in groups.items():
-        values = [totals[i] for i in members]
-        match monoid:
-            case Monoid.SUM:
-                combined = lax.psum(values, axis)
-            case Monoid.MAX if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
-                combined = lax.pmax(values, axis)
-            case Monoid.MIN if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
-                combined = lax.pmin(values, axis)
-            case _:  # among floats, some compilers' collectives lose NaN
-                combined = [fold(monoid, lax.all_gather(value, axis)) for value in values]
-        results.update(zip(members, combined, strict=True))
-    return [results[i] for i in range(len(totals))]
-
-
-def fold(monoid: Monoid, stacked: jax.Array) -> jax.Array:
-    """Combines along dimension 0, in order."""
-    total = stacked[0]
-    for k in range(1, stacked.shape[0]):
-        total = COMBINE[monoid](total, stacked[k])
-    return total

@@ -7,17 +7,19 @@ primitive by name.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
-from vnode.analysis.program import Atom
+from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid
 from vnode.operators import evaluate as evaluate_operator
@@ -46,12 +48,69 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def evaluate_once(action: Evaluation, read: Callable[[Atom], Any]) -> list[Any]:
+class Known:
+    """What has been evaluated: an equation is not evaluated again for the same operands.
+
+    Compilers find such equations too, but those for one device later than those for many, and what they make of the
+    rest differs with that. For the same reason operands that an equation would spread are spread beforehand, once.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self._program = program
+        self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
+
+    def evaluate(
+        self, eqn: JaxprEqn, operands: list[Any], run: Callable[[list[Any]], list[Any]], how: Any = None
+    ) -> list[Any]:
+        """What `run` makes of the operands of an equation, or made of them before.
+
+        Args:
+          eqn: the equation.
+          operands: values of its operands.
+          run: evaluates it.
+          how: what else the results depend on.
+        """
+        if eqn.effects:
+            return run(operands)
+        description = self._program.describe(eqn)
+        if description is not None and description.spreads:
+            shape = np.broadcast_shapes(*map(np.shape, operands))
+            operands = [self._spread(value, shape) for value in operands]
+        settings = eqn.ctx.threefry_partitionable
+        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), tuple(map(identity, operands)))
+        try:
+            hash(key)
+        except TypeError:
+            return run(operands)
+        return self._once(key, operands, lambda: run(list(operands)))
+
+    def _spread(self, value: Any, shape: tuple[int, ...]) -> Any:
+        """A value at another shape; jax would spread it where it is used, each use anew."""
+        if np.shape(value) == shape or not isinstance(value, jax.Array):
+            return value
+        dims = range(len(shape))[len(shape) - np.ndim(value) :]
+        return self._once((id(value), shape), [value], lambda: [lax.broadcast_in_dim(value, shape, dims)])[0]
+
+    def _once(self, key: Any, operands: list[Any], run: Callable[[], list[Any]]) -> list[Any]:
+        if key not in self._results:
+            self._results[key] = (run(), operands)  # operands are kept, or another could get the number of one
+        return self._results[key][0]
+
+
+def identity(value: Any) -> Any:
+    """What tells a value from others: itself if it is a constant scalar."""
+    if isinstance(value, np.ndarray | np.generic | float | int) and np.ndim(value) == 0:
+        return (type(value), np.asarray(value).dtype.str, np.asarray(value).tobytes())
+    return id(value)
+
+
+def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known) -> list[Any]:
     """Evaluates an equation on whole values.
 
     Args:
       action: an evaluation all of whose forms are whole.
       read: gives the whole value of an atom.
+      known: what has been evaluated so far.
 
     Returns:
       The results, those that nobody wants included.
@@ -59,7 +118,7 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any]) -> list[Any]:
     eqn = action.step.eqn
     with context_of(eqn):
         if not action.bodies:
-            return bind(eqn, [read(atom) for atom in eqn.invars])
+            return known.evaluate(eqn, [read(atom) for atom in eqn.invars], functools.partial(bind, eqn))
         return evaluate_region(action, None, lambda atom, form: read(atom))
 
 
@@ -86,6 +145,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
         assert node is not None
         return node.convert(settle(atom.val, atom), WHOLE, form, flow.state(atom).zero)
 
+    known = Known(flow.program)
     for action in recipe.actions:
         if isinstance(action, Conversion):
             assert node is not None
@@ -94,7 +154,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
             env[(action.var, action.target)] = node.convert(value, action.source, action.target, zero)
             continue
         for var, form, value in zip(
-            action.step.eqn.outvars, action.results, evaluate_action(action, read, node), strict=True
+            action.step.eqn.outvars, action.results, evaluate_action(action, read, node, known), strict=True
         ):
             if form is not None:
                 env[(var, form)] = value
@@ -106,7 +166,9 @@ def settle(value: Any, like: Atom) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
 
 
-def evaluate_action(action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | None) -> list[Any]:
+def evaluate_action(
+    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | None, known: Known
+) -> list[Any]:
     """Evaluates one equation in the forms that `action` names."""
     eqn = action.step.eqn
     with context_of(eqn):
@@ -116,8 +178,8 @@ def evaluate_action(action: Evaluation, read: Callable[[Atom, Form], Any], node:
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
         if action.description is None or node is None or action.location is None:
-            return bind(eqn, operands)
-        return evaluate_split(action, operands, node)
+            return known.evaluate(eqn, operands, functools.partial(bind, eqn))
+        return known.evaluate(eqn, operands, lambda values: evaluate_split(action, values, node), action.location)
 
 
 def evaluate_split(action: Evaluation, operands: list[Any], node: Node) -> list[Any]:

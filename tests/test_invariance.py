@@ -1,0 +1,186 @@
+"""The hardware does not show in the result: the same bits on any number of devices.
+
+Knows the zoo and `reduction="invariant"`. Bits are compared with those of the same step on one device; that this one is
+right is what `test_zoo` says. Programs are compiled as users compile them, in float32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vnode
+from tests import zoo
+from tests.zoo import compare
+
+STEPS = 20
+
+TRAINED = {
+    "linen_clip_by_global_norm": 8,
+    "equinox_adamw": 8,
+    "vit_with_reshaped_patches": 8,
+    "lm_grouped_query_attention_tied_embeddings": 8,
+    "haiku_dropout_and_layer_norm": 8,
+    "loss_masked_mean": 12,
+    "lstm_batch_major": 8,
+    "batch_norm_exact": 8,
+    "batch_norm_local": 8,
+    "contrastive_clip": 8,
+    "experts_with_capacity": 8,
+    "private_gradients": 16,
+    "gan": 8,
+    "bfloat16_compute": 8,
+    "loss_scaling_skipping": 8,
+    "training_on_a_batch_that_is_no_multiple": 5,
+}
+"""Steps that are run for a while, with numbers of nodes: equal to the most devices, more, less, and no power of two."""
+
+FROM_OUTSIDE = {
+    "under_grad",
+    "under_grad_of_masked_mean",
+    "under_grad_by_the_inputs",
+    "under_jvp_and_hessian",
+    "custom_jvp_under_grad",
+}
+"""Differentiated from outside, for which nothing is promised."""
+
+
+def digest(tree: Any) -> str:
+    """The SHA-256 of all arrays of a tree."""
+    sha = hashlib.sha256()
+    for leaf in jax.tree.leaves(tree):
+        array = np.asarray(compare.host(leaf))
+        sha.update(f"{array.dtype}{array.shape}".encode())
+        sha.update(array.tobytes())
+    return sha.hexdigest()
+
+
+def named(name: str) -> zoo.Case:
+    return next(case for case in zoo.cases() if case.name == name)
+
+
+def virtual(program: zoo.Program, nodes: int, **options: Any) -> Any:
+    return vnode.virtualize(program.step, virtual_nodes=nodes, **{**program.options, **options})
+
+
+def trained(step: Any, program: zoo.Program, devices: Sequence[int]) -> str:
+    """The digest of state and metrics after as many steps as `devices` has entries, each on so many devices."""
+    state, *rest = program.args
+    metrics: Any = None
+    for count in devices:
+        state, *metrics = step.on(jax.devices()[:count])(state, *rest)
+    return digest((state, metrics))
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
+    with compare.running_in("float32"):
+        program = compare.build(named(name), "float32")
+        step = virtual(program, TRAINED[name])
+        digests = {d: trained(step, program, [d] * STEPS) for d in range(1, 9)}
+    assert len(set(digests.values())) == 1, digests
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_resizing_at_any_step(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    with compare.running_in("float32"):
+        program = compare.build(named("linen_clip_by_global_norm"), "float32")
+        step = virtual(program, 8)
+        never = trained(step, program, [1] * STEPS)
+        assert trained(step, program, rng.integers(1, 9, STEPS).tolist()) == never
+
+
+@pytest.mark.parametrize("counts", [[8], [7, 1], [1, 7], [3, 5], [1, 0, 6, 1], [2, 3, 3]])
+def test_uneven_counts(counts: list[int]) -> None:
+    with compare.running_in("float32"):
+        program = compare.build(named("loss_masked_mean"), "float32")
+        step = virtual(program, 8)
+        want = digest(step.on(jax.devices()[:1])(*program.args))
+        assert digest(step.on(jax.devices()[: len(counts)], counts=counts)(*program.args)) == want
+
+
+def chosen() -> list[str]:
+    """Cases of the zoo whose results are compared: all of them, or a sample."""
+    names = [case.name for case in zoo.cases() if case.expect is None and case.name not in FROM_OUTSIDE]
+    return names if os.environ.get("VNODE_TEST_ALL") == "1" else names[5::16]
+
+
+@pytest.mark.parametrize("name", chosen())
+def test_any_step(name: str) -> None:
+    case = named(name)
+    nodes = 8 if case.nodes is None or 8 in case.nodes else case.nodes[-1]
+    with compare.running_in("float32"):
+        program = compare.build(case, "float32")
+        digests = {d: digest(compare.call(case, program, nodes, d)) for d in (1, 3, 8)}
+    assert len(set(digests.values())) == 1, digests
+
+
+def sums(monoid: Any) -> Any:
+    """A step that combines 24 examples by a monoid, in a way in which order shows."""
+    return vnode.virtualize(lambda scale, x: monoid(scale * x, axis=0), virtual_nodes=8)
+
+
+@pytest.mark.parametrize("monoid", [jnp.sum, jnp.prod, jnp.max, jnp.min])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_every_monoid(monoid: Any, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(24, 5)), dtype) * (1j + 1 if dtype == "complex64" else 1)
+    step = sums(monoid)
+    scale = jnp.asarray(1.25, x.dtype)
+    digests = {digest(step.on(jax.devices()[:d])(scale, x)) for d in range(1, 9)}
+    if dtype == "complex64" and monoid is jnp.prod:  # each is two sums of two products, which compilers contract
+        assert "not of products of complex numbers" in str(step.explain(scale, x))
+    else:
+        assert len(digests) == 1
+
+
+def test_the_order_is_that_of_the_tree() -> None:
+    """Of eight numbers, one per node: ((0+1)+(2+3))+((4+5)+(6+7)), which is not their sum in order."""
+    rng = np.random.default_rng(1)
+    x = (rng.normal(size=8) * 10.0 ** rng.integers(-4, 5, 8)).astype(np.float32)
+    pairs = x[0::2] + x[1::2]
+    halves = pairs[0::2] + pairs[1::2]
+    want = halves[0] + halves[1]
+    assert np.add.accumulate(x)[-1] != want  # or the test could not fail
+    step = vnode.virtualize(lambda w, x: w * x.sum(), virtual_nodes=8)
+    for devices in range(1, 9):
+        assert step.on(jax.devices()[:devices])(jnp.float32(1), x) == want
+
+
+def test_negative_zero_and_nan_are_kept() -> None:
+    step = vnode.virtualize(lambda w, x: x.sum(0), virtual_nodes=4)
+    x = np.array([[-0.0, 1.0]] * 3 + [[-0.0, np.nan]], np.float32)
+    for devices in (1, 2, 4):
+        out = np.asarray(step.on(jax.devices()[:devices])(0.0, x))
+        assert np.isnan(out[1])
+        assert out[0] == 0
+
+
+@pytest.mark.parametrize(("nodes", "lanes"), [(16, 4), (8, 1), (12, 5)])
+def test_lanes(nodes: int, lanes: int) -> None:
+    with compare.running_in("float32"):
+        program = compare.build(named("linen_clip_by_global_norm"), "float32")
+        step = virtual(program, nodes, lanes=lanes)
+        digests = {d: trained(step, program, [d] * 3) for d in range(1, lanes + 1)}
+    assert len(set(digests.values())) == 1, digests
+
+
+def test_lanes_are_not_divided() -> None:
+    step = vnode.virtualize(lambda w, x: w + x.sum(0), virtual_nodes=8, lanes=2)
+    assert step.on(jax.devices()[:3]).placement.counts == (4, 4, 0)
+    with pytest.raises(vnode.PlacementError, match=r"whole lanes of 4 nodes(.|\n)*counts=\[4, 4, 0\]"):
+        step.on(vnode.Placement(8, jax.devices()[:3]))
+
+
+@pytest.mark.parametrize("lanes", [0, 9, True, 2.0])
+def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
+    with pytest.raises(ValueError, match="lanes must be an integer from 1 to virtual_nodes=8"):
+        vnode.virtualize(lambda w, x: w, virtual_nodes=8, lanes=lanes)

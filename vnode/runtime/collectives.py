@@ -1,0 +1,203 @@
+"""Combines what the devices hold into totals that all of them hold.
+
+Knows stacks of partial sums and folds. Must not know nodes or passes.
+
+Sums whose order counts are reduced by chunks: every device is sent one chunk of all, adds it in tree order, and sends
+the result to all. That is the traffic of a ring all-reduce, once per block that a device holds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vnode.operators import Monoid
+from vnode.runtime.loops import COMBINE, Place, Rest, Sum, opaque, settled, stacked
+from vnode.runtime.tree import Fold, folds
+
+BUCKET = 1 << 20
+"""Bytes up to which values travel together."""
+
+SMALL = 16 << 10
+"""Bytes of a bucket up to which every device adds all of it, with one collective instead of two."""
+
+
+def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]:
+    """Combines every device's totals in any order: one collective per monoid."""
+    results: dict[int, Any] = {}
+    groups: dict[Monoid, list[int]] = {}
+    for i, s in enumerate(sums):
+        groups.setdefault(s.monoid, []).append(i)
+    for monoid, members in groups.items():
+        values = [totals[i] for i in members]
+        match monoid:
+            case Monoid.SUM:
+                reduced = lax.psum(values, axis)
+            case Monoid.MAX if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
+                reduced = lax.pmax(values, axis)
+            case Monoid.MIN if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
+                reduced = lax.pmin(values, axis)
+            case _:  # among floats, some compilers' collectives lose NaN
+                reduced = [folded(monoid, lax.all_gather(value, axis)) for value in values]
+        results.update(zip(members, reduced, strict=True))
+    return [results[i] for i in range(len(totals))]
+
+
+def folded(monoid: Monoid, values: jax.Array) -> jax.Array:
+    """Combines along dimension 0, in order."""
+    total = values[0]
+    for k in range(1, values.shape[0]):
+        total = COMBINE[monoid](total, values[k])
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How devices add what their nodes contribute, in tree order.
+
+    Attributes:
+      own: the folds of the devices, over their lanes.
+      across: the fold of what remains of them.
+      flat: whether values may be flattened to travel together: not if they are sharded over other axes of the mesh.
+    """
+
+    own: tuple[Fold, ...]
+    across: Fold
+    flat: bool
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Entries of a device's stack."""
+        return max(fold.depth for fold in self.own)
+
+    @property
+    def joins(self) -> np.ndarray:
+        """Of every device's lanes, int32 ``[devices, most lanes]``."""
+        table = np.zeros((len(self.own), max(len(fold.joins) for fold in self.own)), np.int32)
+        for row, fold in zip(table, self.own, strict=True):
+            row[: len(fold.joins)] = fold.joins
+        return table
+
+    @staticmethod
+    @functools.lru_cache
+    def of(counts: tuple[int, ...], lane: int, one_axis: bool) -> Plan:
+        """The plan for devices that hold `counts` nodes, in lanes of `lane`."""
+        lanes = [-(-count // lane) for count in counts]
+        own, across = folds(sum(lanes), lanes)
+        return Plan(tuple(own), across, one_axis)
+
+
+def totals(sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, axis: str) -> list[Any]:
+    """Combines what `loops.in_tree_order` leaves on the devices.
+
+    Args:
+      sums: what is added.
+      rest: what remains of sums that are not exact.
+      exact: the totals of those that are.
+      plan: how devices add.
+      axis: of the mesh, over which devices are numbered.
+
+    Returns:
+      The totals of all.
+    """
+    added = iter(in_tree_order([s for s in sums if not s.exact], rest, plan, axis))
+    others = iter(combined([s for s in sums if s.exact], exact, axis))
+    return [next(others if s.exact else added) for s in sums]
+
+
+def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> list[Any]:
+    """Adds what remains on the devices.
+
+    Args:
+      sums: what is added, none of them exact.
+      rest: what remains on this device.
+      plan: how.
+      axis: of the mesh, over which devices are numbered.
+
+    Returns:
+      The totals.
+    """
+    if len(plan.own) == 1 or not sums:
+        return rest.last
+    most = max(len(fold.rest) for fold in plan.own)
+    rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
+    order = jnp.asarray(rows, jnp.int32)
+    joins = jnp.asarray(plan.across.joins, jnp.int32)
+    blocks = rest.blocks(most)
+    results: list[Any] = [None] * len(sums)
+    for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
+        parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
+        held = parcel.send(axis)
+
+        def piece(index: jax.Array, state: None, held: jax.Array = held) -> tuple[list[Any], None]:
+            return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
+
+        chunk = Sum(sums[members[0]].monoid, held.shape[1:], held.dtype)
+        added, _ = stacked(piece, [chunk], opaque(len(rows)), joins, plan.across.depth, None)
+        total = parcel.collect(added.last[0], axis)
+        sizes = [math.prod(sums[i].shape) for i in members]
+        starts = [sum(sizes[:k]) if plan.flat else None for k in range(len(sizes))]
+        places = [Place(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
+        for i, value in zip(members, settled(places), strict=True):
+            results[i] = value
+    return results
+
+
+@dataclasses.dataclass(frozen=True)
+class Parcel:
+    """Blocks of values that travel together.
+
+    Attributes:
+      blocks: ``[blocks, ...]``, every device's own.
+      dim: the dimension along which devices take chunks; None if each takes all.
+    """
+
+    blocks: jax.Array
+    dim: int | None
+
+    @staticmethod
+    def of(values: Sequence[jax.Array], devices: int, flat: bool) -> Parcel:
+        """Packs stacks ``[blocks, ...]``."""
+        block = values[0]
+        if flat:
+            rows = [value.reshape(len(value), -1) for value in values]
+            block = rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)
+        if block.nbytes <= SMALL:
+            return Parcel(block, None)
+        if flat:
+            return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1)
+        fitting = [d for d in range(1, block.ndim) if block.shape[d] % devices == 0]
+        return Parcel(block, max(fitting, key=lambda d: block.shape[d], default=None))
+
+    def send(self, axis: str) -> jax.Array:
+        """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
+        if self.dim is None:
+            return lax.all_gather(self.blocks, axis, tiled=True)
+        return lax.all_to_all(self.blocks, axis, self.dim, 0, tiled=True)
+
+    def collect(self, chunk: jax.Array, axis: str) -> jax.Array:
+        """The whole from every device's chunk."""
+        return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim - 1, tiled=True)
+
+
+def buckets(sums: Sequence[Sum]) -> list[list[int]]:
+    """Which values travel together: of one dtype and monoid, up to `BUCKET` bytes."""
+    result: list[list[int]] = []
+    room: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
+    for i, s in enumerate(sums):
+        nbytes = math.prod(s.shape) * np.dtype(s.dtype).itemsize
+        used, members = room.get((s.dtype, s.monoid), (BUCKET, []))
+        if used + nbytes > BUCKET:
+            used, members = 0, []
+            result.append(members)
+        members.append(i)
+        room[(s.dtype, s.monoid)] = (used + nbytes, members)
+    return result

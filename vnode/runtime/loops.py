@@ -1,0 +1,276 @@
+"""Loops over the nodes of one device: what each adds to the accumulators, and what each keeps.
+
+Knows monoids and numbers of nodes. Must not know equations, placements, or how devices are combined.
+
+In tree order, an addition must not be fused into what makes its operands or uses its result, or compilers contract and
+vectorize it differently where the program around it differs. Additions are loops of their own for that reason, of a
+length that is known at run time only: a loop of known length one would be merged into its surroundings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from vnode.operators import Monoid
+
+COMBINE = {
+    Monoid.SUM: jnp.add,
+    Monoid.PROD: jnp.multiply,
+    Monoid.MAX: jnp.maximum,
+    Monoid.MIN: jnp.minimum,
+    Monoid.AND: jnp.bitwise_and,
+    Monoid.OR: jnp.bitwise_or,
+    Monoid.XOR: jnp.bitwise_xor,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Sum:
+    """A value that nodes contribute to.
+
+    Attributes:
+      monoid: how contributions combine.
+      shape: of the value.
+      dtype: in which they are combined.
+    """
+
+    monoid: Monoid
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def exact(self) -> bool:
+        """Whether the order of contributions cannot show."""
+        return not jnp.issubdtype(self.dtype, jnp.inexact)
+
+    def identity(self) -> jax.Array:
+        return jnp.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
+
+    def add(self, total: Any, piece: Any) -> Any:
+        return COMBINE[self.monoid](total, piece.astype(self.dtype))
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeProgram:
+    """What is done for one node.
+
+    Attributes:
+      take: from a node's position on its device to its parts of batched values.
+      compute: from position and parts to the node's contributions and what it keeps.
+    """
+
+    take: Callable[[jax.Array], list[Any]]
+    compute: Callable[[jax.Array, list[Any]], tuple[list[Any], list[Any]]]
+
+    def __call__(self, index: jax.Array) -> tuple[list[Any], list[Any]]:
+        return self.compute(index, self.take(index))
+
+
+def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
+    return [s.add(total, piece) for s, total, piece in zip(sums, totals, pieces, strict=True)]
+
+
+def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
+    """Totals of a known number of nodes, and what each keeps, stacked."""
+
+    def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+        pieces, kept = program(index)
+        return add_all(sums, totals, pieces), kept
+
+    return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
+
+
+def counted(
+    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, room: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same where devices hold different numbers of nodes: of run-time length, and `room` for what nodes keep."""
+
+    def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
+        pieces, kept = program(index)
+        return add_all(sums, state[0], pieces), put(state[1], kept, index)
+
+    return lax.fori_loop(0, count, body, ([s.identity() for s in sums], room))
+
+
+def skipping(
+    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, waves: int, room: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
+
+    def there(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+        pieces, kept = program(index)
+        return add_all(sums, totals, pieces), kept
+
+    def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+        return lax.cond(index < count, there, lambda totals, _: (totals, [r[0] for r in room]), totals, index)
+
+    return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
+
+
+def put(room: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
+    """Writes values to a place in buffers ``[places, ...]``, if there are any."""
+    return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(room, values, strict=False)]
+
+
+def stacked(
+    pieces: Callable[[jax.Array, Any], tuple[list[Any], Any]],
+    sums: Sequence[Sum],
+    count: jax.Array,
+    joins: jax.Array,
+    depth: int,
+    state: Any,
+) -> tuple[Rest, Any]:
+    """Adds pieces in the order of a `Fold`.
+
+    Args:
+      pieces: from a position and the state to a contribution per sum and the next state.
+      sums: what is added.
+      count: how many pieces there are, int32 scalar.
+      joins: int32 ``[at least count]``, as in `Fold`.
+      depth: entries of the stack.
+      state: passed from piece to piece.
+
+    Returns:
+      What remains, and the last state.
+    """
+
+    def body(index: jax.Array, carry: tuple[Rest, Any]) -> tuple[Rest, Any]:
+        rest, state = carry
+        stack = put(rest.stack, rest.last, rest.height)
+        last, state = pieces(index, state)
+
+        def join(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
+            last, height = carry
+            left = [lax.dynamic_index_in_dim(entries, height - 1, 0, keepdims=False) for entries in stack]
+            return add_all(sums, left, last), height - 1
+
+        height = rest.height + 1
+        if depth:
+            last, height = lax.fori_loop(0, joins[index], join, (last, height))
+        return Rest(stack, height, last), state
+
+    stack = [jnp.zeros((depth, *s.shape), s.dtype) for s in sums] if depth else []
+    last = [jnp.zeros(s.shape, s.dtype) for s in sums]
+    return lax.fori_loop(0, count, body, (Rest(stack, jnp.int32(-1), last), state))
+
+
+class Rest(NamedTuple):
+    """What remains of pieces that were added: of each sum some blocks.
+
+    Attributes:
+      stack: of each sum all blocks but the last, ``[depth, *shape]``; nothing if there cannot be others.
+      height: how many there are besides the last.
+      last: of each sum the last block.
+    """
+
+    stack: list[Any]
+    height: jax.Array
+    last: list[Any]
+
+    def blocks(self, most: int) -> list[Any]:
+        """Of each sum the blocks, ``[most, *shape]``."""
+        if most == 1:
+            return [last[None] for last in self.last]
+        room = [jnp.concatenate([s[: most - 1], last[None]]) for s, last in zip(self.stack, self.last, strict=True)]
+        return put(room, self.last, self.height)
+
+
+def in_tree_order(
+    program: NodeProgram,
+    sums: Sequence[Sum],
+    count: jax.Array,
+    joins: jax.Array,
+    depth: int,
+    lane: int,
+    room: list[Any],
+) -> tuple[Rest, list[Any], list[Any]]:
+    """Adds what nodes contribute in the order of a tree over lanes.
+
+    Args:
+      program: of a node.
+      sums: what nodes contribute to.
+      count: nodes of this device, int32 scalar.
+      joins: int32 ``[at least the device's lanes]``, as in `Fold`.
+      depth: entries of the stack.
+      lane: consecutive nodes that are added one after another.
+      room: for what nodes keep.
+
+    Returns:
+      What remains of the sums that are not exact, the totals of those that are, and what is kept.
+    """
+    ordered = [i for i, s in enumerate(sums) if not s.exact]
+    others = [i for i, s in enumerate(sums) if s.exact]
+    exact = [sums[i] for i in others]
+    rest = [sums[i] for i in ordered]
+
+    def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
+        pieces, kept = program.compute(index, state.parts)
+        totals = add_all(exact, state.totals, [pieces[i] for i in others])
+        pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
+        return pieces, State(program.take(index + 1), totals, kept, put(state.room, state.kept, index - 1))
+
+    def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
+        def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
+            pieces, state = node(index * lane + k, carry[1])
+            return add_all(rest, carry[0], pieces), state
+
+        length = jnp.minimum(lane, count - index * lane)
+        return lax.fori_loop(0, length, body, ([s.identity() for s in rest], state))
+
+    first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in room], room)
+    piece = node if lane == 1 else lane_of_nodes
+    remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, first)
+    return remaining, last.totals, put(last.room, last.kept, count - 1)
+
+
+class State(NamedTuple):
+    """What goes from node to node in tree order.
+
+    What a node reads and what it keeps pass from one turn to the next, or the compiler would fuse the node's own
+    computation with slicing them from, and writing them to, buffers whose size depends on the device.
+
+    Attributes:
+      parts: of the node whose turn it is.
+      totals: of exact sums.
+      kept: by the node before.
+      room: for what all nodes of the device keep.
+    """
+
+    parts: list[Any]
+    totals: list[Any]
+    kept: list[Any]
+    room: list[Any]
+
+
+def opaque(count: Any) -> jax.Array:
+    """A number of turns that the compiler cannot know."""
+    return lax.optimization_barrier(jnp.asarray(count, jnp.int32))
+
+
+class Place(NamedTuple):
+    """Where a value is: the whole of a buffer, or elements of a flat one from `start` on."""
+
+    buffer: Any
+    shape: tuple[int, ...]
+    start: int | None = None
+
+
+def settled(places: Sequence[Place]) -> list[Any]:
+    """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
+
+    def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
+        return [
+            place.buffer
+            if place.start is None
+            else lax.dynamic_slice_in_dim(place.buffer, place.start + turn, math.prod(place.shape)).reshape(place.shape)
+            for place in places
+        ]
+
+    return lax.fori_loop(0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places])

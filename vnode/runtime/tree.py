@@ -1,0 +1,86 @@
+"""The order in which a sum over nodes is formed: a fixed binary tree over their numbers, whatever the devices.
+
+Knows numbers of leaves and ranges of them. Must not know values, devices or programs.
+
+Block ``(k, j)`` of a tree over n leaves stands for the leaves from ``j * 2**k`` up to ``(j + 1) * 2**k`` or n. Its
+value is that of its left half plus that of its right half, or that of its left half where the right one is beyond n. A
+range of leaves that are taken one after another is added with a stack: before a block is put on it, the blocks on top
+that are left halves to it join it. What remains on the stack are the largest blocks within the range, in order; the
+remaining blocks of one range after another, taken the same way, give what all leaves taken one after another give.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+Block = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fold:
+    """How blocks that come one after another are added.
+
+    Attributes:
+      joins: for every block how many entries on top of the stack join it, one at a time, before it is put there.
+      rest: the blocks that remain, in order; the last was never put on the stack.
+      depth: entries that the stack needs: log2 of the leaves of a full tree.
+    """
+
+    joins: tuple[int, ...]
+    rest: tuple[Block, ...]
+    depth: int
+
+
+def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
+    """How to add consecutive blocks.
+
+    Args:
+      leaves: of the tree.
+      blocks: of the tree, each beginning where the one before ends.
+
+    Returns:
+      The fold.
+
+    Example:
+      >>> fold(8, [(0, i) for i in range(3, 8)])
+      Fold(joins=(0, 0, 1, 0, 2), rest=((0, 3), (2, 1)), depth=3)
+    """
+    stack: list[Block] = []
+    joins: list[int] = []
+    depth = 0
+    for level, index in blocks:
+        depth = max(depth, len(stack))
+        joined = 0
+        while True:
+            if index % 2 and stack and stack[-1] == (level, index - 1):
+                stack.pop()
+                joined += 1
+            elif index % 2 or index == 0 or (index + 1) << level < leaves:
+                break
+            level, index = level + 1, index // 2
+        joins.append(joined)
+        stack.append((level, index))
+    return Fold(tuple(joins), tuple(stack), depth)
+
+
+def folds(leaves: int, counts: Sequence[int]) -> tuple[list[Fold], Fold]:
+    """How devices add the leaves that they hold, and how what remains on each is added across them.
+
+    Args:
+      leaves: of the tree.
+      counts: leaves of each device, in order; they add up to `leaves`.
+
+    Returns:
+      A fold per device, and the fold of their remaining blocks, device by device.
+
+    Example:
+      >>> own, across = folds(8, [4, 4])
+      >>> [fold.rest for fold in own], across.joins
+      ([((2, 0),), ((2, 1),)], (0, 1))
+    """
+    start, own = 0, []
+    for count in counts:
+        own.append(fold(leaves, [(0, i) for i in range(start, start + count)]))
+        start += count
+    return own, fold(leaves, [block for each in own for block in each.rest])
