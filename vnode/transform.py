@@ -341,9 +341,8 @@ class VirtualStep:
           A report; print it.
         """
         made = self._analyse(args, kwargs)
-        name = getattr(self._fun, "__name__", type(self._fun).__name__)
         reduction = Reduction(self._options.reduction, self._options.lane, self._sharded(args))
-        return report(made.schedule, self.placement, name, made.couplings, reduction)
+        return report(made.schedule, self.placement, name_of(self._fun), made.couplings, reduction)
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
@@ -434,8 +433,13 @@ def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[...,
     def run(*args: Any, **kwargs: Any) -> Any:
         return program(*args, **kwargs)
 
-    run.__name__ = run.__qualname__ = getattr(fun, "__name__", type(fun).__name__)
+    run.__name__ = run.__qualname__ = name_of(fun)
     return run
+
+
+def name_of(fun: Callable[..., Any]) -> str:
+    """What the user calls a step."""
+    return getattr(fun, "__name__", type(fun).__name__)
 
 
 def typed_sharding(leaf: Any) -> bool:
