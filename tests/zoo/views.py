@@ -158,6 +158,27 @@ def minibatches_in_a_scan() -> Program:
     return Program(step, (kit.dense(WIDTH, 6, CLASSES), _batch(24)), EXACT)
 
 
+@case(item=15, batch=6)
+def views_that_are_centred_again_and_again() -> Program:
+    """A loop and a branch around passes over three views at once, which only exist whole."""
+
+    def step(weights: jax.Array, batch: dict[str, jax.Array]) -> Any:
+        x = jnp.sort(batch["a"], axis=0)
+        views = jnp.concatenate([x, x[::-1], x], axis=0)
+
+        def layer(c: jax.Array, w: jax.Array) -> Any:
+            c = c + 0.1 * jnp.tanh(c @ w)
+            return c - c.mean(0), c.sum(-1)
+
+        c, sums = lax.scan(layer, views, weights)
+        _, c = lax.while_loop(lambda s: s[0] < 2, lambda s: (s[0] + 1, layer(s[1], weights[s[0]])[0]), (0, c))
+        c = lax.cond(c[0].sum() > 0.01, lambda q: q - q.mean(0), lambda q: q * jnp.square(q).mean(), c)
+        z = jnp.tanh(c) * sums.sum(0)[:, None]
+        return c, sums, z, z.sum(0), (z[:6] * batch["a"]).sum()
+
+    return Program(step, (kit.normal(3, WIDTH, WIDTH), _batch(6)), EXACT)
+
+
 @case(item=15)
 def accumulation_written_by_hand() -> Program:
     """The user's own accumulation loop, left in place."""

@@ -41,8 +41,10 @@ def nested(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequen
 
 def inner(follower: Follows, states: Sequence[State], program: Program) -> Follows:
     """Who follows a body with passes of its own: with a batch of its own if it is not given this one."""
-    if any(isinstance(state.form, Slice) for state in states):
-        return follower.anew(None)
+    given = {state.form.batch for state in states if isinstance(state.form, Slice)}
+    if given:
+        (batch,) = given
+        return follower.anew(None if batch == follower.batch else batch)
     sizes = [var.aval.shape[d] for var, state in zip(program.inputs, states, strict=True) for d in state.examples]
     return follower.anew(Batch(max(sizes, default=1)))
 

@@ -139,7 +139,8 @@ def locate(form: Slice, dims: Dims, sizes: Sizes) -> Location | None:
         if outer % size == 0:
             outer //= size
         elif size % outer == 0:
-            ratio = form.ratio / math.prod(sizes[f] for f in dim[k + 1 :])
+            minor = dim[k + 1 :]
+            ratio = form.ratio / math.prod(sizes[f] for f in minor) if minor else form.ratio
             return Location(form.batch, factor, outer, ratio)
         else:
             return None
@@ -152,8 +153,9 @@ def project(location: Location, dims: Dims, sizes: Sizes) -> Slice | None:
         if location.factor in dim:
             k = dim.index(location.factor)
             major = math.prod(sizes[f] for f in dim[:k])
-            minor = math.prod(sizes[f] for f in dim[k + 1 :])
-            return Slice(location.batch, d, major * location.outer, location.ratio * minor)
+            minor = dim[k + 1 :]
+            ratio = location.ratio * math.prod(sizes[f] for f in minor) if minor else location.ratio
+            return Slice(location.batch, d, major * location.outer, ratio)
     return None
 
 

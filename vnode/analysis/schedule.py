@@ -515,8 +515,9 @@ def known_values(flow: Flow) -> set[Var]:
         eqn = step.eqn
         if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
             continue
-        cheap = step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ()))
-        if cheap and all(isinstance(atom, Literal) or atom in known for atom in eqn.invars):
+        if not all(isinstance(atom, Literal) or atom in known for atom in eqn.invars):
+            continue
+        if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
             known.add(eqn.outvars[0])
     return known
 

@@ -161,6 +161,7 @@ Mode = Callable[[JaxprEqn], str]
 class Follows(Protocol):
     """Who follows the batch through a program: what loops and branches need of it."""
 
+    batch: Batch
     nodes: int
     mode: Mode
     couplings: list[Coupling]

@@ -53,19 +53,25 @@ class View:
             self.forms[i] = WHOLE
 
     def around(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
-        """The equation is evaluated once, around passes of its own."""
+        """The equation is evaluated once, around passes of its own; a batch of their own is not known outside."""
         level = max((state.whole_level for state in self.states), default=0)
-        self.results = list(results)
+        self.results = [self.known_outside(state) for state in results]
         return Step(
             self.eqn,
             False,
             level,
             tuple(self.forms),
-            tuple(state.form for state in results),
+            tuple(state.form for state in self.results),
             region=region,
             bodies=bodies,
             around=True,
         )
+
+    def known_outside(self, state: State) -> State:
+        form = state.form
+        if not isinstance(form, Slice) or form.batch == self.follower.batch:
+            return state
+        return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
 
     def once(self) -> Step:
         """The equation is evaluated once, on whole values."""

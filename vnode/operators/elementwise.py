@@ -5,12 +5,15 @@ Knows the names of the elementwise primitives and in which operands each is line
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Dims, Factors, OperatorDescription, rule
+from vnode.operators.description import Dims, Factors, OperatorDescription, Sizes, rule
 
 # fmt: off
 NONLINEAR = (
@@ -55,40 +58,57 @@ CONTINUOUS = {
 MOVEMENT = {"copy", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
 
-def broadcast(eqn: JaxprEqn) -> tuple[Factors, tuple[Dims, ...], Dims]:
+def shapes_of(eqn: JaxprEqn) -> tuple[tuple[Sizes, ...], Sizes]:
+    """The shapes of the operands and of the first result."""
+    return tuple(atom.aval.shape for atom in eqn.invars), eqn.outvars[0].aval.shape
+
+
+def broadcast(shapes: Sequence[Sizes], shape: Sizes) -> tuple[Factors, tuple[Dims, ...], Dims]:
     """Factors of an elementwise equation: size-one dimensions and scalars broadcast implicitly."""
     f = Factors()
-    result = f.dims(eqn.outvars[0].aval.shape)
+    result = f.dims(shape)
     operands = tuple(
-        tuple(
-            () if have == 1 and want != 1 else dim
-            for have, want, dim in zip(atom.aval.shape, eqn.outvars[0].aval.shape, result, strict=True)
-        )
-        if atom.aval.shape
+        tuple(() if n == 1 and want != 1 else dim for n, want, dim in zip(have, shape, result, strict=True))
+        if have
         else ()
-        for atom in eqn.invars
+        for have in shapes
     )
     return f, operands, result
 
 
 def elementwise(
     eqn: JaxprEqn,
-    linear: tuple[set[int], ...],
+    linear: Sequence[AbstractSet[int]],
     movement: bool = False,
     continuous: bool = False,
     adds: bool = False,
 ) -> OperatorDescription:
     """The description of an elementwise equation that is linear in the groups `linear`."""
-    f, operands, result = broadcast(eqn)
+    groups = tuple(frozenset(group) for group in linear)
+    return elementwise_of(*shapes_of(eqn), len(eqn.outvars), groups, movement, continuous, adds)
+
+
+@functools.lru_cache(maxsize=4096)
+def elementwise_of(
+    shapes: tuple[Sizes, ...],
+    shape: Sizes,
+    results: int,
+    linear: tuple[frozenset[int], ...],
+    movement: bool,
+    continuous: bool,
+    adds: bool,
+) -> OperatorDescription:
+    """The description by shapes: a step has thousands of elementwise equations but few shapes."""
+    f, operands, result = broadcast(shapes, shape)
     return OperatorDescription(
         sizes=f.sizes,
         operands=operands,
-        results=(result,) * len(eqn.outvars),
-        linear=tuple(frozenset(group) for group in linear),
+        results=(result,) * results,
+        linear=linear,
         movement=movement,
         continuous=continuous,
         adds=adds,
-        spreads=len(eqn.invars) > 1,
+        spreads=len(shapes) > 1,
     )
 
 

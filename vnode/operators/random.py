@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from vnode.operators.description import Dims, Factors, OperatorDescription, Positions, Sizes, rule
-from vnode.operators.elementwise import broadcast
+from vnode.operators.elementwise import broadcast, shapes_of
 
 COUNTER = {"key<fry>", "key<fry4>", "key<phx2>", "key<phx4>"}
 """Key types whose every operation, mapped over an array of keys, treats each key alone."""
@@ -45,14 +45,14 @@ def all_whole(f: Factors) -> frozenset[int]:
 
 @rule("random_clone", "random_fold_in")
 def each_key(eqn: JaxprEqn) -> OperatorDescription:
-    f, operands, result = broadcast(eqn)
+    f, operands, result = broadcast(*shapes_of(eqn))
     whole = frozenset() if keywise(eqn, eqn.invars[0]) else all_whole(f)
     return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
 
 
 @rule("random_seed")
 def random_seed(eqn: JaxprEqn) -> OperatorDescription:
-    f, operands, result = broadcast(eqn)
+    f, operands, result = broadcast(*shapes_of(eqn))
     whole = frozenset() if keywise(eqn, eqn.outvars[0]) else all_whole(f)
     return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
 

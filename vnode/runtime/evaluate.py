@@ -72,10 +72,11 @@ class Known:
         """
         if eqn.effects:
             return run(operands)
-        description = self._program.describe(eqn)
-        if description is not None and description.spreads:
-            shape = np.broadcast_shapes(*map(np.shape, operands))
-            operands = [self._spread(value, shape) for value in operands]
+        if len({value.shape for value in operands if isinstance(value, jax.Array)}) > 1:
+            description = self._program.describe(eqn)
+            if description is not None and description.spreads:
+                shape = np.broadcast_shapes(*map(np.shape, operands))
+                operands = [self._spread(value, shape) for value in operands]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), tuple(map(identity, operands)))
         try:
