@@ -89,6 +89,29 @@ class Placement:
         self.axis = axis
         self.counts = counts
 
+    def resize(self, devices: Sequence[Any] | Mesh, counts: Sequence[int] | None = None) -> Placement:
+        """The same nodes on other devices.
+
+        Args:
+          devices: a sequence of devices, or a mesh that has the placement's axis.
+          counts: nodes on each device, or at each place along the axis; as even as possible by default.
+
+        Returns:
+          Another placement.
+
+        Raises:
+          PlacementError: as for `Placement`.
+
+        Example:
+          >>> import jax
+          >>> placement = Placement(8, jax.devices()[:4], counts=[2, 2, 2, 2])
+          >>> placement.resize(jax.devices()[:3]).counts
+          (3, 3, 2)
+        """
+        if isinstance(devices, Mesh):
+            return Placement(self.virtual_nodes, mesh=devices, counts=counts, axis=self.axis)
+        return Placement(self.virtual_nodes, devices, counts=counts, axis=self.axis)
+
     @property
     def devices(self) -> list[Any]:
         """All devices, those of the mesh's other axes included."""

@@ -5,6 +5,9 @@ Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import functools
 import inspect
 import re
@@ -15,13 +18,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import BatchError, PlacementError, layout_message
+from vnode.moving import at_home, home, moved, settled_in, typed_sharding
 from vnode.pipeline import Analysis, Options, analyse, evaluate
 from vnode.placement import Placement, even_counts, node_count
+from vnode.preparation import Preparation
 from vnode.report import Reduction, Report, report
 
 COUPLINGS = ("exact", "local", "error")
@@ -152,10 +157,13 @@ class VirtualStep:
         self._fun = fun
         self._options = options
         self._placement = placement
-        self._siblings: dict[Placement, VirtualStep] = {}
+        self._family = Family()
         self._has_statics = False
         self._moves = False
         self._seen: set[int] = set()
+        self._traced = False
+        self._preparation: Preparation | None = None
+        self._prepared: list[Any] = []  # or jax would forget them
         self._whole_positions: dict[int, list[int]] = {}
         if placement is not None:
             if placement.virtual_nodes != options.virtual_nodes:
@@ -163,7 +171,7 @@ class VirtualStep:
                     f"the placement is for {placement.virtual_nodes} nodes, the step has {options.virtual_nodes}"
                 )
             check_lanes(placement, options.lane)
-            self._siblings[placement] = self
+            self._family.members[placement] = self
         self._jit = jax.jit(named(self._whole, fun), donate_argnums=donate_argnums, static_argnums=static_argnums)
         self._static_jit = jax.jit(
             named(self._from_parts, fun), static_argnums=0, donate_argnums=tuple(i + 1 for i in donate_argnums)
@@ -174,7 +182,7 @@ class VirtualStep:
         """Where the nodes live."""
         if self._placement is None:
             self._placement = Placement(self._options.virtual_nodes, counts=self._counts(len(jax.devices())))
-            self._siblings[self._placement] = self
+            self._family.members[self._placement] = self
         return self._placement
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> VirtualStep:
@@ -191,30 +199,102 @@ class VirtualStep:
             if counts is not None:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
-        elif isinstance(devices, jax.sharding.Mesh):
-            axis = self.placement.axis
-            counts = self._counts(devices.shape.get(axis, 1)) if counts is None else counts
-            placement = Placement(self._options.virtual_nodes, mesh=devices, counts=counts, axis=axis)
         else:
-            devices = list(devices)
-            counts = self._counts(len(devices)) if counts is None else counts
-            placement = Placement(self._options.virtual_nodes, devices, counts=counts)
-        if placement not in self._siblings:
+            mesh = isinstance(devices, jax.sharding.Mesh)
+            devices = devices if mesh else list(devices)
+            size = devices.shape.get(self.placement.axis, 1) if mesh else len(devices)
+            placement = self.placement.resize(devices, self._counts(size) if counts is None else counts)
+        members = self._family.members
+        if placement not in members:
             sibling = VirtualStep(
                 self._fun, self._options, placement, self._in_axes, self._donate_argnums, self._static_argnums
             )
-            sibling._siblings = self._siblings
-            self._siblings[placement] = sibling
-        return self._siblings[placement]
+            sibling._family = self._family
+            members[placement] = sibling
+        return members[placement]
+
+    def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
+
+        A call of the step on a placement whose program is being compiled waits for it. Settings that jax keeps per
+        thread (``with jax.enable_x64(True)``) do not reach the thread; those of `jax.config.update` do.
+
+        Args:
+          placements: what `on` takes, or several such.
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; by default of the shapes of the last ones for
+            which the step was compiled.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          A handle: to wait, to ask whether programs are there, and how long they took.
+
+        Raises:
+          BatchError: no arguments are given, and the step has not been called.
+          PlacementError: as for `on`.
+
+        Example:
+          >>> import jax.numpy as jnp, vnode
+          >>> step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes=4)
+          >>> step(jnp.ones(3), jnp.ones((8, 3))).shape
+          (3,)
+          >>> step.prepare(step.placement.resize(jax.devices()[:1])).wait().done()
+          True
+        """
+        single = isinstance(placements, Placement | jax.sharding.Mesh)
+        wanted = [placements] if single else list(placements)
+        if any(hasattr(entry, "platform") for entry in wanted):
+            wanted = [wanted]
+        steps = [self.on(entry) for entry in wanted]
+        if not args and not kwargs:
+            if self._family.last is None:
+                raise BatchError(
+                    "prepare does not know the shapes of the step's arguments: call the step once before, "
+                    "or give them, arrays or jax.ShapeDtypeStructs: step.prepare(placements, state, batch)"
+                )
+            args, kwargs = self._family.last
+        args, kwargs = described((args, kwargs))
+        compilers = {step.placement: functools.partial(step._compile, args, kwargs) for step in steps}
+        preparation = Preparation(compilers)
+        for step in steps:
+            step._preparation = preparation
+        return preparation
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._prepared.append(self.lower_moved(*args, **kwargs).compile())
+
+    def lower_moved(self, *args: Any, **kwargs: Any) -> Any:
+        """As `lower`, for arguments that live elsewhere and will have been moved here."""
+        args, kwargs = described((args, kwargs))
+        here, wholes = set(self.placement.devices), self._wholes(len(args))
+
+        def arrive(leaf: Any, whole: bool) -> Any:
+            if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
+                return leaf
+            if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
+                return leaf
+            return jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=home(leaf, self.placement)
+            )
+
+        placed = [jax.tree.map(functools.partial(arrive, whole=i in wholes), arg) for i, arg in enumerate(args)]
+        kwargs = jax.tree.map(functools.partial(arrive, whole=False), kwargs)
+        return self.lower(*placed, **kwargs)
 
     def _counts(self, devices: int) -> list[int] | None:
         """Nodes of each device, in whole lanes."""
         return even_counts(self._options.virtual_nodes, devices, self._options.lane) if devices else None
 
     def put(self, tree: Any) -> Any:
-        """Places a state on the placement's devices, replicated; leaves that are not arrays stay as they are."""
-        sharding = self.placement.sharding()
-        return jax.tree.map(lambda leaf: jax.device_put(leaf, sharding) if is_array(leaf) else leaf, tree)
+        """Places a state on the placement's devices, directly from those where it is.
+
+        Args:
+          tree: any pytree. Its arrays stay sharded over mesh axes that the placement has too, and are replicated
+            otherwise; leaves that are not arrays stay as they are.
+
+        Returns:
+          The same tree.
+        """
+        return jax.tree.map(lambda leaf: at_home(leaf, self.placement) if is_array(leaf) else leaf, tree)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A step defined in a class is a method."""
@@ -225,10 +305,24 @@ class VirtualStep:
             if id(args[i]) not in self._seen:
                 args = self._placed(args)
                 break
+        if self._preparation is not None:
+            self._await()
         results = self._call(args, kwargs)
+        if self._traced:
+            self._traced = False
+            if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+                self._family.last = described((args, kwargs))
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
         self._seen = {id(results), *map(id, args), *map(id, parts)}
         return results
+
+    def _await(self) -> None:
+        """Waits for the program that is being compiled, or this call would compile it once more."""
+        preparation, self._preparation = self._preparation, None
+        # What it raised, the call itself will raise.
+        with contextlib.suppress(Exception, concurrent.futures.CancelledError):
+            assert preparation is not None
+            preparation.wait(self.placement)
 
     def _wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -245,26 +339,17 @@ class VirtualStep:
         state that the step returns. Arguments that were `_seen` in the last call are in place."""
         if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
             return args
-        here = set(self.placement.devices)
-
-        def place(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-                return leaf
-            if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == here:
-                return leaf
-            return jax.device_put(leaf, self.placement.sharding())
-
         placed = list(args)
         for i in self._wholes(len(args)):
             leaves, treedef = jax.tree.flatten(args[i])
-            moved = [place(leaf) for leaf in leaves]
-            if any(a is not b for a, b in zip(leaves, moved, strict=True)):
-                placed[i] = jax.tree.unflatten(treedef, moved)
+            settled = [settled_in(leaf, self.placement) for leaf in leaves]
+            if any(a is not b for a, b in zip(leaves, settled, strict=True)):
+                placed[i] = jax.tree.unflatten(treedef, settled)
         return tuple(placed)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._moves:
-            args, kwargs = self._moved((args, kwargs))
+            args, kwargs = moved((args, kwargs), self.placement)
         if not self._has_statics:
             try:
                 return self._jit(*args, **kwargs)
@@ -273,36 +358,19 @@ class VirtualStep:
                     raise
                 self._has_statics = True
             except Exception:
-                moved = self._moved((args, kwargs))
-                if not differs(moved, (args, kwargs)):
+                here = moved((args, kwargs), self.placement)
+                if not differs(here, (args, kwargs)):
                     raise
                 self._moves |= any(map(typed_sharding, jax.tree.leaves((args, kwargs))))
-                return self._call(*moved)
+                return self._call(*here)
         static, parts = self._split(args, kwargs)
         try:
             return release(self._static_jit(static, *parts))
         except Exception:
-            moved = self._moved((args, kwargs))
-            if not differs(moved, (args, kwargs)):
+            here = moved((args, kwargs), self.placement)
+            if not differs(here, (args, kwargs)):
                 raise
-            return self._call(*moved)
-
-    def _moved(self, tree: Any) -> Any:
-        """Brings arrays that live on other devices to the placement's."""
-        here, mesh = set(self.placement.devices), self.placement.mesh
-
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
-                return leaf
-            sharding = leaf.sharding
-            if sharding.device_set != here:
-                return jax.device_put(leaf, self.placement.sharding())
-            if typed_sharding(leaf):
-                known = sharding.mesh.axis_names == mesh.axis_names
-                return jax.device_put(leaf, NamedSharding(mesh, sharding.spec if known else PartitionSpec()))
-            return leaf
-
-        return jax.tree.map(move, tree)
+            return self._call(*here)
 
     def _dynamic(self, args: tuple[Any, ...]) -> list[Any]:
         static = {i % len(args) for i in self._static_argnums if -len(args) <= i < len(args)}
@@ -370,6 +438,7 @@ class VirtualStep:
 
     def _emitted(self, static: Statics, parts: Sequence[list[Any]], arrays_only: bool = False) -> Any:
         """What the step returns; leaves that are not arrays are `Held`."""
+        self._traced = True
         returned = Returned()
         flat = self._flatten(static, parts, returned)
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
@@ -395,6 +464,33 @@ class VirtualStep:
             return returned.split(self._fun(*a, **k))
 
         return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
+
+
+@dataclasses.dataclass
+class Family:
+    """A step on all placements.
+
+    Attributes:
+      members: by placement.
+      last: shapes of the arguments for which one of them was traced last.
+    """
+
+    members: dict[Placement, VirtualStep] = dataclasses.field(default_factory=dict)
+    last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+def described(tree: Any) -> Any:
+    """Shapes in place of arrays, with the shardings of those that are committed to devices."""
+
+    def describe(leaf: Any) -> Any:
+        if isinstance(leaf, np.ndarray | np.generic):
+            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
+        if not isinstance(leaf, jax.Array):
+            return leaf
+        sharding = leaf.sharding if leaf.committed else None
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=jax.typeof(leaf).weak_type, sharding=sharding)
+
+    return jax.tree.map(describe, tree)
 
 
 def lane_count(lanes: Any, virtual_nodes: int) -> int:
@@ -440,12 +536,6 @@ def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[...,
 def name_of(fun: Callable[..., Any]) -> str:
     """What the user calls a step."""
     return getattr(fun, "__name__", type(fun).__name__)
-
-
-def typed_sharding(leaf: Any) -> bool:
-    """Whether a leaf's sharding is part of its type (a mesh with explicit axes)."""
-    sharding = getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and any(kind is AxisType.Explicit for kind in sharding.mesh.axis_types)
 
 
 def differs(a: Any, b: Any) -> bool:

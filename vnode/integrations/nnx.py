@@ -13,6 +13,7 @@ from flax import nnx
 from flax.nnx import extract
 
 from vnode.placement import Placement
+from vnode.preparation import Preparation
 from vnode.report import Report
 from vnode.transform import VirtualStep
 from vnode.transform import virtualize as virtualize_pure
@@ -25,6 +26,7 @@ class ObjectStep:
         functools.update_wrapper(self, step)
         self._step = step
         self._tag = tag
+        self._prepared: list[Any] = []  # or jax would forget them
 
     @property
     def placement(self) -> Placement:
@@ -52,6 +54,25 @@ class ObjectStep:
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it; see `VirtualStep.lower`."""
         return self._inspect(self._step.lower, args, kwargs)
+
+    def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """Compiles the step for other placements; it is traced at once, and compiled in a background thread.
+
+        Args:
+          placements: a list of what `on` takes.
+          *args: arguments of the step.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          A handle; see `VirtualStep.prepare`.
+        """
+        steps = [self.on(entry) for entry in placements]
+
+        def compiler(step: ObjectStep) -> Callable[[], Any]:
+            lowered = self._inspect(step._step.lower_moved, args, kwargs)
+            return lambda: step._prepared.append(lowered.compile())
+
+        return Preparation({step.placement: compiler(step) for step in steps})
 
     def _inspect(self, look: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, kwargs = nnx.clone((args, kwargs))

@@ -1,0 +1,105 @@
+"""Moves arrays to a placement's devices.
+
+Knows shardings and placements. Must not know steps.
+
+Arrays go from device to device. Replicas do so as they are, also a single one that jax is told to be the only one of a
+mesh; an array that is sharded is put together by the devices that it leaves and divided by those that it comes to. All
+else jax would move through the host.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from vnode.placement import Placement
+
+
+def moved(tree: Any, placement: Placement) -> Any:
+    """A tree whose arrays all live on the placement's devices; those that do, and what is no array, stay as they are.
+
+    Args:
+      tree: any pytree.
+      placement: where to.
+
+    Returns:
+      The same tree.
+    """
+    here = set(placement.devices)
+
+    def move(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+            return leaf
+        if leaf.sharding.device_set != here or typed_sharding(leaf):
+            return at_home(leaf, placement)
+        return leaf
+
+    return jax.tree.map(move, tree)
+
+
+def settled_in(leaf: Any, placement: Placement) -> Any:
+    """A leaf that is committed to the placement's devices, if it is an array."""
+    if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+        return leaf
+    if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == set(placement.devices):
+        return leaf
+    return at_home(leaf, placement)
+
+
+def at_home(leaf: Any, placement: Placement) -> Any:
+    """A leaf on the placement's devices, in the sharding that `home` says."""
+    sharding: Any = getattr(leaf, "sharding", None)
+    target = home(leaf, placement)
+    if sharding is not None and sharding.device_set != target.device_set:
+        if isinstance(sharding, SingleDeviceSharding):
+            mesh = Mesh(np.array(list(sharding.device_set)), (placement.axis,), axis_types=(AxisType.Auto,))
+            leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
+        elif isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
+            leaf = arranged(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
+            return arranged(target)(jax.device_put(leaf, placement.sharding()))
+    return jax.device_put(leaf, target)
+
+
+@functools.lru_cache
+def arranged(target: NamedSharding) -> Callable[[Any], Any]:
+    """A program that brings an array into another sharding over the same devices."""
+    return jax.jit(lambda leaf: leaf, out_shardings=target)
+
+
+def home(leaf: Any, placement: Placement) -> NamedSharding:
+    """How an array is laid out on a placement: as it was, over axes of the same names, if these divide it, else whole.
+
+    Args:
+      leaf: an array or a `jax.ShapeDtypeStruct`.
+      placement: where it goes.
+
+    Returns:
+      The sharding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, vnode
+      >>> home(jnp.ones(3), vnode.Placement(4, jax.devices()[:1])).is_fully_replicated
+      True
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, NamedSharding):
+        return placement.sharding()
+    for size, names in zip(leaf.shape, sharding.spec, strict=False):
+        axes = () if names is None else names if isinstance(names, tuple) else (names,)
+        if not all(axis in placement.mesh.shape for axis in axes):
+            return placement.sharding()
+        if size % math.prod(placement.mesh.shape[axis] for axis in axes):
+            return placement.sharding()
+    return placement.sharding(*sharding.spec)
+
+
+def typed_sharding(leaf: Any) -> bool:
+    """Whether a leaf's sharding is part of its type (a mesh with explicit axes)."""
+    sharding = getattr(leaf, "sharding", None)
+    return isinstance(sharding, NamedSharding) and any(kind is AxisType.Explicit for kind in sharding.mesh.axis_types)
