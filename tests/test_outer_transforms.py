@@ -208,6 +208,23 @@ def test_vmap(axes: Any, counts: list[int]) -> None:
     assert_close(got, jax.vmap(with_aux, in_axes=axes)(w, x))
 
 
+def test_vmap_of_draws_whose_position_depends_on_the_batch_alone() -> None:
+    """Under a branch that vmap turns into both, the key is one for all and the node's number is not."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def turn(carry: Any, row: jax.Array) -> Any:
+            key, now = jax.random.split(carry[1])
+            return (carry[0] + row * jax.random.uniform(now, (2, BATCH)), key), None
+
+        def drawn() -> jax.Array:
+            return lax.scan(turn, (jnp.zeros((2, BATCH)), jax.random.key(6)), x.T.reshape(3, 1, BATCH))[0][0].mean()
+
+        return lax.cond(w.sum() > 0, lambda: jnp.float32(1), drawn)
+
+    w, x = jnp.asarray([[-1.0, 0, 0], [1.0, 0, 0]]), normal(2, BATCH, 3)
+    assert_close(jax.vmap(virtual(step, [4]))(w, x), jax.vmap(step)(w, x))
+
+
 def test_eval_shape_runs_and_compiles_nothing() -> None:
     def step(state: Any, x: jax.Array) -> Any:
         return {"w": state["w"] + x.sum(0)}, (x > 0).sum(), x.astype(jnp.bfloat16)

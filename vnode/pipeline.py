@@ -33,6 +33,7 @@ from vnode.errors import CouplingError, PlacementError, VnodeError, layout_messa
 from vnode.placement import Placement
 from vnode.report import coupling_line
 from vnode.runtime.emit import Mode, emit
+from vnode.runtime.groups import GroupProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +174,49 @@ def evaluate(
         ]
 
     return step(*leaves)
+
+
+def program_of_groups(
+    fun: Callable[..., list[Any]],
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    size: int,
+    options: Options,
+    placement: Placement,
+    name: str,
+) -> GroupProgram:
+    """What runs a function of flat arrays on a placement with several groups.
+
+    Args:
+      fun: the function; this and the next as for `evaluate`.
+      leaves: its arguments.
+      axes: their batched dimensions.
+      size: examples of the global batch.
+      options: what the user asked for.
+      placement: where the nodes live.
+      name: of the step.
+
+    Returns:
+      A callable that takes the arguments and gives the results.
+
+    Raises:
+      PlacementError: the step has effects, which every group would have.
+    """
+    with collector_paused():
+        made = analyse(fun, leaves, axes, size, options)
+    for eqn in made.program.equations:
+        if eqn.effects:
+            raise PlacementError(
+                layout_message(
+                    f"the effect of {eqn.primitive.name!r} cannot be kept on groups of devices: "
+                    "each is a program, and would have it.",
+                    where=where(eqn),
+                    facts=[signature(eqn)],
+                    remedies=["return the value instead", "or use devices of one kind: step.on(jax.devices()[:1])"],
+                )
+            )
+    mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
+    return GroupProgram(made.schedule, placement, mode, options.lane, name)
 
 
 @contextlib.contextmanager

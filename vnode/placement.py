@@ -1,11 +1,16 @@
 """Which virtual nodes live on which device.
 
 Knows devices and meshes. Must not know steps, values or programs.
+
+Devices of one program are of one kind. A placement on devices of several kinds has groups, one for each program; each
+is a placement of its own, of some consecutive nodes.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
+import itertools
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -28,6 +33,11 @@ class Placement:
       mesh: spread the nodes over one axis of this mesh instead; its other axes stay automatic, so that parameters
         may be sharded over them. Explicit axes (sharding in types) are treated as automatic.
       axis: the name of the mesh axis over which nodes are spread.
+      groups: in place of `devices`, those of each program: devices of one kind in each. By default neighbours of one
+        kind share a program.
+
+    Attributes:
+      first: its first node; 0 unless it is a group of another placement.
 
     Raises:
       PlacementError: the arguments do not fit together.
@@ -47,11 +57,13 @@ class Placement:
         counts: Sequence[int] | None = None,
         mesh: Mesh | None = None,
         axis: str = "vnode",
+        groups: Sequence[Sequence[Any]] | None = None,
     ) -> None:
         virtual_nodes = node_count(virtual_nodes)
+        if sum(given is not None for given in (devices, mesh, groups)) > 1:
+            raise PlacementError("give one of devices, a mesh, or groups: each says which devices there are")
+        divided: list[list[Any]] = []
         if mesh is not None:
-            if devices is not None:
-                raise PlacementError("give either devices or a mesh: a mesh already has devices")
             if axis not in mesh.axis_names:
                 raise PlacementError(
                     layout_message(
@@ -61,22 +73,19 @@ class Placement:
                     )
                 )
         else:
-            if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-                raise PlacementError(
-                    f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}"
-                )
-            devices = list(jax.devices() if devices is None else devices)
-            for device in devices:
-                if not hasattr(device, "platform"):
-                    raise PlacementError(f"{device!r} is no device; jax.devices() has some")
-            if not devices:
-                raise PlacementError("a placement needs at least one device")
+            divided = [device_list(group) for group in groups] if groups is not None else by_kind(device_list(devices))
+            devices = [device for group in divided for device in group]
+            if not devices or not all(divided):
+                raise PlacementError("a placement needs at least one device" + (" in each group" if devices else ""))
             if len(set(devices)) != len(devices):
                 raise PlacementError("a device may be named only once in a placement")
-            mesh = Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
+            mixed = [group for group in divided if len(by_kind(group)) > 1]
+            if mixed:
+                raise PlacementError(f"a group is one program and needs devices of one kind, not {mixed[0]}")
+            mesh = mesh_of(divided[0], axis)
         if any(kind is not AxisType.Auto for kind in mesh.axis_types):
             mesh = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-        size = mesh.shape[axis]
+        size = sum(map(len, divided)) or mesh.shape[axis]
         if counts is None:
             counts = even_counts(virtual_nodes, size)
         counts = tuple(operator.index(n) for n in counts)
@@ -85,9 +94,32 @@ class Placement:
         if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:
             raise PlacementError(f"counts must be at least 0 and add up to {virtual_nodes} nodes, not {list(counts)}")
         self.virtual_nodes = virtual_nodes
-        self.mesh = mesh
+        self.mesh = mesh  # of the first group
         self.axis = axis
         self.counts = counts
+        self.first = 0
+        self._groups: tuple[Placement, ...] = ()
+        if len(divided) > 1:
+            ends = np.cumsum([0, *map(len, divided)])
+            self._groups = tuple(
+                self._group(mesh_of(group, axis), counts[start:end], sum(counts[:start]))
+                for group, start, end in zip(divided, ends, ends[1:], strict=False)
+            )
+
+    def _group(self, mesh: Mesh, counts: tuple[int, ...], first: int) -> Placement:
+        group = copy.copy(self)
+        group.mesh, group.counts, group.first, group._groups = mesh, counts, first, ()
+        return group
+
+    @property
+    def groups(self) -> tuple[Placement, ...]:
+        """One placement for each program, of some of the nodes; itself if there is one program."""
+        return self._groups or (self,)
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes it holds: all of them, unless it is a group."""
+        return sum(self.counts)
 
     def resize(self, devices: Sequence[Any] | Mesh, counts: Sequence[int] | None = None) -> Placement:
         """The same nodes on other devices.
@@ -115,7 +147,7 @@ class Placement:
     @property
     def devices(self) -> list[Any]:
         """All devices, those of the mesh's other axes included."""
-        return list(self.mesh.devices.flat)
+        return [device for group in self.groups for device in group.mesh.devices.flat]
 
     @property
     def size(self) -> int:
@@ -135,26 +167,58 @@ class Placement:
     @functools.cached_property
     def starts(self) -> tuple[int, ...]:
         """The first node of every device."""
-        return tuple(int(n) for n in np.cumsum((0, *self.counts[:-1])))
+        return tuple(self.first + int(n) for n in np.cumsum((0, *self.counts[:-1])))
 
     def sharding(self, *spec: Any) -> NamedSharding:
-        """A sharding over the placement's mesh; replicated without arguments."""
+        """A sharding over the placement's mesh, or its first group's; replicated without arguments."""
         return NamedSharding(self.mesh, PartitionSpec(*spec))
 
+    @property
+    def _identity(self) -> tuple[Any, ...]:
+        return self.counts, self.axis, self.first, *(group.mesh for group in self.groups)
+
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Placement)
-            and self.counts == other.counts
-            and self.mesh == other.mesh
-            and self.axis == other.axis
-        )
+        return isinstance(other, Placement) and self._identity == other._identity
 
     def __hash__(self) -> int:
-        return hash((self.counts, self.mesh, self.axis))
+        return hash(self._identity)
 
     def __repr__(self) -> str:
-        kinds = sorted({getattr(d, "device_kind", str(d)) for d in self.devices})
-        return f"Placement({self.virtual_nodes} nodes on {self.size} x {'/'.join(kinds)}: {list(self.counts)})"
+        parts = [f"{group.size} x {group.kinds}: {list(group.counts)}" for group in self.groups]
+        return f"Placement({self.virtual_nodes} nodes on {', '.join(parts)})"
+
+    @property
+    def kinds(self) -> str:
+        """What devices there are, for people."""
+        return "/".join(sorted({getattr(device, "device_kind", str(device)) for device in self.devices}))
+
+
+def device_list(devices: Any) -> list[Any]:
+    """A list of devices, by default all.
+
+    Raises:
+      PlacementError: it holds something else.
+    """
+    if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+        raise PlacementError(f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}")
+    devices = list(jax.devices() if devices is None else devices)
+    for device in devices:
+        if not hasattr(device, "platform"):
+            raise PlacementError(f"{device!r} is no device; jax.devices() has some")
+    return devices
+
+
+def by_kind(devices: Sequence[Any]) -> list[list[Any]]:
+    """Neighbours of one kind together."""
+
+    def kind(device: Any) -> tuple[str, Any]:
+        return device.platform, getattr(device, "device_kind", None)
+
+    return [list(group) for _, group in itertools.groupby(devices, kind)]
+
+
+def mesh_of(devices: Sequence[Any], axis: str) -> Mesh:
+    return Mesh(np.array(devices), (axis,), axis_types=(AxisType.Auto,))
 
 
 def even_counts(virtual_nodes: int, devices: int, lane: int = 1) -> list[int]:

@@ -24,10 +24,11 @@ from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.moving import at_home, home, moved, settled_in, typed_sharding
-from vnode.pipeline import Analysis, Options, analyse, evaluate
+from vnode.pipeline import Analysis, Options, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, even_counts, node_count
 from vnode.preparation import Preparation
 from vnode.report import Reduction, Report, report
+from vnode.runtime.groups import GroupProgram
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -162,6 +163,7 @@ class VirtualStep:
         self._moves = False
         self._seen: set[int] = set()
         self._traced = False
+        self._group_programs: dict[tuple[Statics, tuple[Any, ...]], tuple[GroupProgram, Returned]] = {}
         self._preparation: Preparation | None = None
         self._prepared: list[Any] = []  # or jax would forget them
         self._whole_positions: dict[int, list[int]] = {}
@@ -301,6 +303,8 @@ class VirtualStep:
         return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if len(self.placement.groups) > 1:
+            return self._on_groups(args, kwargs)
         for i in self._wholes(len(args)):
             if id(args[i]) not in self._seen:
                 args = self._placed(args)
@@ -315,6 +319,37 @@ class VirtualStep:
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
         self._seen = {id(results), *map(id, args), *map(id, parts)}
         return results
+
+    def _on_groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call on devices of several programs."""
+        static, parts = self._split(args, kwargs)
+        leaves = [leaf for part in parts for leaf in part]
+        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+            raise PlacementError(
+                layout_message(
+                    "a step on groups of devices is several programs, and cannot be part of another one.",
+                    facts=[repr(self.placement)],
+                    remedies=[
+                        "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
+                        "or put it on devices of one kind: step.on(jax.devices()[:1])",
+                    ],
+                )
+            )
+        shapes = tuple((aval.shape, aval.dtype, aval.weak_type) for aval in map(jax.typeof, leaves))
+        if (static, shapes) not in self._group_programs:
+            returned = Returned()
+            made = program_of_groups(
+                *self._flatten(static, parts, returned), self._options, self.placement, name_of(self._fun)
+            )
+            self._group_programs[static, shapes] = made, returned
+        program, returned = self._group_programs[static, shapes]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            arrays = program(leaves)
+        for i in self._donate_argnums:
+            for leaf in jax.tree.leaves(args[i : i + 1]):
+                if isinstance(leaf, jax.Array) and not any(leaf is array for array in arrays):
+                    leaf.delete()
+        return release(returned.merge(arrays))
 
     def _await(self) -> None:
         """Waits for the program that is being compiled, or this call would compile it once more."""
@@ -389,7 +424,19 @@ class VirtualStep:
         return Statics(tuple(rest), len(args)), parts
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too."""
+        """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too.
+
+        Raises:
+          PlacementError: the placement has several groups, hence several programs.
+        """
+        if len(self.placement.groups) > 1:
+            raise PlacementError(
+                layout_message(
+                    "a step on groups of devices is several programs, which call for one another's results.",
+                    facts=[repr(self.placement)],
+                    remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
+                )
+            )
         if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
             try:
                 return self._jit.lower(*args, **kwargs)

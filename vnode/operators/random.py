@@ -107,8 +107,9 @@ def draw(keys: jax.Array, high: jax.Array, low: jax.Array) -> tuple[jax.Array, j
     """Two words for every key and counter, of shape ``keys.shape + high.shape``."""
     data = jax.random.key_data(keys).reshape(*keys.shape, *(1,) * high.ndim, 2)
     shape = (*keys.shape, *high.shape)
-    words = (data[..., 0], data[..., 1], high, low)
-    first, second = threefry2x32_p.bind(*(jnp.broadcast_to(word, shape) for word in words))
+    one, two, high, low = (jnp.broadcast_to(word, shape) for word in (data[..., 0], data[..., 1], high, low))
+    none = (one ^ high ^ low) & jnp.uint32(0)  # under vmap, jax wants both counters batched if anything is
+    first, second = threefry2x32_p.bind(one, two, high | none, low | none)
     return first, second
 
 

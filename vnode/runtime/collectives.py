@@ -1,4 +1,4 @@
-"""Combines what the devices hold into totals that all of them hold.
+"""Combines what devices hold into totals that all of them hold, within a program and across programs.
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
@@ -88,15 +88,16 @@ class Plan:
 
     @staticmethod
     @functools.lru_cache
-    def of(counts: tuple[int, ...], lane: int, one_axis: bool) -> Plan:
-        """The plan for devices that hold `counts` nodes, in lanes of `lane`."""
+    def of(counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None) -> Plan:
+        """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
         lanes = [-(-count // lane) for count in counts]
-        own, across = folds(sum(lanes), lanes)
+        leaves = sum(lanes) if nodes is None else -(-nodes // lane)
+        own, across = folds(leaves, lanes, first // lane)
         return Plan(tuple(own), across, one_axis)
 
 
 def totals(sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, axis: str) -> list[Any]:
-    """Combines what `loops.in_tree_order` leaves on the devices.
+    """Combines what `loops.in_tree_order` leaves on the devices, which hold all nodes.
 
     Args:
       sums: what is added.
@@ -108,12 +109,63 @@ def totals(sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, ax
     Returns:
       The totals of all.
     """
-    added = iter(in_tree_order([s for s in sums if not s.exact], rest, plan, axis))
-    others = iter(combined([s for s in sums if s.exact], exact, axis))
-    return [next(others if s.exact else added) for s in sums]
+    blocks, exact = remains(sums, rest, exact, plan, axis)
+    return merged(sums, [block for (block,) in blocks], exact)
 
 
-def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> list[Any]:
+def remains(
+    sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, axis: str
+) -> tuple[list[list[Any]], list[Any]]:
+    """The same for devices that may hold only some of the nodes.
+
+    Returns:
+      Of every sum that is not exact the blocks that remain, in order; of those that are, the totals.
+    """
+    return in_tree_order([s for s in sums if not s.exact], rest, plan, axis), combined(
+        [s for s in sums if s.exact], exact, axis
+    )
+
+
+def merged(sums: Sequence[Sum], inexact: Sequence[Any], exact: Sequence[Any]) -> list[Any]:
+    """Something of every sum, given that of those that are not exact and of those that are."""
+    others, rest = iter(exact), iter(inexact)
+    return [next(others if s.exact else rest) for s in sums]
+
+
+def across_programs(
+    sums: Sequence[Sum],
+    blocks: Sequence[Sequence[Sequence[Any]]],
+    exact: Sequence[Sequence[Any]],
+    leaves: Sequence[int],
+) -> list[Any]:
+    """Totals of what programs for some nodes each have left.
+
+    Args:
+      sums: what is added.
+      blocks: of each program, in order, what `remains` gave.
+      exact: likewise.
+      leaves: how many of the tree's leaves each program has.
+
+    Returns:
+      The totals.
+    """
+    rest = [s for s in sums if not s.exact]
+    _, fold = folds(sum(leaves), leaves)
+    added: list[Any] = []
+    if rest:
+        columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
+
+        def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
+            return [lax.dynamic_index_in_dim(column, index, 0, keepdims=False) for column in columns], state
+
+        joins = jnp.asarray(fold.joins, jnp.int32)
+        left, _ = stacked(piece, rest, opaque(len(fold.joins)), joins, fold.depth, None)
+        added = settled([Place(value, s.shape) for value, s in zip(left.last, rest, strict=True)])
+    others = [s for s in sums if s.exact]
+    return merged(sums, added, [folded(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)])
+
+
+def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> list[list[Any]]:
     """Adds what remains on the devices.
 
     Args:
@@ -123,16 +175,19 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
       axis: of the mesh, over which devices are numbered.
 
     Returns:
-      The totals.
+      Of each sum the blocks that remain of all devices, in order: one, if these hold all nodes.
     """
-    if len(plan.own) == 1 or not sums:
-        return rest.last
+    count = len(plan.across.rest)
+    if not sums:
+        return []
+    if len(plan.own) == 1:
+        return [list(blocks) for blocks in rest.blocks(count)] if count > 1 else [[last] for last in rest.last]
     most = max(len(fold.rest) for fold in plan.own)
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
     order = jnp.asarray(rows, jnp.int32)
     joins = jnp.asarray(plan.across.joins, jnp.int32)
     blocks = rest.blocks(most)
-    results: list[Any] = [None] * len(sums)
+    results: list[list[Any]] = [[] for _ in sums]
     for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
         held = parcel.send(axis)
@@ -142,12 +197,13 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
 
         chunk = Sum(sums[members[0]].monoid, held.shape[1:], held.dtype)
         added, _ = stacked(piece, [chunk], opaque(len(rows)), joins, plan.across.depth, None)
-        total = parcel.collect(added.last[0], axis)
         sizes = [math.prod(sums[i].shape) for i in members]
         starts = [sum(sizes[:k]) if plan.flat else None for k in range(len(sizes))]
-        places = [Place(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
-        for i, value in zip(members, settled(places), strict=True):
-            results[i] = value
+        for part in [added.last[0]] if count == 1 else added.blocks(count)[0]:
+            total = parcel.collect(part, axis)
+            places = [Place(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
+            for i, value in zip(members, settled(places), strict=True):
+                results[i].append(value)
     return results
 
 

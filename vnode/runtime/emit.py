@@ -55,7 +55,10 @@ def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: 
 class Emission:
     """One emission: the whole values so far, and the batched values that are kept for all nodes."""
 
-    def __init__(self, schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: Mode, lane: int) -> None:
+    def __init__(
+        self, schedule: Schedule, placement: Placement, inputs: Sequence[Any] | None, mode: Mode, lane: int
+    ) -> None:
+        self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
         self.lane = lane
         self.schedule = schedule
@@ -66,23 +69,26 @@ class Emission:
         self.batched: dict[Var, Any] = {}
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
-        for var, value in zip(program.inputs, inputs, strict=True):
+        for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
             target = self.batched if isinstance(self.flow.states[var].form, Slice) else self.whole
             target[var] = value
 
     def run(self) -> list[Any]:
         for stage in self.schedule.stages:
             for action in stage.once:
-                values = self.run_around(action) if action.schedules else evaluate_once(action, self.read, self.known)
-                for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
-                    if form is not None:
-                        (self.batched if isinstance(form, Slice) else self.whole)[var] = value
+                self.run_once(action)
             if stage.nodes is not None:
-                self.run_pass(stage.nodes)
+                self.complete(stage.nodes, self.run_pass(stage.nodes))
         outputs = [self.output(atom) for atom in self.flow.program.outputs]
         if not self.schedule.passes:  # or nothing would say where the results are to be
             outputs = lax.with_sharding_constraint(outputs, self.placement.sharding())
         return outputs
+
+    def run_once(self, action: Evaluation) -> None:
+        values = self.run_around(action) if action.schedules else evaluate_once(action, self.read, self.known)
+        for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
+            if form is not None:
+                (self.batched if isinstance(form, Slice) else self.whole)[var] = value
 
     def read(self, atom: Atom) -> Any:
         """The whole value of an atom."""
@@ -145,10 +151,22 @@ class Emission:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
+        return arrange(self.of_nodes(var), form, self.flow.node_size, self.units(form))
+
+    def of_nodes(self, var: Var) -> Any:
+        """A collected value, ``[nodes, ...]``."""
         value = self.collected[var]
-        if not self.placement.even:
-            value = value[self.slots_of_nodes]
-        return arrange(value, form, self.placement.virtual_nodes, self.flow.node_size)
+        return value if self.placement.even else value[self.slots_of_nodes]
+
+    def units(self, form: Slice) -> int:
+        """How many elements of a run of the batch the placement's nodes hold, padding not included."""
+        start, stop = (min(n * int(self.flow.node_size * form.ratio), form.units) for n in self.range)
+        return stop - start
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The first node of the placement, and the one after the last."""
+        return self.placement.first, self.placement.first + self.placement.nodes
 
     @property
     def slots_of_nodes(self) -> np.ndarray:
@@ -166,12 +184,12 @@ class Emission:
         axis, n = form.dim, int(size * form.ratio)
         if form.outer > 1:
             axis += 1
-            value = value.reshape(*value.shape[: form.dim], form.outer, form.units, *value.shape[form.dim + 1 :])
-        if not (placement.even and placement.virtual_nodes * n == form.units):
-            last = placement.virtual_nodes - 1
+            value = value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
+        if not (placement.even and placement.nodes * n == value.shape[axis]):
+            first, last = placement.first, placement.first + placement.nodes - 1
             nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
             rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
-            value = jnp.take(value, np.minimum(rows, form.units - 1), axis=axis, mode="clip")
+            value = jnp.take(value, np.minimum(rows - first * n, value.shape[axis] - 1), axis=axis, mode="clip")
         return value, axis
 
     def room(self, var: Var, form: Slice) -> Any:
@@ -180,8 +198,12 @@ class Emission:
         shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
         return jnp.zeros(shape, var.aval.dtype)
 
-    def run_pass(self, nodes: Pass) -> None:
-        """Emits one pass: the loop over a device's nodes, then one reduction across devices."""
+    def run_pass(self, nodes: Pass) -> Any:
+        """Emits one pass: the loop over a device's nodes, then one reduction across devices.
+
+        Returns:
+          The totals; or, if other programs hold other nodes, what `collectives.remains` gives.
+        """
         placement, size = self.placement, self.flow.node_size
         axis, waves = placement.axis, placement.waves
         batch = self.flow.batch
@@ -189,12 +211,14 @@ class Emission:
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
-        sums = [loops.Sum(a.monoid, a.var.aval.shape, a.dtype) for a in nodes.accumulators]
-        plan = collectives.Plan.of(placement.counts, self.lane, one_axis=placement.size == len(placement.devices))
+        sums = sums_of(nodes)
+        one_axis = placement.size == len(placement.devices)
+        plan = collectives.Plan.of(placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes)
+        combine = collectives.totals if self.alone else collectives.remains
 
         def device_program(
             start: jax.Array, count: jax.Array, joins: jax.Array, whole: list[Any], shard: list[Any]
-        ) -> tuple[list[Any], list[Any]]:
+        ) -> tuple[Any, list[Any]]:
             def take(index: jax.Array) -> list[Any]:
                 parts = []
                 for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
@@ -228,7 +252,7 @@ class Emission:
                         shard[:] = [jnp.concatenate([v, v], dim) for v, (_, dim) in zip(shard, shards, strict=True)]
                     turns = loops.opaque(count[0])
                     rest, exact, kept = loops.in_tree_order(program, sums, turns, joins[0], plan.depth, self.lane, room)
-                    return collectives.totals(sums, rest, exact, plan, axis), kept
+                    return combine(sums, rest, exact, plan, axis), kept
             return collectives.combined(sums, totals, axis), kept
 
         spec = PartitionSpec
@@ -239,7 +263,7 @@ class Emission:
             [spec()] * len(wholes),
             [spec(*[None] * dim, axis) for _, dim in shards],
         )
-        out_specs = ([spec()] * len(sums), [spec(axis)] * len(nodes.collected))
+        out_specs = (spec(), spec(axis))
         run = jax.shard_map(
             device_program,
             mesh=placement.mesh,
@@ -255,10 +279,19 @@ class Emission:
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )
+        for (var, _), value in zip(nodes.collected, kept, strict=True):
+            self.collected[var] = value
+        return totals
+
+    def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
+        """Takes up the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
             if accumulator.dtype != accumulator.var.aval.dtype:
                 # Or the compiler moves the cast before the reduction, to send fewer bits.
                 total = lax.optimization_barrier(total).astype(accumulator.var.aval.dtype)
             self.whole[accumulator.var] = total
-        for (var, _), value in zip(nodes.collected, kept, strict=True):
-            self.collected[var] = value
+
+
+def sums_of(nodes: Pass) -> list[loops.Sum]:
+    """What the nodes of a pass contribute to."""
+    return [loops.Sum(a.monoid, a.var.aval.shape, a.dtype) for a in nodes.accumulators]

@@ -142,15 +142,25 @@ def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> An
     return jnp.where(along.reshape(shape), value, jnp.asarray(np.asarray(fill).astype(value.dtype)))
 
 
-def arrange(value: Any, form: Slice, nodes: int, size: int) -> Any:
-    """Moves a collected value ``[nodes, ...]`` of every node's part back to the order of the batch, without padding."""
+def arrange(value: Any, form: Slice, size: int, units: int) -> Any:
+    """Moves the parts that nodes hold of a value back to the order of the batch, without padding.
+
+    Args:
+      value: ``[nodes, ...]``, of consecutive nodes.
+      form: in which each holds its part.
+      size: examples per node.
+      units: elements of a run of the batch that all the nodes hold, padding not included.
+
+    Returns:
+      The value.
+    """
     n = int(size * form.ratio)
-    shape = value.shape[1:]
+    nodes, *shape = value.shape
     value = value.reshape(nodes, *shape[: form.dim], form.outer, n, *shape[form.dim + 1 :])
     value = jnp.moveaxis(value, 0, form.dim + 1)
     value = value.reshape(*shape[: form.dim], form.outer, nodes * n, *shape[form.dim + 1 :])
-    value = lax.slice_in_dim(value, 0, form.units, axis=form.dim + 1)
-    return value.reshape(*shape[: form.dim], form.outer * form.units, *shape[form.dim + 1 :])
+    value = lax.slice_in_dim(value, 0, units, axis=form.dim + 1)
+    return value.reshape(*shape[: form.dim], form.outer * units, *shape[form.dim + 1 :])
 
 
 def leading(sizes: tuple[int, ...], dim: tuple[int, ...], factor: int) -> int:

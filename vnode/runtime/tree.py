@@ -64,12 +64,13 @@ def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
     return Fold(tuple(joins), tuple(stack), depth)
 
 
-def folds(leaves: int, counts: Sequence[int]) -> tuple[list[Fold], Fold]:
+def folds(leaves: int, counts: Sequence[int], start: int = 0) -> tuple[list[Fold], Fold]:
     """How devices add the leaves that they hold, and how what remains on each is added across them.
 
     Args:
       leaves: of the tree.
-      counts: leaves of each device, in order; they add up to `leaves`.
+      counts: leaves of each device, in order.
+      start: the first of them.
 
     Returns:
       A fold per device, and the fold of their remaining blocks, device by device.
@@ -79,7 +80,7 @@ def folds(leaves: int, counts: Sequence[int]) -> tuple[list[Fold], Fold]:
       >>> [fold.rest for fold in own], across.joins
       ([((2, 0),), ((2, 1),)], (0, 1))
     """
-    start, own = 0, []
+    own = []
     for count in counts:
         own.append(fold(leaves, [(0, i) for i in range(start, start + count)]))
         start += count

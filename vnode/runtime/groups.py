@@ -1,0 +1,396 @@
+"""Runs a schedule on groups of devices, with programs for each: devices of several kinds cannot share one.
+
+Knows schedules, groups and what an emission leaves undone. Must not know how a step was analysed, nor any primitive.
+
+A schedule is cut where nodes of all groups meet: behind every pass, and around loops and branches with passes of their
+own, which run here, in Python. Each piece is a program for each group. What its pass leaves of a sum goes to all
+groups, and each adds it up in tree order when the next piece begins. Programs are launched without waiting for any.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Literal, Var
+
+from vnode.analysis.forms import Slice, Whole
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Evaluation
+from vnode.analysis.schedule import Pass, Schedule
+from vnode.analysis.states import Flow
+from vnode.operators.control import Loop, While
+from vnode.placement import Placement
+from vnode.runtime import collectives
+from vnode.runtime.emit import Emission, Mode, sums_of
+from vnode.runtime.evaluate import settle
+
+Key = tuple[str, Any]
+"""Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
+the part of the group's nodes, in the order of the batch; ``("collected", var)``, the same as the group's devices hold
+it; ``("left", number)``, what the pass of a piece has left in the group."""
+
+Held = dict[Key, Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What a group does at a time.
+
+    Attributes:
+      completes: the number of the piece whose pass is completed first, and the pass.
+      once: evaluated then.
+      nodes: the pass that follows.
+      around: in place of all that, a loop or branch with passes of its own.
+    """
+
+    completes: tuple[int, Pass] | None = None
+    once: tuple[Evaluation, ...] = ()
+    nodes: Pass | None = None
+    around: Evaluation | None = None
+
+    def makes(self, number: int) -> Iterator[Key]:
+        """What it could be asked for."""
+        if self.completes is not None:
+            yield from (("whole", a.var) for a in self.completes[1].accumulators)
+        for action in self.once:
+            for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
+                if form is not None:
+                    yield ("whole", var)
+        if self.nodes is not None:
+            yield ("left", number)
+            for var, _ in self.nodes.collected:
+                yield ("collected", var)
+                yield ("batched", var)
+
+
+def cut(schedule: Schedule) -> list[Piece]:
+    """The pieces of a schedule, in order."""
+    pieces: list[Piece] = []
+    once: list[Evaluation] = []
+
+    def close(nodes: Pass | None = None) -> None:
+        before = pieces[-1].nodes if pieces else None
+        if once or nodes is not None or before is not None:
+            completes = None if before is None else (len(pieces) - 1, before)
+            pieces.append(Piece(completes, tuple(once), nodes))
+            once.clear()
+
+    for stage in schedule.stages:
+        for action in stage.once:
+            if action.schedules:
+                close()
+                pieces.append(Piece(around=action))
+            else:
+                once.append(action)
+        if stage.nodes is not None:
+            close(stage.nodes)
+    close()
+    return pieces
+
+
+class Plan:
+    """The pieces of a schedule, what each is given and what it hands on."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.pieces = cut(schedule)
+        self.states = schedule.flow.states
+        self.reads: list[list[Key]] = []
+        there: set[Key] = set()
+        for number, piece in enumerate(self.pieces):
+            self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
+            there.update(piece.makes(number))
+        self.results = [
+            ("batched" if isinstance(self.states[atom].form, Slice) else "whole", atom)
+            for atom in schedule.flow.program.outputs
+            if isinstance(atom, Var)
+        ]
+        self.hands_on: list[list[Key]] = []
+        wanted = set(self.results)
+        for number, piece in reversed(list(enumerate(self.pieces))):
+            self.hands_on.append([key for key in piece.makes(number) if key in wanted])
+            wanted.update(self.reads[number])
+            wanted.update(("batched", var) for kind, var in self.reads[number] if kind == "full")
+        self.hands_on.reverse()
+
+    def read_by(self, piece: Piece, there: set[Key]) -> Iterator[Key]:
+        known = set(self.schedule.flow.program.constants)
+        if piece.completes is not None:
+            number, nodes = piece.completes
+            yield ("left", number)
+            known.update(a.var for a in nodes.accumulators)
+        for action in piece.once:
+            for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
+                if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
+                    yield self.whole(atom)
+            known.update(action.step.eqn.outvars)
+        if piece.around is not None:
+            for atom in piece.around.step.eqn.invars:
+                if isinstance(atom, Var):
+                    yield self.whole(atom)
+        if piece.nodes is not None:
+            for var, form in piece.nodes.recipe.leaves:
+                if isinstance(form, Whole):
+                    if var not in known:
+                        yield self.whole(var)
+                else:
+                    yield ("collected" if ("collected", var) in there else "batched", var)
+
+    def whole(self, var: Var) -> Key:
+        return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)
+
+
+class GroupProgram:
+    """A step on groups, compiled when it is called first.
+
+    Args:
+      schedule: the step.
+      placement: with several groups.
+      mode: what is asked of the emission.
+      lane: as for `emit`.
+      name: what compilers and profiles call the programs.
+    """
+
+    def __init__(self, schedule: Schedule, placement: Placement, mode: Mode, lane: int, name: str) -> None:
+        self.schedule = schedule
+        self.placement = placement
+        self.groups = [group for group in placement.groups if group.nodes]
+        self.mode, self.lane, self.name = mode, lane, name
+        self.alike = len({group.kinds for group in self.groups}) == 1
+        self._plans: dict[Schedule, Plan] = {}
+        self._programs: dict[tuple[Schedule, int, int], Callable[..., list[Any]]] = {}
+        self._replicas = Replicas()
+
+    def __call__(self, inputs: Sequence[Any]) -> list[Any]:
+        """Runs the step.
+
+        Args:
+          inputs: values of the program's inputs at their global shapes, wherever they live.
+
+        Returns:
+          The program's outputs on the devices of the first group.
+        """
+        flow = self.schedule.flow
+        held: list[Held] = [{} for _ in self.groups]
+        for var, value in zip(flow.program.inputs, inputs, strict=True):
+            form = flow.states[var].form
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                if not isinstance(form, Slice):
+                    mine["whole", var] = self._replicas.of(value, g, group)
+                    continue
+                mine["batched", var] = part(value, form, flow, group)
+                if var in self.schedule.gathered:
+                    mine["full", var] = jax.device_put(value, group.sharding())
+        outputs = []
+        for atom, values in zip(flow.program.outputs, self.run(self.schedule, held), strict=True):
+            form = flow.states[atom].form if isinstance(atom, Var) else None
+            if isinstance(form, Slice):
+                outputs.append(self.joined(values, form, flow, self.groups[0]))
+                continue
+            if self.alike:
+                self._replicas.keep(values)
+            outputs.append(values[0])
+        return outputs
+
+    def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
+        """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""
+        if schedule not in self._plans:
+            self._plans[schedule] = Plan(schedule)
+        plan = self._plans[schedule]
+        for number, piece in enumerate(plan.pieces):
+            for key in plan.reads[number]:
+                self.resolve(key, plan, held)
+            if piece.around is not None:
+                self.run_around(piece.around, held)
+                continue
+            left = [mine["left", piece.completes[0]] for mine in held] if piece.completes else []
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                given = [mine[key] for key in plan.reads[number] if key[0] != "left"]
+                made = self.program(plan, number, g)(jax.device_put(left, group.sharding()), *given)
+                mine.update(zip(plan.hands_on[number], made, strict=True))
+        outputs = []
+        for atom in schedule.flow.program.outputs:
+            if isinstance(atom, Literal):
+                outputs.append([jnp.asarray(atom.val, atom.aval.dtype)] * len(held))
+                continue
+            key = ("batched" if isinstance(plan.states[atom].form, Slice) else "whole", atom)
+            self.resolve(key, plan, held)
+            outputs.append([mine[key] for mine in held])
+        return outputs
+
+    def resolve(self, key: Key, plan: Plan, held: list[Held]) -> None:
+        """Puts a batched value together from the parts that groups hold, or divides it, if it is not there so."""
+        kind, var = key
+        if key in held[0] or kind not in ("full", "batched"):
+            return
+        form = plan.states[var].form
+        assert isinstance(form, Slice)
+        parts = [mine.get(("batched", var)) for mine in held]
+        for mine, group in zip(held, self.groups, strict=True):
+            if kind == "full":
+                mine[key] = self.joined(parts, form, plan.schedule.flow, group)
+            else:
+                mine[key] = part(mine["full", var], form, plan.schedule.flow, group)
+
+    def program(self, plan: Plan, number: int, g: int) -> Callable[..., list[Any]]:
+        """What group `g` runs for a piece: from what passes left, and what it reads, to what it hands on."""
+        key = (plan.schedule, number, g)
+        if key in self._programs:
+            return self._programs[key]
+        piece, group = plan.pieces[number], self.groups[g]
+        reads = [key for key in plan.reads[number] if key[0] != "left"]
+
+        def run(left: list[Any], *given: Any) -> list[Any]:
+            emission = Emission(plan.schedule, group, None, self.mode, self.lane)
+            places = {
+                "whole": emission.whole,
+                "full": emission.whole,
+                "batched": emission.batched,
+                "collected": emission.collected,
+            }
+            for (kind, var), value in zip(reads, given, strict=True):
+                places[kind][var] = value
+            if piece.completes is not None:
+                nodes = piece.completes[1]
+                emission.complete(nodes, self.totals(nodes, left))
+            for action in piece.once:
+                emission.run_once(action)
+            rest = emission.run_pass(piece.nodes) if piece.nodes is not None else None
+            made: list[Any] = []
+            for kind, what in plan.hands_on[number]:
+                if kind == "left":
+                    made.append(rest)
+                elif kind == "batched":
+                    made.append(emission.batched[what] if what in emission.batched else emission.in_order(what))
+                else:
+                    made.append(places[kind][what])
+            return made
+
+        run.__name__ = run.__qualname__ = self.name
+        self._programs[key] = jax.jit(run)
+        return self._programs[key]
+
+    def totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
+        """The totals of a pass, from what it left in each group."""
+        sums = sums_of(nodes)
+        if self.mode is not Mode.INVARIANT:
+            return [collectives.folded(s.monoid, jnp.stack(values)) for s, *values in zip(sums, *left, strict=True)]
+        lanes = [-(-group.nodes // self.lane) for group in self.groups]
+        return collectives.across_programs(sums, [blocks for blocks, _ in left], [exact for _, exact in left], lanes)
+
+    def joined(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
+        """A batched value whole in one group, from the parts of all."""
+        n = int(flow.node_size * form.ratio)
+        real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
+        return join_along(form.dim, form.outer)(jax.device_put(real, group.sharding()))
+
+    def run_around(self, action: Evaluation, held: list[Held]) -> None:
+        """Runs a loop or branch whose bodies have passes of their own, on batched values as a whole."""
+        eqn = action.step.eqn
+        operands = [[operand(mine, atom) for mine in held] for atom in eqn.invars]
+
+        def body(made: Schedule, inputs: Sequence[Sequence[Any]]) -> list[list[Any]]:
+            flow = made.flow
+            inner: list[Held] = [{} for _ in held]
+            for var, values in zip(flow.program.inputs, inputs, strict=True):
+                kind = "full" if isinstance(flow.states[var].form, Slice) else "whole"
+                for mine, value in zip(inner, values, strict=True):
+                    mine[kind, var] = value
+            results = self.run(made, inner)
+            for k, atom in enumerate(flow.program.outputs):
+                form = flow.states[atom].form if isinstance(atom, Var) else None
+                if isinstance(form, Slice):
+                    results[k] = [self.joined(results[k], form, flow, group) for group in self.groups]
+            return results
+
+        match action.step.region:
+            case Loop() as loop:
+                first, split = loop.constants, loop.constants + loop.carries
+                carry, rows = operands[first:split], []
+                order = range(loop.length)
+                for i in reversed(order) if loop.reverse else order:
+                    xs = [[value[i] for value in column] for column in operands[split:]]
+                    out = body(action.schedules[0], [*operands[:first], *carry, *xs])
+                    carry = out[: loop.carries]
+                    rows.append(out[loop.carries :])
+                rows = rows[::-1] if loop.reverse else rows
+                empty = [[jnp.zeros(var.aval.shape, var.aval.dtype)] * len(held) for var in eqn.outvars[loop.carries :]]
+                stacks = [
+                    [jnp.stack(column) for column in zip(*values, strict=True)] for values in zip(*rows, strict=True)
+                ]
+                ys = stacks if rows else empty
+                results = [*carry, *ys]
+            case While() as loop:
+                split = loop.condition_constants
+                first = split + loop.body_constants
+                results = operands[first:]
+                while bool(body(action.schedules[0], [*operands[:split], *results])[0][0]):
+                    results = body(action.schedules[1], [*operands[split:first], *results])
+            case _:
+                branch = min(max(int(operands[0][0]), 0), len(action.schedules) - 1)
+                results = body(action.schedules[branch], operands[1:])
+        for var, form, values in zip(eqn.outvars, action.results, results, strict=True):
+            for mine, value in zip(held, values, strict=True):
+                mine["full" if isinstance(form, Slice) else "whole", var] = value
+
+
+def operand(mine: Held, atom: Atom) -> Any:
+    """The value of an atom, all of it."""
+    if isinstance(atom, Literal):
+        return settle(atom.val, atom)
+    return mine["full", atom] if ("full", atom) in mine else mine["whole", atom]
+
+
+def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
+    """The part of a batched value that a group's nodes hold; one element at least, of padding."""
+    n = int(flow.node_size * form.ratio)
+    start = min(group.first * n, form.units - 1)
+    stop = min(max(start + 1, (group.first + group.nodes) * n), form.units)
+    if form.outer == 1:
+        value = value[(slice(None),) * form.dim + (slice(start, stop),)]
+    else:
+        shape = value.shape
+        runs = value.reshape(*shape[: form.dim], form.outer, form.units, *shape[form.dim + 1 :])
+        runs = runs[(slice(None),) * (form.dim + 1) + (slice(start, stop),)]
+        value = runs.reshape(*shape[: form.dim], -1, *shape[form.dim + 1 :])
+    fits = form.outer == 1 and group.even and stop - start == group.nodes * n
+    return jax.device_put(value, group.sharding(*[None] * form.dim, group.axis) if fits else group.sharding())
+
+
+@functools.lru_cache
+def join_along(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
+    """A program that concatenates parts of a batched value, run by run."""
+
+    def join(parts: Sequence[Any]) -> Any:
+        shape = parts[0].shape
+        runs = [part.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for part in parts]
+        whole = lax.concatenate(runs, dim + 1)
+        return whole.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+    return jax.jit(join)
+
+
+class Replicas:
+    """Copies of arrays in groups, kept as long as the array is: a state that comes back is in place everywhere."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Sequence[Any]]] = {}
+
+    def keep(self, values: Sequence[Any]) -> None:
+        """Remembers copies, of which the first stands for all."""
+        number = id(values[0])
+        self._copies[number] = (weakref.ref(values[0], lambda _: self._copies.pop(number, None)), tuple(values[1:]))
+
+    def of(self, value: Any, g: int, group: Placement) -> Any:
+        """The copy of an array in a group."""
+        reference, copies = self._copies.get(id(value), (None, ()))
+        if g and reference is not None and reference() is value:
+            return copies[g - 1]
+        return jax.device_put(value, group.sharding())
