@@ -21,8 +21,8 @@ from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.layout import Layout
 from vnode.placement import Placement
 from vnode.report import Report
-from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.grid import Grid
+from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 
 MOST_DEVICES = 1 << 16
@@ -72,7 +72,9 @@ class Comparison(Drawn):
 
         rows = [
             row("waves", lambda r: str(r.waves), "nodes that the fullest device computes one after another"),
-            row("step time", lambda r: f"{r.waves / self.now.waves:.2f}x", "by waves alone: no communication, no update"),
+            row(
+                "step time", lambda r: f"{r.waves / self.now.waves:.2f}x", "by waves alone: no communication, no update"
+            ),
             row("nodes per device", lambda r: spread(r.counts)),
             row("idle slots", idle, "turns in which a device waits for the fullest"),
             row("inputs per device", inputs, "the fullest device's share of the batched arguments"),
@@ -119,14 +121,14 @@ class Comparison(Drawn):
     @property
     def summary(self) -> str:
         """The answer in one sentence."""
-        instead = f"instead of {several(len(self.now.counts), 'device')}"
+        instead = f"instead of {len(self.now.counts):,}"
         if len(self.others) > 1:
             numbers = [f"{len(r.counts):,}" for r in self.others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
-        (other,) = self.others
+        other = self.others[0]
         return (
             f"on {several(len(other.counts), 'device')} {instead}: {several(other.waves, 'wave')} instead of "
-            f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the time by waves alone"
+            f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
         )
 
     def __str__(self) -> str:
@@ -143,12 +145,13 @@ class Comparison(Drawn):
 
     def page(self) -> Page:
         """What there is to see."""
-        columns = (Column(""), *(Column(head, right=True) for head in self.heads), Column(""))
+        one = len(self.others) == 1
+        columns = (Column(""), *(Column(head, right=True) for head in self.heads), *([Column("", wide=True)] * one))
         rows = tuple(
             (
-                Cell(row.name),
+                Cell(row.name, row.note),
                 *(Cell(value, strong=i > 0 and value != row.values[0]) for i, value in enumerate(row.values)),
-                Cell(row.note, quiet=True),
+                *([Cell(row.note, quiet=True)] * one),
             )
             for row in self.rows
         )
@@ -160,9 +163,9 @@ class Comparison(Drawn):
             self.title,
             self.summary,
             (
-                Table("", columns, rows),
+                Table("", columns, rows, rest="" if one else "step time: by waves alone; bytes: of the fullest device"),
                 Facts(self.unchanged, "What would not change"),
-                *(pictures if len(self.others) == 1 else ()),
+                *(pictures if one else ()),
             ),
         )
 
@@ -186,8 +189,8 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
     Args:
       step: a virtualized step.
       *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      devices: where the step might run: a number of devices, a sequence of such numbers (an answer for each), devices, a
-        mesh, or a `Placement`. More devices than there are may be asked for. Without it, the step where it is.
+      devices: where the step might run: a number of devices, a sequence of such numbers (an answer for each), devices,
+        a mesh, or a `Placement`. More devices than there are may be asked for. Without it, the step where it is.
       compile: also compile the step and say how much temporary memory a device needs, where there are such devices.
       **kwargs: keyword arguments of the step; one called `devices` or `compile` can be passed to `step.explain` only.
 

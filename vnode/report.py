@@ -208,6 +208,8 @@ class Report(Drawn):
     def _facts(self) -> list[Fact]:
         idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
         how, _, detail = self.reduction.partition(": ")
+        if self.buffers:
+            detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
         inputs = ", ".join(short(line.what) for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
             Fact("devices", f"{len(self.counts)} with {spread(self.counts)} nodes each", idle),
@@ -225,14 +227,22 @@ class Report(Drawn):
             Fact("sums over nodes", how, detail),
             *(Fact("", f"but {exception}") for exception in self.exceptions),
             Fact(
-                "memory per device",
-                f"{size(self.accumulated)} of accumulators" + (f" + {size(self.buffered)}" if self.buffered else ""),
-                "the second for the order of the tree" if self.buffered else "",
+                "sums take",
+                f"{size(self.accumulated + self.buffered)} of memory on a device",
+                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the order of the tree"
+                if self.buffered
+                else "accumulators",
             ),
-            Fact("communication", f"{size(self.sent)} sent per device and step", "between passes, never inside a loop"),
+            Fact(
+                "communication",
+                f"{size(self.sent)} sent per device and step",
+                "after the loop of each pass, never inside it" if len(self.counts) > 1 else "",
+            ),
         ]
         if self.padding:
-            facts.insert(0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums"))
+            facts.insert(
+                0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums")
+            )
         if self.temporary is not None:
             facts.append(Fact("temporary memory", f"{size(self.temporary)} per device", "as compiled"))
         return facts
@@ -241,7 +251,8 @@ class Report(Drawn):
     def repeated(self) -> str:
         """The share of the work that is done again by later passes, in words."""
         share = self.recomputed / max(self.flops, 1)
-        return f"{share:.1%} of it computed again by later passes" if self.recomputed else "nothing computed twice"
+        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+        return f"{percent} of it computed again by later passes" if self.recomputed else "nothing computed twice"
 
     def _blocks(self, facts: Sequence[Fact]) -> list[Facts | Picture | Table | Page]:
         grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
@@ -272,7 +283,7 @@ class Report(Drawn):
             note = "nodes cannot produce their own part of them"
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
         if self.couplings:
-            columns = (Column("what"), Column("source line", code=True))
+            columns = (Column("what"), Column("source line", code=True, wide=True))
             rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in self.couplings)
             tables.append(Table("Couplings", columns, rows, "where one example influences another"))
         return tables
@@ -312,7 +323,7 @@ def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
     ordered = sorted(entries, key=lambda entry: -entry[1].bytes)
     total = max(sum(line.bytes for _, line in entries), 1)
     several_passes = any(level for level, _ in entries)
-    columns = (Column("value", code=True), Column("bytes", right=True), Column("source line", code=True))
+    columns = (Column("value", code=True), Column("bytes", right=True), Column("source line", code=True, wide=True))
     rows = []
     for level, line in ordered[:SHOWN]:
         first = (Cell(level),) if several_passes else ()

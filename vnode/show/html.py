@@ -22,16 +22,19 @@ STYLE = """
 .vnode h4{font-size:1em;font-weight:600;margin:1.3em 0 .3em}
 .vnode p{margin:.1em 0 .5em}
 .vnode .note{opacity:.65;font-weight:400;margin-left:.6em}
+.vnode p .note{margin-left:0}
 .vnode .scroll{overflow-x:auto}
 .vnode table{border-collapse:collapse;margin:0;font-size:1em;border:0;background:none}
 .vnode th,.vnode td{padding:.22em .8em .22em 0;text-align:left;vertical-align:baseline;border:0;
 background:none;font-weight:400}
 .vnode thead th{opacity:.65;border-bottom:1px solid rgba(128,128,128,.45);white-space:nowrap}
-.vnode .rows tbody tr{background:none;border-bottom:1px solid rgba(128,128,128,.18)}
-.vnode .facts tr{background:none}
+.vnode table tbody tr:nth-child(n),.vnode table thead tr:nth-child(n){background:none;border:0}
+.vnode .rows tbody tr:nth-child(n){border-bottom:1px solid rgba(128,128,128,.18)}
 .vnode .facts th{opacity:.65;white-space:nowrap;padding-right:1.4em}
 .vnode th.right,.vnode td.right{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
-.vnode .code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em;overflow-wrap:anywhere}
+.vnode td.code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em;overflow-wrap:anywhere}
+.vnode td:not(.wide),.vnode tbody th{white-space:nowrap}
+.vnode .facts td{white-space:normal}
 .vnode .strong{font-weight:600}
 .vnode td.quiet{opacity:.65}
 .vnode .grid{border-collapse:separate;border-spacing:2px}
@@ -113,7 +116,7 @@ def table(block: Table) -> str:
 
 
 def classes(column: Column, *more: str) -> str:
-    names = [*(["right"] if column.right else []), *(["code"] if column.code else []), *more]
+    names = [name for name in ("right", "code", "wide") if getattr(column, name)] + list(more)
     return f' class="{" ".join(names)}"' if names else ""
 
 
@@ -133,7 +136,7 @@ def grid(block: Grid) -> str:
     else:
         head, body = "", "".join(f"<tr>{name(row)}{bar(block, row)}</tr>" for row in block.shown)
     said = [block.rest] if block.rest else []
-    said += [f"{several(block.idle, 'idle slot')}"] if block.idle else []
+    said += [several(block.idle, "idle slot")] if block.idle else []
     if block.padded_nodes:
         said.append(f"striped: room for more examples than there are ({block.note(block.virtual_nodes - 1)})")
     legend = f"<p>{note('; '.join(said))}</p>" if said else ""
@@ -159,10 +162,8 @@ def slots(block: Grid, row: Row) -> str:
 
 def bar(block: Grid, row: Row) -> str:
     """The bar of a device that holds too many nodes to show, or of several devices."""
-    return (
-        f'<td class="span"><span class="bar" style="--hue:{hue(row)}"><i style="width:{row.count / block.waves:.1%}"></i>'
-        f"</span>{escape(row.nodes)}</td>"
-    )
+    filled = f'<i style="width:{row.count / block.waves:.1%}"></i>'
+    return f'<td class="span"><span class="bar" style="--hue:{hue(row)}">{filled}</span>{escape(row.nodes)}</td>'
 
 
 def hue(row: Row) -> str:

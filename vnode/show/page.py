@@ -42,11 +42,13 @@ class Column:
       name: its heading.
       right: whether it holds numbers, aligned at the right.
       code: whether it holds code or places in code.
+      wide: whether its entries may be broken over lines.
     """
 
     name: str
     right: bool = False
     code: bool = False
+    wide: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Facts, Page, Picture, Table
+from vnode.show.units import several
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 """Of devices, in turn."""
@@ -41,7 +42,7 @@ def draw(page: Page, width: int, depth: int = 0) -> Iterator[Drawing]:
         match block:
             case Page():
                 for part in draw(block, width - INDENT, depth + 1):
-                    yield Padding(part, (0, 0, 0, INDENT))
+                    yield Padding(part, (0, 0, 0, INDENT), expand=False)
             case Facts():
                 yield from facts(block)
             case Picture():
@@ -69,17 +70,17 @@ def facts(block: Facts) -> Iterator[Drawing]:
     rows.add_column(overflow="fold")
     for fact in block.facts:
         rows.add_row(Text(fact.name), Text.assemble(fact.text, (f"  {fact.note}" if fact.note else "", "dim")))
-    yield Padding(rows, (0, 0, 0, INDENT))
+    yield Padding(rows, (0, 0, 0, INDENT), expand=False)
 
 
 def table(block: Table) -> Drawing:
-    rows = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim")
+    rows = RichTable(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="dim", border_style="dim")
     for column in block.columns:
         justify = "right" if column.right else "left"
-        rows.add_column(Text(column.name), justify=justify, no_wrap=column.right, overflow="fold")
+        rows.add_column(Text(column.name), justify=justify, no_wrap=not column.wide, overflow="fold")
     for row in block.rows:
         rows.add_row(*map(cell, row))
-    return Padding(rows, (0, 0, 0, INDENT))
+    return Padding(rows, (0, 0, 0, INDENT), expand=False)
 
 
 def cell(entry: Cell) -> Text:
@@ -97,7 +98,7 @@ def grid(block: Grid, width: int) -> Iterator[Drawing]:
         yield from bars(block, names, room)
     if block.rest:
         yield Text(" " * INDENT + block.rest, style="dim")
-    said = [f"{block.idle} idle"] if block.idle else []
+    said = [several(block.idle, "idle slot")] if block.idle else []
     if block.cells and block.padded_nodes:
         said.append(f"* room for more examples than there are: {block.note(block.virtual_nodes - 1)}")
     if said:
@@ -117,7 +118,7 @@ def cells(block: Grid, names: int, digits: int) -> Iterator[Text]:
                 mark = "*" if block.padded(node) else " "
                 line.append(f" {node:>{digits}}{mark}", style=f"black on {colour(row.device)}")
             line.append(" ")
-        line.rstrip()
+        line.right_crop(1)
         yield line
 
 

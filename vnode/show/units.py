@@ -57,6 +57,6 @@ def through(first: int, last: int) -> str:
     """A range of numbers, both ends included.
 
     >>> through(4, 7), through(4, 4)
-    ('4–7', '4')
+    ('4-7', '4')
     """
-    return str(first) if first == last else f"{first}–{last}"
+    return str(first) if first == last else f"{first}-{last}"
