@@ -14,6 +14,7 @@ import hashlib
 import os
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -90,7 +91,7 @@ def batches(data, steps, size):
 
 def initial_state(learning_rate):
     model = CNN()
-    params = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 8, 8, 1)))
     return TrainState.create(apply_fn=model.apply, params=params, tx=optax.adamw(learning_rate))
 
 
@@ -102,12 +103,24 @@ def sha256(params):
     return digest.hexdigest()
 
 
-def train(places, options, data, test, advance):
-    """Trains from scratch, on one placement after another; the only thing that differs between the runs is `places`."""
+def compile_all(runs, state, batch, advance):
+    """Compiles the step for every placement, several at a time; only to save time, a call would do so by itself."""
+
+    def compile_on(step):
+        step.lower(step.put(state), batch).compile()
+        advance()
+
+    steps = {place: train_step.on(place) for places in runs.values() for place in places}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_on, steps.values()))
+
+
+def train(places, state, options, data, test, advance):
+    """Trains on one placement after another; the only thing that differs between the runs is `places`."""
     steps = [train_step.on(place) for place in places]
-    state, losses = steps[0].put(initial_state(options.learning_rate)), []
+    state, losses = steps[0].put(state), []
     for step in steps:
-        step(state, next(batches(data, 1, options.batch)))  # compiles; what it computes is not used
+        step(state, next(batches(data, 1, options.batch)))  # the first call loads a program, which takes a moment
     began = time.perf_counter()
     for number, batch in enumerate(batches(data, options.steps, options.batch)):
         step = steps[number * len(steps) // options.steps]
@@ -191,11 +204,13 @@ def main():
         parser.error(f"there are {len(jax.devices())} devices; for more on a CPU set XLA_FLAGS before the start")
 
     data, test = load()
-    runs = {}
+    state, chosen, runs = initial_state(options.learning_rate), choose(options), {}
     with Progress(console=console) as progress:
-        for name, places in choose(options).items():
+        task = progress.add_task("compiling", total=len({place for places in chosen.values() for place in places}))
+        compile_all(chosen, state, next(batches(data, 1, options.batch)), lambda: progress.advance(task))
+        for name, places in chosen.items():
             task = progress.add_task(f"devices: {name}", total=options.steps)
-            runs[name] = train(places, options, data, test, lambda task=task: progress.advance(task))
+            runs[name] = train(places, state, options, data, test, lambda task=task: progress.advance(task))
 
     table = Table(title=f"{NODES} virtual nodes, batch {options.batch}, {options.steps} steps")
     for column in ("devices", "nodes per\ndevice", "loss", "test\naccuracy", "seconds"):

@@ -125,7 +125,7 @@ class Comparison(Drawn):
         if len(self.others) > 1:
             numbers = [f"{len(r.counts):,}" for r in self.others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
-        other = self.others[0]
+        other = self.reports[-1]
         return (
             f"on {several(len(other.counts), 'device')} {instead}: {several(other.waves, 'wave')} instead of "
             f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
