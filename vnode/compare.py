@@ -44,11 +44,11 @@ class Row:
     note: str = ""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Comparison(Drawn):
     """What would change on other devices; print it.
 
-    A notebook draws it by itself, and so does ``rich.print``.
+    A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
     Attributes:
       now: the step where it is.
@@ -143,6 +143,8 @@ class Comparison(Drawn):
         lines += [f"  {fact.name:<12}  {fact.text}" for fact in self.unchanged]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     def page(self) -> Page:
         """What there is to see."""
         one = len(self.others) == 1
@@ -195,7 +197,8 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
       **kwargs: keyword arguments of the step; one called `devices` or `compile` can be passed to `step.explain` only.
 
     Returns:
-      The `Report` of `step.explain`, or a `Comparison`. Print either; a notebook and rich draw them.
+      The `Report` of `step.explain`, or a `Comparison`. Print either; a notebook draws them, and so does
+      their `show` in a terminal.
 
     Raises:
       VnodeError: `step` is not a virtualized step.

@@ -23,7 +23,7 @@ from vnode.show.units import several, spread
 class Placement(Drawn):
     """Maps virtual nodes onto devices: contiguous ranges, as even as possible unless `counts` says otherwise.
 
-    A notebook draws it by itself, and so does ``rich.print``.
+    A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
     Args:
       virtual_nodes: V, at least 1.

@@ -68,11 +68,11 @@ class PassReport:
     sent: int
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Report(Drawn):
     """What a step becomes; `str` of it is the text that `explain` prints.
 
-    A notebook draws it by itself, and so does ``rich.print``.
+    A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
     Attributes:
       name: of the step.
@@ -147,6 +147,8 @@ class Report(Drawn):
         if self.couplings:
             lines += ["  couplings (one example influences another):", *table("    ", self.couplings)]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
     @property
     def padding(self) -> int:
@@ -229,7 +231,7 @@ class Report(Drawn):
             Fact(
                 "sums take",
                 f"{size(self.accumulated + self.buffered)} of memory on a device",
-                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the order of the tree"
+                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the tree"
                 if self.buffered
                 else "accumulators",
             ),

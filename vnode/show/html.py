@@ -24,7 +24,7 @@ STYLE = """
 .vnode .note{opacity:.65;font-weight:400;margin-left:.6em}
 .vnode p .note{margin-left:0}
 .vnode .scroll{overflow-x:auto}
-.vnode table{border-collapse:collapse;margin:0;font-size:1em;border:0;background:none}
+.vnode table{border-collapse:collapse;table-layout:auto;width:auto;margin:0;font-size:1em;border:0;background:none}
 .vnode th,.vnode td{padding:.22em .8em .22em 0;text-align:left;vertical-align:baseline;border:0;
 background:none;font-weight:400}
 .vnode thead th{opacity:.65;border-bottom:1px solid rgba(128,128,128,.45);white-space:nowrap}

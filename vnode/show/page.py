@@ -118,6 +118,14 @@ class Drawn:
         """What there is to see."""
         raise NotImplementedError
 
+    def show(self) -> None:
+        """Draws it in the terminal; without rich, prints it as text."""
+        try:
+            from rich import print as draw
+        except ImportError:
+            draw = print
+        draw(self)
+
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         from vnode.show import terminal  # rich is there, it is asking
 
