@@ -217,6 +217,16 @@ def test_examples_of_nodes_are_those_of_a_plain_division(nodes: int, size: int, 
     assert grid.padded_nodes == sum(grid.padded(node) for node in range(nodes))
 
 
+def test_several_padded_nodes_are_named() -> None:
+    """9 examples on 5 nodes of 3: the first three are full, the others hold nothing."""
+    full = nodes_on([2, 3], batch=9, node_size=3)
+    assert "room for more examples than there are: node 3: padding only; node 4: padding only" in terminal(full)
+    part = nodes_on([600] * 5, batch=5999, node_size=3)  # of 9000: node 1999 has two examples, then come 1000 more
+    for text in (terminal(part, 160), notebook(part).of("div", "vnode")[0]["text"]):
+        assert "than there are: node 1999: examples 5997-5998, 1 of padding; nodes 2000-2999: padding only" in text
+        assert "striped" not in text and "*" not in text.rpartition("}")[2]
+
+
 # Reports
 
 
@@ -236,10 +246,18 @@ def test_reports_show_what_they_hold(report: Any, draw: Any) -> None:
     lines, first = inspect.getsourcelines(couple)
     at = first + next(i for i, line in enumerate(lines) if '["mask"].sum()' in line)
     assert f"test_show.py:{at}" in text
-    for p in report.passes:
-        assert re.search(rf"{p.level}\s*{p.equations}\s*{p.flops}", text.replace(",", "")) or p.flops >= 1000
+    count, model = report.passes
+    assert re.search(rf"0\s*{count.equations}\s*{B} flop", text)  # one addition per element of the mask
+    assert re.search(rf"1\s*{model.equations}\s*\d\.\d kflop\s*\d\d\.\d%\s*2, {sums} B", text)
     assert f"{sum(p.sent for p in report.passes)} B sent per device and step" in text
     assert "4 idle slots" in text and "masked" in text
+
+
+def test_reports_show_themselves(report: Any, capsys: Any) -> None:
+    """Plain text stays what `print` prints, and what a prompt shows."""
+    assert repr(report) == str(report) and str(report).startswith("couple: 14 examples on 5 virtual nodes of 3")
+    report.show()
+    assert "Nodes by device and wave" in capsys.readouterr().out
 
 
 def test_folders_are_left_to_the_tooltip(report: Any) -> None:
@@ -334,6 +352,7 @@ def test_rich_is_not_needed(report: Any) -> None:
         "said = step.explain(1.0, jnp.ones(4))\n"
         "assert 'virtual nodes' in str(said) and 'virtual node' in said._repr_html_()\n"
         "assert 'Placement' in step.placement._repr_html_()\n"
+        "said.show()\n"
         "print(vnode.explain(step, 1.0, jnp.ones(4), devices=2))\n"
     )
     assert (

@@ -214,7 +214,7 @@ class Report(Drawn):
             detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
         inputs = ", ".join(short(line.what) for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
-            Fact("devices", f"{len(self.counts)} with {spread(self.counts)} nodes each", idle),
+            Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)} each", idle),
             Fact(
                 "split over nodes",
                 f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",

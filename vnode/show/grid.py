@@ -143,6 +143,15 @@ class Grid:
         """How many nodes have room for more examples than there are."""
         return 0 if self.batch is None else self.virtual_nodes - self.batch // self.node_size
 
+    @property
+    def padding(self) -> str:
+        """Which nodes those are, in words."""
+        count, last = self.padded_nodes, self.virtual_nodes - 1
+        if not count:
+            return ""
+        more = f"; node{'s' * (count > 2)} {through(last - count + 2, last)}: padding only" if count > 1 else ""
+        return f"room for more examples than there are: {self.note(last - count + 1)}{more}"
+
     @staticmethod
     def of(counts: Sequence[int], names: Sequence[str], batch: int | None = None, node_size: int = 0) -> Grid:
         """The grid of contiguous ranges of nodes.

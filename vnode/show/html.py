@@ -137,8 +137,8 @@ def grid(block: Grid) -> str:
         head, body = "", "".join(f"<tr>{name(row)}{bar(block, row)}</tr>" for row in block.shown)
     said = [block.rest] if block.rest else []
     said += [several(block.idle, "idle slot")] if block.idle else []
-    if block.padded_nodes:
-        said.append(f"striped: room for more examples than there are ({block.note(block.virtual_nodes - 1)})")
+    if block.padding:
+        said.append(("striped: " if block.cells else "") + block.padding)
     legend = f"<p>{note('; '.join(said))}</p>" if said else ""
     return f'<div class="scroll"><table class="grid">{head}<tbody>{body}</tbody></table></div>{legend}'
 

@@ -92,17 +92,15 @@ def grid(block: Grid, width: int) -> Iterator[Drawing]:
     names = max(len(row.name) for row in block.shown)
     digits = len(str(max(block.virtual_nodes, block.waves) - 1))
     room = width - INDENT - names - 2
-    if block.cells and (digits + 3) * block.waves <= room:
-        yield from cells(block, names, digits)
-    else:
-        yield from bars(block, names, room)
+    single = block.cells and (digits + 3) * block.waves <= room
+    yield from cells(block, names, digits) if single else bars(block, names, room)
     if block.rest:
         yield Text(" " * INDENT + block.rest, style="dim")
     said = [several(block.idle, "idle slot")] if block.idle else []
-    if block.cells and block.padded_nodes:
-        said.append(f"* room for more examples than there are: {block.note(block.virtual_nodes - 1)}")
-    if said:
-        yield Text(" " * INDENT + ", ".join(said), style="dim")
+    if block.padding:
+        said.append(("* " if single else "") + block.padding)
+    for line in said:
+        yield Text(" " * INDENT + line, style="dim")
 
 
 def cells(block: Grid, names: int, digits: int) -> Iterator[Text]:
