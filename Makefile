@@ -15,7 +15,7 @@ export JAX_PLATFORMS ?= cpu
 .PHONY: help demo test test-all lint bench clean
 
 help:
-	@echo "make demo      train a small network on 1, 2, 4 and 8 devices and compare"
+	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make test      the tests"
 	@echo "make test-all  every combination of step, nodes and devices, and $(PROGRAMS) random programs"
 	@echo "make lint      ruff and pyright"

@@ -7,6 +7,7 @@ step needs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Any
 
@@ -330,3 +331,167 @@ def test_masked_mean_computes_nothing_twice(features: int) -> None:
     assert report.recomputed == 0
     assert [len(p.accumulators) for p in report.passes] == [1, 2]
     assert report.passes[0].flops == B
+
+
+# What would change on other devices
+
+
+def kib(count: int) -> str:
+    return f"{count} B" if count < 1024 else f"{count / 1024:.1f} KiB"
+
+
+def reports_of(step: Any, *args: Any, **options: Any) -> Any:
+    return vnode.explain(step, *args, **options).others
+
+
+def test_without_devices_it_is_the_report_of_the_step() -> None:
+    step = vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[:2])
+    assert vnode.explain(step, *mlp_arguments()) == step.explain(*mlp_arguments())
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "fast"}, {"lanes": 3}])
+def test_imagined_devices_are_like_real_ones(options: dict[str, Any]) -> None:
+    """All but their names: what a step says of N devices, and what it says on them."""
+    step = vnode.virtualize(mlp, virtual_nodes=7, **options).on(jax.devices()[:2])
+    args = mlp_arguments(13)
+    for devices, imagined in enumerate(reports_of(step, *args, devices=range(1, 9)), 1):
+        real = step.on(jax.devices()[:devices]).explain(*args)
+        assert imagined.counts == real.placement.counts
+        assert dataclasses.replace(imagined, placement=real.placement) == real
+        assert str(imagined) == str(real)
+
+
+def test_the_step_is_traced_once_for_all_devices() -> None:
+    traced = []
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        traced.append(x.shape)
+        return w + x.sum(0)
+
+    vnode.explain(vnode.virtualize(step, virtual_nodes=4), jnp.ones(3), jnp.ones((8, 3)), devices=[1, 2, 3, 64])
+    assert traced == [(8, 3)]
+
+
+def test_numbers_of_a_comparison_are_those_counted_by_hand() -> None:
+    """12 nodes of 4 examples from 4 devices to 1, 5 and 64."""
+    batch, parameters = 48, IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT
+    step = vnode.virtualize(mlp, virtual_nodes=12).on(jax.devices()[:4])
+    answer = vnode.explain(step, *mlp_arguments(batch), devices=[1, 5, 64])
+    rows = {row.name: row.values for row in answer.rows}
+    assert rows["waves"] == ("3", "12", "3", "1")
+    assert rows["step time"] == ("1.00x", "4.00x", "1.00x", "0.33x")
+    assert rows["nodes per device"] == ("3", "12", "2 to 3", "0 to 1")
+    assert rows["idle slots"] == ("0", "0", "3 (20%)", "52 (81%)")
+    example = FLOAT * (IN + OUT)
+    assert rows["inputs per device"] == tuple(kib(waves * 4 * example) for waves in (3, 12, 3, 1))
+    total = FLOAT * (parameters + 1)
+    assert rows["accumulators per device"] == (kib(total),) * 4
+    # The 12 leaves of one device: entries of the stack before node 7 is 4+2+1, before 11 8+2+1. Of three: 2+1.
+    buffers = dict(zip(("now", 1, 5, 64), rows["buffers per device"], strict=True))
+    assert buffers[1] == kib(3 * total)
+    assert buffers[64] == "0 B"
+    blocks = {4: 2, 1: 1, 64: 1}  # 0..2 is 0..1 and 2; then everything, or a single node
+    sent = dict(zip((4, 1, 5, 64), rows["sent per device"], strict=True))
+    for devices, held in blocks.items():
+        assert sent[devices] == kib(int((devices - 1) / devices * total * (1 + held)))
+    assert "kept per device" not in rows
+
+
+def test_values_that_are_kept_count_where_nodes_are() -> None:
+    """Outputs of every example: a device keeps those of its nodes, padding included."""
+    step = vnode.virtualize(lambda w, x: jnp.tanh(x * w), virtual_nodes=5).on(jax.devices()[:5])
+    answer = vnode.explain(step, jnp.ones(()), jnp.ones((18, 6)), devices=[1, 2])
+    (kept,) = [row.values for row in answer.rows if row.name == "kept per device"]
+    assert kept == tuple(f"{nodes * 4 * 6 * FLOAT} B" for nodes in (1, 5, 3))
+
+
+def test_comparisons_say_what_stays() -> None:
+    args = mlp_arguments()
+    text = {
+        mode: str(vnode.explain(vnode.virtualize(mlp, virtual_nodes=4, reduction=mode), *args, devices=3))
+        for mode in ("invariant", "fast")
+    }
+    assert "every bit of it" in text["invariant"] and "4 nodes of 4 examples" in text["invariant"]
+    assert "up to rounding" in text["fast"] and "every bit of it" not in text["fast"]
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
+    sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
+    step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
+    assert "argument 0['w']" in str(vnode.explain(step, {"w": sharded}, jnp.ones((4, 3)), devices=1))
+
+
+def test_comparisons_take_placements_devices_and_meshes() -> None:
+    step, args = vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[:2]), mlp_arguments()
+    devices = jax.devices()
+    uneven = vnode.Placement(4, devices[:3], counts=[1, 0, 3])
+    assert [r.counts for r in reports_of(step, *args, devices=uneven)] == [(1, 0, 3)]
+    assert [r.counts for r in reports_of(step, *args, devices=[uneven, 3])] == [(1, 0, 3), (2, 1, 1)]
+    assert [r.counts for r in reports_of(step, *args, devices=devices[:4])] == [(1,) * 4]
+    assert [r.counts for r in reports_of(step, *args, devices=np.array([1, 2]))] == [(4,), (2, 2)]
+    mesh = jax.sharding.Mesh(np.array(devices).reshape(2, 4), ("vnode", "model"))
+    assert [r.counts for r in reports_of(step, *args, devices=mesh)] == [(2, 2)]
+
+
+@pytest.mark.parametrize("devices", [0, -1, True, 10**9, "8", [], [1, 0], 2.5, {}, [2, "8"], object()])
+def test_devices_that_are_none_are_refused(devices: Any) -> None:
+    step = vnode.virtualize(mlp, virtual_nodes=4)
+    with pytest.raises(vnode.PlacementError):
+        vnode.explain(step, *mlp_arguments(), devices=devices)
+
+
+def test_placements_for_other_steps_are_refused() -> None:
+    step = vnode.virtualize(mlp, virtual_nodes=4, lanes=2)
+    for placement in (vnode.Placement(5, jax.devices()[:2]), vnode.Placement(4, jax.devices()[:2], counts=[1, 3])):
+        with pytest.raises(vnode.PlacementError):
+            vnode.explain(step, *mlp_arguments(), devices=placement)
+
+
+def test_steps_that_are_not_virtualized_are_refused() -> None:
+    with pytest.raises(vnode.VnodeError, match=r"takes a virtualized step, not <function mlp"):
+        vnode.explain(mlp, *mlp_arguments(), devices=2)
+
+
+def test_temporary_memory_is_the_compilers() -> None:
+    """Where there are as many devices; of others nothing is said."""
+    step, args = vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[:2]), mlp_arguments()
+    answer = vnode.explain(step, *args, devices=64, compile=True)
+    measured = step.lower(*args).compile().memory_analysis().temp_size_in_bytes
+    assert [r.temporary for r in answer.reports] == [measured, None]
+    (row,) = [row.values for row in answer.rows if row.name == "temporary memory"]
+    assert row[1] == "-" and float(row[0].split()[0]) > 0
+    assert "temporary" not in str(vnode.explain(step, *args, devices=64))
+
+
+def test_methods_and_nnx_steps_can_be_compared() -> None:
+    from flax import nnx
+
+    class Trainer:
+        rate = 0.1
+
+        @vnode.virtualize(virtual_nodes=4, in_axes=(None, None, 0))
+        def step(self, w: jax.Array, x: jax.Array) -> jax.Array:
+            return w - self.rate * x.sum(0)
+
+    trainer = Trainer()
+    assert [r.waves for r in reports_of(trainer.step, jnp.ones(3), jnp.ones((8, 3)), devices=[1, 2])] == [4, 2]
+
+    @vnode.nnx.virtualize(virtual_nodes=4, in_axes=(None, 0))
+    def loss(model: nnx.Linear, x: jax.Array) -> jax.Array:
+        return jnp.mean(model(x) ** 2)
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    answer = vnode.explain(loss, model, jnp.ones((8, 3)), devices=2, compile=True)
+    assert answer.others[0].waves == 2 and answer.others[0].temporary is not None
+
+
+def test_comparisons_draw_themselves() -> None:
+    from tests.test_show import notebook, terminal
+
+    step = vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[:2])
+    for devices in (3, [1, 64]):
+        answer = vnode.explain(step, *mlp_arguments(), devices=devices)
+        whole = notebook(answer)
+        for text in (terminal(answer, 140), whole.of("div", "vnode")[0]["text"], str(answer)):
+            for row in answer.rows:
+                assert row.name in text and all(value in text for value in row.values)
+    strong = {cell["text"] for cell in whole.of("td", "strong")}
+    assert {"4", "1", "2.00x", "0.50x"} <= strong and "1.00x" not in strong

@@ -3,6 +3,7 @@
 from typing import Any
 
 from vnode import operators
+from vnode.compare import explain
 from vnode.errors import BatchError, CouplingError, PlacementError, UnsupportedPrimitiveError, VnodeError
 from vnode.placement import Placement
 from vnode.transform import VirtualStep, virtualize
@@ -15,6 +16,7 @@ __all__ = [
     "UnsupportedPrimitiveError",
     "VirtualStep",
     "VnodeError",
+    "explain",
     "operators",
     "virtualize",
 ]

@@ -20,10 +20,15 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.show.grid import Grid
+from vnode.show.page import Drawn, Page, Picture
+from vnode.show.units import several, spread
 
 
-class Placement:
+class Placement(Drawn):
     """Maps virtual nodes onto devices: contiguous ranges, as even as possible unless `counts` says otherwise.
+
+    A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
     Args:
       virtual_nodes: V, at least 1.
@@ -168,6 +173,23 @@ class Placement:
     def starts(self) -> tuple[int, ...]:
         """The first node of every device."""
         return tuple(self.first + int(n) for n in np.cumsum((0, *self.counts[:-1])))
+
+    @property
+    def names(self) -> list[str]:
+        """What to call the devices along the node axis; each stands for those of the mesh's other axes too."""
+        found = []
+        for group in self.groups:
+            axis = group.mesh.axis_names.index(group.axis)
+            rows = np.moveaxis(group.mesh.devices, axis, 0).reshape(group.size, -1)
+            more = f" +{rows.shape[1] - 1}" if rows.shape[1] > 1 else ""
+            found += [f"{row[0].platform}:{row[0].id}{more}" for row in rows]
+        return found
+
+    def page(self) -> Page:
+        """What there is to see: the nodes by device and wave."""
+        held = f"{several(self.size, 'device')} with {spread(self.counts)} each, {several(self.waves, 'wave')}"
+        picture = Picture("", Grid.of(self.counts, self.names))
+        return Page("Placement", f"{several(self.virtual_nodes, 'node')} on {held}", (picture,))
 
     def sharding(self, *spec: Any) -> NamedSharding:
         """A sharding over the placement's mesh, or its first group's; replicated without arguments."""

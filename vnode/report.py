@@ -1,6 +1,7 @@
 """What `VirtualStep.explain` says: the schedule of a step in words and numbers.
 
-Knows schedules, couplings, placements, and how devices add. Must not know how a schedule is made or emitted.
+Knows schedules, couplings, placements, and how devices add. Must not know how a schedule is made or emitted, nor how
+words and numbers are drawn in a terminal or a notebook.
 """
 
 from __future__ import annotations
@@ -18,12 +19,22 @@ from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.analysis.states import Coupling, Flow
+from vnode.layout import Layout
 from vnode.operators import Monoid
 from vnode.placement import Placement
 from vnode.runtime.collectives import Plan
+from vnode.show.grid import Grid
+from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
+from vnode.show.units import number, several, size, spread
 
 TRANSFORMS_ONLY = re.compile(r"(\w+\(|\)|/)*")
 """A name stack that says no more than which of jax's transformations the equation comes from: ``transpose(jvp())``."""
+
+FOLDERS = re.compile(r"^.*[/\\](?=[^/\\(]*:\d+ \()")
+"""Of a source line, what stands before the file's name."""
+
+SHOWN = 12
+"""Rows of a table, the largest; the others are counted."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +68,11 @@ class PassReport:
     sent: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Report:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Report(Drawn):
     """What a step becomes; `str` of it is the text that `explain` prints.
+
+    A notebook draws it by itself, `show` draws it in a terminal (with rich).
 
     Attributes:
       name: of the step.
@@ -80,13 +93,15 @@ class Report:
       recomputed: flops spent again by later passes.
       reduction: how sums over nodes are formed.
       exceptions: from which the promise of an invariant reduction does not hold.
+      buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
+      temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
     """
 
     name: str
     batch: int
     virtual_nodes: int
     node_size: int
-    placement: Placement
+    placement: Placement | Layout
     inputs: tuple[Line, ...]
     passes: tuple[PassReport, ...]
     around: tuple[Report, ...]
@@ -99,6 +114,8 @@ class Report:
     recomputed: int
     reduction: str
     exceptions: tuple[str, ...]
+    buffers: int = 0
+    temporary: int | None = None
 
     def __str__(self) -> str:
         counts = self.placement.counts
@@ -131,13 +148,195 @@ class Report:
             lines += ["  couplings (one example influences another):", *table("    ", self.couplings)]
         return "\n".join(lines)
 
+    __repr__ = __str__
+
     @property
     def padding(self) -> int:
         """Examples that are computed but not real."""
         return self.virtual_nodes * self.node_size - self.batch
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Nodes on each device."""
+        return self.placement.counts
 
-def table(prefix: str, entries: Sequence[Line], limit: int = 12) -> list[str]:
+    @property
+    def waves(self) -> int:
+        """Nodes that the fullest device computes one after another."""
+        return max(self.counts)
+
+    @property
+    def idle(self) -> int:
+        """Slots without a node: how many more there could be without another wave."""
+        return self.waves * len(self.counts) - self.virtual_nodes
+
+    @property
+    def accumulated(self) -> int:
+        """Bytes of a device's accumulators, in the pass that has most."""
+        own = [sum(line.bytes for line in p.accumulators) for p in self.passes]
+        return max(own + [inner.accumulated for inner in self.around], default=0)
+
+    @property
+    def buffered(self) -> int:
+        """Bytes of `buffers`, in the pass that has most, loops included."""
+        return max([self.buffers, *(inner.buffered for inner in self.around)])
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a device sends to reduce across devices in one step, a loop around passes counted once."""
+        return sum(p.sent for p in self.passes) + sum(inner.sent for inner in self.around)
+
+    def of_device(self, lines: Sequence[Line]) -> int:
+        """Bytes of batched values that the fullest device holds."""
+        return sum(line.bytes for line in lines) * self.waves * self.node_size // max(self.batch, 1)
+
+    @property
+    def kept(self) -> tuple[Line, ...]:
+        """What is kept of every node, in all passes."""
+        return tuple(line for p in self.passes for line in p.collected) + tuple(
+            line for inner in self.around for line in inner.kept
+        )
+
+    def page(self) -> Page:
+        """What there is to see."""
+        return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", tuple(self._blocks(self._facts())))
+
+    @property
+    def where(self) -> str:
+        """Nodes, devices and waves in words."""
+        nodes = f"{several(self.virtual_nodes, 'virtual node')} of {self.node_size}"
+        return f"{nodes}, {several(len(self.counts), 'device')}, {several(self.waves, 'wave')}"
+
+    def _facts(self) -> list[Fact]:
+        idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
+        how, _, detail = self.reduction.partition(": ")
+        if self.buffers:
+            detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
+        inputs = ", ".join(short(line.what) for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
+        facts = [
+            Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)} each", idle),
+            Fact(
+                "split over nodes",
+                f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",
+                inputs,
+            ),
+            Fact(
+                "once per step",
+                several(self.once, "equation"),
+                f"{self.hoisted:,} of them hoisted before the first pass" if self.passes else "",
+            ),
+            Fact("work", f"{number(self.flops)}flop", self.repeated),
+            Fact("sums over nodes", how, detail),
+            *(Fact("", f"but {exception}") for exception in self.exceptions),
+            Fact(
+                "sums take",
+                f"{size(self.accumulated + self.buffered)} of memory on a device",
+                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the tree"
+                if self.buffered
+                else "accumulators",
+            ),
+            Fact(
+                "communication",
+                f"{size(self.sent)} sent per device and step",
+                "after the loop of each pass, never inside it" if len(self.counts) > 1 else "",
+            ),
+        ]
+        if self.padding:
+            facts.insert(
+                0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums")
+            )
+        if self.temporary is not None:
+            facts.append(Fact("temporary memory", f"{size(self.temporary)} per device", "as compiled"))
+        return facts
+
+    @property
+    def repeated(self) -> str:
+        """The share of the work that is done again by later passes, in words."""
+        share = self.recomputed / max(self.flops, 1)
+        percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
+        return f"{percent} of it computed again by later passes" if self.recomputed else "nothing computed twice"
+
+    def _blocks(self, facts: Sequence[Fact]) -> list[Facts | Picture | Table | Page]:
+        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
+        blocks: list[Facts | Picture | Table | Page] = [
+            Facts(tuple(facts)),
+            Picture("Nodes by device and wave", grid, "a device computes its nodes one after another, left to right"),
+        ]
+        return blocks + self._tables()
+
+    def _tables(self) -> list[Facts | Picture | Table | Page]:
+        """Everything that does not depend on devices, except what is sent."""
+        accumulators = [(str(p.level), line) for p in self.passes for line in p.accumulators]
+        kept = [(str(p.level), line) for p in self.passes for line in p.collected]
+        tables: list[Facts | Picture | Table | Page] = []
+        if self.passes:
+            tables.append(self._passes())
+        if accumulators:
+            tables.append(listed("Accumulated", "one value per device, to which every node contributes", accumulators))
+        if kept:
+            tables.append(listed("Kept of every node", "returned, gathered, or read by a later pass", kept))
+        for inner in self.around:
+            title = f"Around passes of its own: {short(inner.name)}"
+            tables.append(Page(title, "a loop or branch whose body runs over all nodes", tuple(inner._tables())))
+        if self.gathered:
+            note = "gathered from all nodes, because something reads them at once"
+            tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
+        if self.sliced:
+            note = "nodes cannot produce their own part of them"
+            tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
+        if self.couplings:
+            columns = (Column("what"), Column("source line", code=True, wide=True))
+            rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in self.couplings)
+            tables.append(Table("Couplings", columns, rows, "where one example influences another"))
+        return tables
+
+    def _passes(self) -> Table:
+        """The passes with their cost."""
+        names = ("pass", "equations per node", "work", "share", "accumulators", "sent per device")
+        columns = tuple(Column(name, right=True) for name in names)
+        rows = []
+        for p in self.passes:
+            share = p.flops / max(self.flops, 1)
+            total = size(sum(line.bytes for line in p.accumulators))
+            rows.append(
+                (
+                    Cell(str(p.level), strong=True),
+                    Cell(f"{p.equations:,}"),
+                    Cell(f"{number(p.flops)}flop"),
+                    Cell(f"{share:.1%}", "of all work of the step", share=min(share, 1.0)),
+                    Cell(f"{len(p.accumulators)}, {total}" if p.accumulators else "none"),
+                    Cell(size(p.sent)),
+                )
+            )
+        return Table("Passes", columns, tuple(rows), "each is one loop over all nodes")
+
+
+def short(source: str) -> str:
+    """A source line without the folders of its file.
+
+    >>> short("/home/me/train.py:7 (train.<locals>.loss) in jvp(a/b)")
+    'train.py:7 (train.<locals>.loss) in jvp(a/b)'
+    """
+    return FOLDERS.sub("", source)
+
+
+def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
+    """Values of passes with their bytes, the largest first."""
+    ordered = sorted(entries, key=lambda entry: -entry[1].bytes)
+    total = max(sum(line.bytes for _, line in entries), 1)
+    several_passes = any(level for level, _ in entries)
+    columns = (Column("value", code=True), Column("bytes", right=True), Column("source line", code=True, wide=True))
+    rows = []
+    for level, line in ordered[:SHOWN]:
+        first = (Cell(level),) if several_passes else ()
+        cells = (Cell(line.what), Cell(size(line.bytes), share=line.bytes / total), Cell(short(line.where), line.where))
+        rows.append(first + cells)
+    left = ordered[SHOWN:]
+    rest = f"… and {several(len(left), 'smaller one')}, {size(sum(line.bytes for _, line in left))}" if left else ""
+    return Table(title, ((Column("pass", right=True),) if several_passes else ()) + columns, tuple(rows), note, rest)
+
+
+def table(prefix: str, entries: Sequence[Line], limit: int = SHOWN) -> list[str]:
     """Entries in columns, the largest first; what is left out is counted."""
     ordered = sorted(entries, key=lambda line: -line.bytes)
     width = max((len(line.what) for line in ordered[:limit]), default=0)
@@ -150,37 +349,6 @@ def table(prefix: str, entries: Sequence[Line], limit: int = 12) -> list[str]:
         rest = sum(line.bytes for line in ordered[limit:])
         rows.append(f"{prefix}... and {len(ordered) - limit} more" + (f", {size(rest)}" if rest else ""))
     return rows
-
-
-def spread(counts: Sequence[int]) -> str:
-    low, high = min(counts), max(counts)
-    return str(low) if low == high else f"{low} to {high}"
-
-
-def size(count: float) -> str:
-    """Bytes for people.
-
-    >>> size(1536)
-    '1.5 KiB'
-    """
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
-
-
-def number(count: float) -> str:
-    """A large number for people, with the SI prefix.
-
-    >>> number(2500000)
-    '2.5 M'
-    """
-    for unit in ("", "k", "M", "G", "T"):
-        if count < 1000:
-            return f"{count:.0f} " if not unit else f"{count:.1f} {unit}"
-        count /= 1000
-    return f"{count:.1f} P"
 
 
 def bytes_of(aval: Any) -> int:
@@ -219,16 +387,24 @@ class Reduction:
     lane: int = 1
     sharded: tuple[str, ...] = ()
 
-    def text(self, made: Schedule, placement: Placement) -> str:
+    def depth(self, placement: Placement | Layout) -> int:
+        """How many buffers a device needs for each accumulator, besides the accumulator itself."""
+        return 0 if self.mode == "fast" else Plan.of(placement.counts, self.lane, True).depth
+
+    def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
+        """Their bytes, in the pass that has most."""
+        total = max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
+        return self.depth(placement) * total
+
+    def text(self, made: Schedule, placement: Placement | Layout) -> str:
         """One line of the report."""
         if self.mode == "fast":
             return "fast: each device in node order, then across devices in any order"
         leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
-        depth = Plan.of(placement.counts, self.lane, True).depth
-        bytes_more = depth * max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
+        depth, bytes_more = self.depth(placement), self.buffers(made, placement)
         return f"invariant: in the order of a tree over {leaves}, {depth} more buffers ({size(bytes_more)}) on a device"
 
-    def exceptions(self, made: Schedule) -> tuple[str, ...]:
+    def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
         """From which the promise does not hold."""
         if self.mode == "fast":
             return ()
@@ -238,6 +414,10 @@ class Reduction:
         if self.sharded:
             named = ", ".join(self.sharded[:4]) + (", ..." if len(self.sharded) > 4 else "")
             found.append(f"not of what the step itself sums over what is sharded over devices: {named}")
+        if isinstance(placement, Placement) and len(placement.groups) > 1:
+            found.append(
+                "not of what is computed once: on groups of devices it is compiled apart and may round otherwise"
+            )
         return tuple(found)
 
 
@@ -252,13 +432,13 @@ def inexact(accumulator: Accumulator) -> bool:
 
 
 def report(
-    made: Schedule, placement: Placement, name: str, couplings: Sequence[Coupling], reduction: Reduction
+    made: Schedule, placement: Placement | Layout, name: str, couplings: Sequence[Coupling], reduction: Reduction
 ) -> Report:
     """Describes a schedule.
 
     Args:
       made: the schedule.
-      placement: where its nodes live.
+      placement: where its nodes live, or would.
       name: of the step.
       couplings: met by batch flow.
       reduction: how sums over nodes are formed.
@@ -308,11 +488,12 @@ def report(
         flops=made.flops,
         recomputed=made.recomputed,
         reduction=reduction.text(made, placement),
-        exceptions=reduction.exceptions(made),
+        exceptions=reduction.exceptions(made, placement),
+        buffers=reduction.buffers(made, placement),
     )
 
 
-def pass_report(flow: Flow, nodes: Pass, placement: Placement, reduction: Reduction) -> PassReport:
+def pass_report(flow: Flow, nodes: Pass, placement: Placement | Layout, reduction: Reduction) -> PassReport:
     defined = flow.program.definitions
     actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
     devices = len(placement.counts)

@@ -23,6 +23,7 @@ from jax.sharding import NamedSharding
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import BatchError, PlacementError, layout_message
+from vnode.layout import Layout
 from vnode.moving import at_home, home, moved, settled_in, typed_sharding
 from vnode.pipeline import Analysis, Options, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, even_counts, node_count
@@ -455,9 +456,36 @@ class VirtualStep:
         Returns:
           A report; print it.
         """
-        made = self._analyse(args, kwargs)
-        reduction = Reduction(self._options.reduction, self._options.lane, self._sharded(args))
-        return report(made.schedule, self.placement, name_of(self._fun), made.couplings, reduction)
+        return self.reports([self.placement], args, kwargs)[0]
+
+    def reports(
+        self, places: Sequence[Placement | Layout], args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> list[Report]:
+        """What `explain` says for several placements, of devices that are there or not; the step is analysed once.
+
+        Args:
+          places: where its nodes would live.
+          args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+          kwargs: keyword arguments of the step.
+
+        Returns:
+          A report for each.
+        """
+        made = self._analyse(tuple(args), dict(kwargs))
+        reduction = Reduction(self._options.reduction, self._options.lane, self._sharded(tuple(args)))
+        name = name_of(self._fun)
+        return [report(made.schedule, place, name, made.couplings, reduction) for place in places]
+
+    def layout(self, devices: int) -> Layout:
+        """How `on` would spread the nodes over a number of devices, which need not be there."""
+        return Layout(tuple(even_counts(self._options.virtual_nodes, devices, self._options.lane)))
+
+    def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """Compiles the step and asks for the bytes of temporary memory that a device needs; None if jax cannot say."""
+        static = {i % len(args) for i in self._static_argnums if i < len(args)}
+        shapes = [arg if i in static else shapes_of(arg) for i, arg in enumerate(args)]
+        analysis = self.lower(*shapes, **shapes_of(dict(kwargs))).compile().memory_analysis()
+        return getattr(analysis, "temp_size_in_bytes", None)
 
     def _sharded(self, args: tuple[Any, ...]) -> tuple[str, ...]:
         """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
@@ -583,6 +611,15 @@ def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[...,
 def name_of(fun: Callable[..., Any]) -> str:
     """What the user calls a step."""
     return getattr(fun, "__name__", type(fun).__name__)
+
+
+def shapes_of(tree: Any) -> Any:
+    """Shapes and dtypes in place of arrays, wherever these are."""
+
+    def shape_of(leaf: Any) -> Any:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
+
+    return jax.tree.map(shape_of, tree)
 
 
 def differs(a: Any, b: Any) -> bool:

@@ -6,12 +6,13 @@ Knows how nnx turns objects into pytrees and back (as `nnx.jit` does). Must not 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 from flax.nnx import extract
 
+from vnode.layout import Layout
 from vnode.placement import Placement
 from vnode.preparation import Preparation
 from vnode.report import Report
@@ -50,6 +51,18 @@ class ObjectStep:
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step; see `VirtualStep.explain`."""
         return self._inspect(self._step.explain, args, kwargs)
+
+    def reports(self, places: Sequence[Placement | Layout], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What `explain` says for several placements; see `VirtualStep.reports`."""
+        return self._inspect(lambda *a, **k: self._step.reports(places, a, k), tuple(args), dict(kwargs))
+
+    def layout(self, devices: int) -> Layout:
+        """How nodes would be spread; see `VirtualStep.layout`."""
+        return self._step.layout(devices)
+
+    def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """Temporary memory as compiled; see `VirtualStep.temporary`."""
+        return self._inspect(lambda *a, **k: self._step.temporary(a, k), tuple(args), dict(kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it; see `VirtualStep.lower`."""

@@ -1,0 +1,62 @@
+"""Numbers for people: bytes, counts, ranges.
+
+Knows numbers. Must not know what they count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def size(count: float) -> str:
+    """Bytes for people.
+
+    >>> size(1536)
+    '1.5 KiB'
+    """
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def number(count: float) -> str:
+    """A large number for people, with the SI prefix.
+
+    >>> number(2500000)
+    '2.5 M'
+    """
+    for unit in ("", "k", "M", "G", "T"):
+        if count < 1000:
+            return f"{count:.0f} " if not unit else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} P"
+
+
+def spread(counts: Sequence[int]) -> str:
+    """The least and the most.
+
+    >>> spread([3, 3]), spread([3, 4])
+    ('3', '3 to 4')
+    """
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low} to {high}"
+
+
+def several(count: int, thing: str, things: str = "") -> str:
+    """A number with its noun.
+
+    >>> several(1, "pass", "passes"), several(2, "wave")
+    ('1 pass', '2 waves')
+    """
+    return f"{count:,} {thing if count == 1 else things or thing + 's'}"
+
+
+def through(first: int, last: int) -> str:
+    """A range of numbers, both ends included.
+
+    >>> through(4, 7), through(4, 4)
+    ('4-7', '4')
+    """
+    return str(first) if first == last else f"{first}-{last}"
