@@ -229,7 +229,9 @@ class VirtualStep:
         axes = static.dynamic(batch_axes(self._in_axes, args, {}))
         size = batch_size(leaves, axes, static.dynamic(jax.tree_util.tree_flatten_with_path((args, {}))[0]))
         stop = min(nodes * -(-size // self._options.virtual_nodes), size)
-        first = iter([leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(leaves, axes, strict=True)])
+        first = iter(
+            [leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(leaves, axes, strict=True)]
+        )
         options = dataclasses.replace(self._options, virtual_nodes=nodes)
         step = VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
         return step, static.merge_inputs([[next(first) for _ in part] for part in parts])[0]

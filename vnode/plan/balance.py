@@ -145,15 +145,15 @@ class Balance:
             if left.seconds is None:
                 lines.append(name + "there is no placement with one more of them")
             elif left.seconds > self.seconds:
-                lines.append(name + f"with which a step takes {left.seconds:.4g} s, {left.seconds / self.seconds - 1:.1%} more")
+                lines.append(
+                    name + f"with which a step takes {left.seconds:.4g} s, {left.seconds / self.seconds - 1:.1%} more"
+                )
             else:
                 lines.append(name + "with which a step takes as long")
         return "\n".join(lines)
 
 
-def balance(
-    profiles: Profiles, virtual_nodes: int, *, memory: int | Mapping[str, int] | None = None
-) -> Balance:
+def balance(profiles: Profiles, virtual_nodes: int, *, memory: int | Mapping[str, int] | None = None) -> Balance:
     """Finds the placement with the shortest predicted step, among all that fit into memory.
 
     Devices that make a step slower are left out, and the result says so: a device is worth having only if it takes
@@ -190,7 +190,9 @@ def balance(
     """
     virtual_nodes = node_count(virtual_nodes)
     lane = profiles.lane
-    search = Search(profiles, -(-virtual_nodes // lane), [capacity(p, virtual_nodes, memory) // lane for p in profiles.kinds])
+    search = Search(
+        profiles, -(-virtual_nodes // lane), [capacity(p, virtual_nodes, memory) // lane for p in profiles.kinds]
+    )
     available = [profile.devices for profile in profiles.kinds]
     none = [0] * len(available)
 
@@ -211,7 +213,11 @@ def balance(
                 f"{virtual_nodes} virtual nodes do not fit into the memory of the devices.",
                 facts=[
                     f"{profile.kind}: {profile.devices} devices hold {most * lane} nodes each"
-                    + (f" ({profile.bytes(most * lane + lane)} bytes for {(most + 1) * lane})" if profile.bytes(1) else "")
+                    + (
+                        f" ({profile.bytes(most * lane + lane)} bytes for {(most + 1) * lane})"
+                        if profile.bytes(1)
+                        else ""
+                    )
                     for profile, most in zip(profiles.kinds, search.most, strict=True)
                 ],
                 remedies=["more devices", "more virtual nodes, which are smaller, and profiles of these"],
@@ -291,8 +297,7 @@ class Search:
                 numbers_of,
                 True,
                 key=lambda n, k=k: (
-                    n * self.node[k] >= floor
-                    and sum(use[i] * held(i, n * self.node[k]) for i in kinds) >= self.nodes
+                    n * self.node[k] >= floor and sum(use[i] * held(i, n * self.node[k]) for i in kinds) >= self.nodes
                 ),
             )
             if at < len(numbers_of):
@@ -360,10 +365,11 @@ def place(virtual_nodes: int, counts: Mapping[str, Sequence[int]], devices: Mapp
       PlacementError: a kind has fewer devices than counts.
     """
     for kind, nodes in counts.items():
-        if len(devices.get(kind, ())) < len(nodes):
+        there = len(devices.get(kind, ()))
+        if there < len(nodes):
             raise PlacementError(
                 layout_message(
-                    f"the placement needs {len(nodes)} devices of kind {kind!r}, there are {len(devices.get(kind, ()))}.",
+                    f"the placement needs {len(nodes)} devices of kind {kind!r}, there are {there}.",
                     facts=[f"{name}: {len(group)} devices" for name, group in devices.items()],
                     remedies=["balance again: profiles of these devices", "name kinds as the profiles do"],
                 )

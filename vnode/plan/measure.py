@@ -119,7 +119,7 @@ def profile(
             alone = result.seconds({kind: [each] for kind in groups})
             result = dataclasses.replace(result, between=max(0.0, seconds["", len(groups), each] - alone))
     if path is not None:
-        result.save(Path(path))
+        result.save(path)
     return result
 
 

@@ -21,6 +21,7 @@ import functools
 import itertools
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -115,20 +116,18 @@ class Profile:
         Between measured numbers of nodes it is that of the next larger one; beyond them it grows as steeply as it did
         anywhere between them, and is proportional to the nodes if only one number was measured.
         """
-        known: dict[int, int] = {}
-        for m in self.measurements:
-            if m.bytes is not None:
-                known[m.nodes] = max(known.get(m.nodes, 0), m.bytes)
-        if not known:
+        measured = sorted((m.nodes, m.bytes) for m in self.measurements if m.bytes is not None)
+        if not measured:
             return None
-        sizes = sorted(known)
-        for size in sizes:
+        known: dict[int, int] = {}
+        for size, need in measured:
+            known[size] = max(need, *known.values(), 0)
+        for size, need in known.items():
             if size >= nodes:
-                return known[size]
-        slopes = [(known[b] - known[a]) / (b - a) for a, b in itertools.pairwise(sizes)]
-        last = sizes[-1]
-        slope = max(0.0, *slopes) if slopes else known[last] / last
-        return math.ceil(known[last] + slope * (nodes - last))
+                return need
+        slopes = [(known[b] - known[a]) / (b - a) for a, b in itertools.pairwise(known)]
+        last, need = list(known.items())[-1]
+        return math.ceil(need + (max(slopes) if slopes else need / last) * (nodes - last))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +213,13 @@ class Profiles:
         """Seconds of a step besides the nodes, on so many devices of these kinds in all."""
         return max(profile.rest(devices) for profile in kinds) + (self.between if len(kinds) > 1 else 0.0)
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file."""
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
         Path(path).write_text(json.dumps(content, indent=1) + "\n")
 
     @staticmethod
-    def load(path: str | Path) -> Profiles:
+    def load(path: str | os.PathLike[str]) -> Profiles:
         """Reads a file that `save` wrote. ``vnode.profile(..., path=path)`` also compares it with the step.
 
         Raises:
@@ -256,7 +255,9 @@ def nonnegative_fit(columns: np.ndarray) -> tuple[float, float, float]:
     scale = np.linalg.norm(columns, axis=0)
     kept: list[int] = []
     for i in range(3):
-        if scale[i] and np.linalg.matrix_rank((columns / np.where(scale, scale, 1))[:, [*kept, i]], tol=1e-9) > len(kept):
+        if scale[i] and np.linalg.matrix_rank((columns / np.where(scale, scale, 1))[:, [*kept, i]], tol=1e-9) > len(
+            kept
+        ):
             kept.append(i)
     best, least = (0.0, 0.0, 0.0), math.inf
     for size in range(len(kept)):
