@@ -59,7 +59,8 @@ def sheets() -> list[Sheet]:
         errors.append(abs(rate / published.rate - 1))
         rows.append([published.name, f"{published.rate:.0f}", f"{rate:.0f}", f"{rate / published.rate - 1:+.1%}"])
     fitted = ", ".join(
-        f"{p.kind} {p.node:.3f} s a node, {p.fixed:.3f} s a step, {p.peer:.4f} s a further device" for p in profiles.kinds
+        f"{p.kind} {p.node:.3f} s a node, {p.fixed:.3f} s a step, {p.peer:.4f} s a further device"
+        for p in profiles.kinds
     )
     predicted = Sheet(
         "Published rates, predicted from those of one kind alone",

@@ -11,12 +11,13 @@ so that whatever else a machine does falls on all of them; medians are kept.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,16 +159,9 @@ def program(
 ) -> tuple[Callable[[], float], int | None]:
     """A compiled step on the first nodes of the batch: what runs and times it, and the memory it needs on a device."""
     total = sum(counts)
-    try:
+    with fewer(total, step.options.virtual_nodes):
         cut, few = step.cut(total, Placement(total, devices, counts=counts), *args)
         compiled, inputs = cut.prepare(*few)
-    except Exception as error:
-        if total < step.options.virtual_nodes:
-            error.add_note(
-                f"vnode.profile tried the step on {total} of {step.options.virtual_nodes} nodes; "
-                "nodes=None measures steps that only take a batch of one size"
-            )
-        raise
 
     def run() -> float:
         mine = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, inputs)
@@ -177,6 +171,20 @@ def program(
         return time.perf_counter() - began
 
     return run, needed(compiled)
+
+
+@contextlib.contextmanager
+def fewer(nodes: int, virtual_nodes: int) -> Iterator[None]:
+    """Says in errors of the user's step that it was run on a part of the batch."""
+    try:
+        yield
+    except Exception as error:
+        if nodes < virtual_nodes:
+            error.add_note(
+                f"vnode.profile tried the step on {nodes} of {virtual_nodes} nodes; "
+                "nodes=None measures steps that only take a batch of one size"
+            )
+        raise
 
 
 def needed(compiled: Any) -> int | None:
@@ -201,7 +209,8 @@ def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Si
     whole = step.options.virtual_nodes
     size = -(-step.analyse(*args).flow.batch.size // whole)
     cut, few = step.cut(nodes, None, *args) if nodes else (step, args)
-    made = cut.analyse(*few)
+    with fewer(nodes or whole, whole):
+        made = cut.analyse(*few)
     content = hashlib.sha256(repr(dataclasses.replace(step.options, virtual_nodes=1)).encode())
     for var in made.flow.program.inputs:
         content.update(f"{var.aval}\n".encode())
