@@ -1,14 +1,13 @@
 """Are predicted step times right? `python -m benchmarks.balance` compares them with published and with measured ones.
 
-CPU devices of one process share its threads, so none of them is faster than another. They are made unequal by extra
-work: every example says how much, and the examples of nodes on a slow device ask for more. The step is the same.
+CPU devices of one process share its threads, so none of them is faster than another. They are made unequal in two ways:
 
-  waiting    a node waits on the host, as it would for a device that is busy. Other programs hardly disturb it.
-  computing  a node runs a loop of run-time length. One device of each kind, since the machine may have two cores only;
-             other programs that use the cores show in the times.
+  waiting    the nodes of slow devices have more to do: every example says how long its node waits on the host. The step
+             is the same. Other programs hardly disturb it.
+  busy       two processes with a device and a core each, of which one shares its core; see `benchmarks.busy`.
 
-The times of each kind are measured alone by `vnode.profile`, as far as the node numbers that it takes by default; the
-model then predicts steps on both kinds together, which are measured afterwards, in turn, medians of several rounds.
+The times of each kind are measured alone by `vnode.profile`, on the few nodes that it takes by default; the model then
+predicts steps on both kinds together, which are measured in turn, medians of several rounds.
 
 This file knows steps, placements and clocks. It must not know how times are fitted.
 """
@@ -31,7 +30,7 @@ import numpy as np
 from rich.console import Console
 
 import vnode
-from benchmarks import published
+from benchmarks import busy, published
 from benchmarks.report import Sheet
 
 WIDTH = 64
@@ -42,15 +41,13 @@ class Setting:
     """Unequal devices.
 
     Attributes:
-        name: Of the kind of extra work.
         nodes: V; a node has one example.
         each: Devices of each kind.
-        fast: Extra work of a node on a fast device: milliseconds, or turns of a loop.
+        fast: Milliseconds that a node waits on a fast device.
         slow: The same on a slow one.
         placements: Nodes on each fast device, and on each slow one. What `balance` chooses is added.
     """
 
-    name: str
     nodes: int
     each: int
     fast: int
@@ -68,12 +65,8 @@ class Setting:
         return {"x": x, "work": np.array(work, np.int32)}
 
 
-SETTINGS = (
-    Setting("waiting", 24, 2, 15, 45, [((6, 6), (6, 6)), ((12, 12), ()), ((), (12, 12)), ((7, 7), (5, 5)),
-        ((8, 8), (4, 4)), ((10, 10), (2, 2)), ((10, 9), (3, 2)), ((11, 11), (2,)), ((20,), (4,)), ((8, 8), (8,))]),
-    Setting("computing", 24, 1, 100_000, 300_000, [((12,), (12,)), ((24,), ()), ((), (24,)), ((14,), (10,)),
-        ((16,), (8,)), ((20,), (4,)), ((22,), (2,))]),
-)  # fmt: skip
+WAITING = Setting(24, 2, 15, 45, [((6, 6), (6, 6)), ((12, 12), ()), ((), (12, 12)), ((7, 7), (5, 5)), ((8, 8), (4, 4)),
+    ((10, 10), (2, 2)), ((10, 9), (3, 2)), ((11, 11), (2,)), ((20,), (4,)), ((8, 8), (8,))])  # fmt: skip
 
 
 def wait(milliseconds: np.ndarray) -> np.ndarray:
@@ -81,17 +74,12 @@ def wait(milliseconds: np.ndarray) -> np.ndarray:
     return np.zeros((), np.float32)
 
 
-def extra(kind: str, x: jax.Array, work: jax.Array) -> jax.Array:
-    """Zero, after some work."""
-    if kind == "waiting":
-        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), work, vmap_method="sequential")
-    turned = jax.lax.fori_loop(0, work, lambda _, y: jnp.sin(y) * 1.0001, x)
-    return 0 * turned.sum()
-
-
 def make_step(setting: Setting) -> Any:
+    def delay(work):
+        return jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.float32), work, vmap_method="sequential")
+
     def step(w, batch):
-        works = jax.lax.map(lambda one: extra(setting.name, *one), (batch["x"], batch["work"]))
+        works = jax.lax.map(delay, batch["work"])
 
         def loss(w):
             return jnp.mean((batch["x"] @ w) ** 2 + works)
@@ -131,39 +119,57 @@ def compare(setting: Setting, rounds: int) -> Sheet:
             jax.block_until_ready(compiled(*inputs))
             if turn:
                 times[i].append(time.perf_counter() - began)
-    rows, errors = [], []
-    for counts, found in zip(wanted, times, strict=True):
-        predicted, measured = profiles.seconds(counts), statistics.median(found)
-        errors.append(abs(predicted / measured - 1))
-        rows.append(
+    measured = [statistics.median(found) for found in times]
+    found = [([*counts.values()], profiles.seconds(counts), m) for counts, m in zip(wanted, measured, strict=True)]
+    return sheet(f"{setting.each} fast and {setting.each} slow devices, {setting.nodes} nodes", "fast : slow", found)
+
+
+def beside_another(rounds: int) -> Sheet:
+    """A device whose core is kept busy."""
+    found = busy.rows(rounds)
+    best = [*found["chosen"].values()]
+    rows = [([[n] for n in counts], predicted, measured) for counts, predicted, measured in found["rows"]]
+    rows.sort(key=lambda row: row[0] != best)
+    each = " and ".join(f"{1000 * node:.0f} ms" for node in found["nodes"])
+    return sheet(f"A device of its own core and one beside a busy process, {each} a node", "quiet : busy", rows)
+
+
+def sheet(title: str, kinds: str, found: Sequence[tuple[Any, float, float]]) -> Sheet:
+    """Nodes on each device, predicted and measured seconds; the placement that was chosen first."""
+    errors = [abs(predicted / measured - 1) for _, predicted, measured in found]
+    fastest = min(range(len(found)), key=lambda i: found[i][2])
+    gap = found[0][2] / found[fastest][2] - 1
+    return Sheet(
+        title,
+        [f"nodes, {kinds}", "measured, ms", "predicted, ms", "error"],
+        [
             [
-                " : ".join(" ".join(map(str, nodes)) or "-" for nodes in counts.values()),
+                " : ".join(" ".join(map(str, nodes)) or "-" for nodes in counts),
                 f"{measured * 1000:.1f}",
                 f"{predicted * 1000:.1f}",
                 f"{predicted / measured - 1:+.1%}",
             ]
-        )
-    fastest = min(range(len(times)), key=lambda i: statistics.median(times[i]))
-    return Sheet(
-        f"{setting.name}: {setting.each} fast and {setting.each} slow devices, {setting.nodes} nodes",
-        ["nodes, fast : slow", "measured, ms", "predicted, ms", "error"],
-        rows,
+            for counts, predicted, measured in found
+        ],
         f"Mean error {statistics.mean(errors):.1%}, largest {max(errors):.1%}. The first row was chosen; "
-        + ("it is the fastest." if fastest == 0 else f"row {fastest + 1} is faster."),
+        + ("none was faster." if fastest == 0 else f"row {fastest + 1} was faster by {gap:.1%}."),
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sections", default="published,waiting,computing", help="what to compare with")
-    parser.add_argument("--rounds", type=int, default=9, help="timed steps of every placement")
+    parser.add_argument("--sections", default="published,waiting,busy", help="what to compare with")
+    parser.add_argument(
+        "--rounds", type=int, default=9, help="timed steps of every placement, a third as many when busy"
+    )
     options = parser.parse_args()
     wanted = options.sections.split(",")
     sheets = published.sheets() if "published" in wanted else []
-    sheets += [compare(setting, options.rounds) for setting in SETTINGS if setting.name in wanted]
-    for sheet in sheets:
-        sheet.draw(Console())
-    print("\n".join(sheet.markdown() for sheet in sheets))
+    sheets += [compare(WAITING, options.rounds)] if "waiting" in wanted else []
+    sheets += [beside_another(-(-options.rounds // 3))] if "busy" in wanted else []
+    for each in sheets:
+        each.draw(Console())
+    print("\n".join(each.markdown() for each in sheets))
 
 
 if __name__ == "__main__":
