@@ -4,8 +4,9 @@
 `python -m benchmarks.busy RANK PORT ROUNDS` is one of the two processes.
 
 Each process measures its own device with `vnode.profile`, both at the same time, so that both cores have the load that
-they have later. What an exchange between the two takes comes from one small placement on both. Measuring the devices
-and measuring the placements alternate, because other programs come and go; medians over all rounds are compared.
+they have later; the first measurement chooses a placement. What an exchange between the two takes comes from one small
+placement on both. Measuring the devices and measuring the placements alternate, because other programs come and go;
+medians over all rounds are compared.
 
 This file knows processes and clocks. It must not know how times are fitted.
 """
@@ -27,6 +28,7 @@ TURNS = 60_000
 NICE = 5
 KINDS = ("quiet", "busy")
 CALIBRATION = (4, 4)
+ALONE = (2, 8)
 PLACEMENTS = ((12, 12), (16, 8), (18, 6), (20, 4), (22, 2), (14, 10), (8, 16))
 SPIN = "import os; os.sched_setaffinity(0, {1})\nwhile True: pass"
 
@@ -95,8 +97,26 @@ def main(rank: int, port: int, rounds: int) -> None:
     whole = vnode.virtualize(step, virtual_nodes=NODES)
     few = vnode.virtualize(step, virtual_nodes=sum(CALIBRATION))
     w, batch = np.ones(64, np.float32), np.ones((NODES, 64), np.float32)
+
+    def measured() -> np.ndarray:
+        """Seconds of each device with 2 and with 8 nodes."""
+        mine = vnode.profile(whole, (w, batch), {KINDS[rank]: jax.local_devices()}, nodes=ALONE).kinds[0]
+        return process_allgather(np.array([m.seconds for m in mine.measurements]))
+
+    def profiles_of(seconds: np.ndarray) -> vnode.Profiles:
+        return vnode.Profiles(
+            tuple(
+                vnode.Profile(
+                    kind, 1, tuple(vnode.Measurement(1, n, float(s)) for n, s in zip(ALONE, row, strict=True))
+                )
+                for kind, row in zip(KINDS, seconds, strict=True)
+            )
+        )
+
+    chosen = vnode.balance(profiles_of(measured()), NODES).counts
+    best = tuple(sum(chosen.get(kind, ())) for kind in KINDS)
     running = {}
-    for counts in (CALIBRATION, *PLACEMENTS):
+    for counts in dict.fromkeys((CALIBRATION, best, *PLACEMENTS)):
         program = whole if sum(counts) == NODES else few
         placement = vnode.Placement(sum(counts), jax.devices(), counts=counts)
         running[counts] = program.on(placement).prepare(w, batch[: sum(counts)])
@@ -104,8 +124,7 @@ def main(rank: int, port: int, rounds: int) -> None:
     alone: list[Any] = []
     times: dict[tuple[int, ...], list[float]] = {counts: [] for counts in running}
     for turn in range(rounds):
-        mine = vnode.profile(whole, (w, batch), {KINDS[rank]: jax.local_devices()}).kinds[0]
-        alone.append(process_allgather(np.array([m.seconds for m in mine.measurements])))
+        alone.append(measured())
         order = list(running)
         random.Random(turn).shuffle(order)
         for repeat in range(3):
@@ -117,31 +136,16 @@ def main(rank: int, port: int, rounds: int) -> None:
                     times[counts].append(time.perf_counter() - began)
     if rank:
         return
-    seconds = np.median(alone, axis=0)
-    profiles = vnode.Profiles(
-        tuple(
-            vnode.Profile(
-                kind,
-                1,
-                tuple(vnode.Measurement(1, m.nodes, float(s)) for m, s in zip(mine.measurements, row, strict=True)),
-            )
-            for kind, row in zip(KINDS, seconds, strict=True)
-        )
-    )
-    measured = {counts: statistics.median(found) for counts, found in times.items()}
+    profiles = profiles_of(np.median(alone, axis=0))
+    took = {counts: statistics.median(found) for counts, found in times.items()}
 
     def of(counts: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
         return {kind: (n,) for kind, n in zip(KINDS, counts, strict=True)}
 
-    between = max(0.0, measured.pop(CALIBRATION) - profiles.seconds(of(CALIBRATION)))
+    between = max(0.0, took.pop(CALIBRATION) - profiles.seconds(of(CALIBRATION)))
     profiles = dataclasses.replace(profiles, between=between)
-    found = [(counts, profiles.seconds(of(counts)), seconds) for counts, seconds in measured.items()]
-    chosen = vnode.balance(profiles, NODES)
-    print(
-        json.dumps(
-            {"rows": found, "chosen": chosen.counts, "nodes": [p.node for p in profiles.kinds], "between": between}
-        )
-    )
+    found = [(counts, profiles.seconds(of(counts)), seconds) for counts, seconds in took.items()]
+    print(json.dumps({"rows": found, "nodes": [p.node for p in profiles.kinds]}))
 
 
 if __name__ == "__main__":
