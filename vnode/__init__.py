@@ -4,20 +4,37 @@ from typing import Any
 
 from vnode import operators
 from vnode.compare import explain
-from vnode.errors import BatchError, CouplingError, PlacementError, UnsupportedPrimitiveError, VnodeError
+from vnode.errors import (
+    BatchError,
+    CouplingError,
+    PlacementError,
+    ProfileError,
+    UnsupportedPrimitiveError,
+    VnodeError,
+)
 from vnode.placement import Placement
+from vnode.plan.balance import Balance, balance
+from vnode.plan.measure import profile
+from vnode.plan.profiles import Measurement, Profile, Profiles
 from vnode.transform import VirtualStep, virtualize
 
 __all__ = [
+    "Balance",
     "BatchError",
     "CouplingError",
+    "Measurement",
     "Placement",
     "PlacementError",
+    "Profile",
+    "ProfileError",
+    "Profiles",
     "UnsupportedPrimitiveError",
     "VirtualStep",
     "VnodeError",
+    "balance",
     "explain",
     "operators",
+    "profile",
     "virtualize",
 ]
 

@@ -29,6 +29,10 @@ class BatchError(VnodeError):
     """The batched arguments do not make up one batch."""
 
 
+class ProfileError(VnodeError):
+    """Measured times cannot be read, belong to another step, or do not say what is asked of them."""
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

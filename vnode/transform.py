@@ -181,6 +181,11 @@ class VirtualStep:
         )
 
     @property
+    def options(self) -> Options:
+        """What was asked of `virtualize`."""
+        return self._options
+
+    @property
     def placement(self) -> Placement:
         """Where the nodes live."""
         if self._placement is None:
@@ -282,6 +287,52 @@ class VirtualStep:
         placed = [jax.tree.map(functools.partial(arrive, whole=i in wholes), arg) for i, arg in enumerate(args)]
         kwargs = jax.tree.map(functools.partial(arrive, whole=False), kwargs)
         return self.lower(*placed, **kwargs)
+
+    def cut(self, nodes: int, placement: Placement | None, *args: Any) -> tuple[VirtualStep, tuple[Any, ...]]:
+        """The step for the first nodes of the batch only; their size stays.
+
+        Args:
+          nodes: how many; at most the number of virtual nodes.
+          placement: of these nodes; by default on all of ``jax.devices()``.
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+
+        Returns:
+          The step, and its arguments: batched ones hold the examples of the first nodes, the others are whole.
+        """
+        static, parts = self._split(args, {})
+        leaves = [leaf for part in parts for leaf in part]
+        axes = static.dynamic(batch_axes(self._in_axes, args, {}))
+        size = batch_size(leaves, axes, static.dynamic(jax.tree_util.tree_flatten_with_path((args, {}))[0]))
+        stop = min(nodes * -(-size // self._options.virtual_nodes), size)
+        first = iter(
+            [leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(leaves, axes, strict=True)]
+        )
+        options = dataclasses.replace(self._options, virtual_nodes=nodes)
+        step = VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
+        return step, static.merge_inputs([[next(first) for _ in part] for part in parts])[0]
+
+    def compiled(self, *args: Any) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
+        """Compiles the step without running it, and brings arguments to where the compiled program wants them.
+
+        Args:
+          *args: arguments of the step.
+
+        Returns:
+          The compiled program, and what to call it with. What the step donates is a copy.
+        """
+        args = moved(self._placed(args), self.placement)
+        compiled = self.lower(*args).compile()
+        dynamic = self._dynamic(args)
+        inputs = dynamic if all(map(is_array, jax.tree.leaves(dynamic))) and not self._has_statics else None
+        if inputs is None:
+            inputs = self._split(args, {})[1]
+        leaves, treedef = jax.tree.flatten(tuple(inputs))
+        shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
+        placed = [
+            leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+        return compiled, jax.tree.unflatten(treedef, placed)
 
     def _counts(self, devices: int) -> list[int] | None:
         """Nodes of each device, in whole lanes."""
@@ -566,6 +617,15 @@ def described(tree: Any) -> Any:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=jax.typeof(leaf).weak_type, sharding=sharding)
 
     return jax.tree.map(describe, tree)
+
+
+def leading(leaf: Any, axis: int, stop: int) -> Any:
+    """The first `stop` examples of an array, or of what stands for one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        shape = list(leaf.shape)
+        shape[axis] = stop
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+    return leaf[(slice(None),) * (axis % len(leaf.shape)) + (slice(stop),)]
 
 
 def lane_count(lanes: Any, virtual_nodes: int) -> int:

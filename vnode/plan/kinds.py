@@ -1,0 +1,57 @@
+"""Devices by kind.
+
+Knows devices. Must not know steps, times or placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode.errors import PlacementError, layout_message
+
+
+def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) -> dict[str, list[Any]]:
+    """Groups devices by kind, kinds and devices in order of appearance.
+
+    Args:
+      devices: a sequence, grouped by ``device_kind``; a mapping from names of kinds to devices, which is taken as it
+        is (devices of one model may differ in what else they do); all of ``jax.devices()`` by default.
+
+    Returns:
+      The devices of every kind.
+
+    Raises:
+      PlacementError: there are none, one is named twice, or something is no device.
+
+    Example:
+      >>> import jax
+      >>> list(by_kind({"quiet": jax.devices()[:1]}))
+      ['quiet']
+    """
+    devices = jax.devices() if devices is None else devices
+    if isinstance(devices, Mapping):
+        groups = {str(kind): list(group) for kind, group in devices.items()}
+    elif isinstance(devices, str) or not isinstance(devices, Iterable):
+        raise PlacementError(f"devices must be a sequence of devices, or map names of kinds to some, not {devices!r}")
+    else:
+        groups = {}
+        for device in devices:
+            groups.setdefault(getattr(device, "device_kind", ""), []).append(device)
+    named = [device for group in groups.values() for device in group]
+    for device in named:
+        if not hasattr(device, "platform"):
+            raise PlacementError(f"{device!r} is no device; jax.devices() has some")
+    if not named or not all(groups.values()):
+        raise PlacementError(
+            layout_message(
+                "every kind needs at least one device.",
+                facts=[f"{kind}: {len(group)} devices" for kind, group in groups.items()],
+                remedies=["leave kinds without devices out"],
+            )
+        )
+    if len(set(named)) != len(named):
+        raise PlacementError("a device may be named only once, and be of one kind only")
+    return groups
