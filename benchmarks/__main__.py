@@ -16,7 +16,7 @@ from rich.console import Console
 
 from benchmarks import report, tpu, worker
 
-SECTIONS = ("steps", "growth", "tracing", "dispatch", "tpu")
+SECTIONS = ("steps", "growth", "tracing", "dispatch", "resizing", "tpu")
 
 
 def _numbers(text: str) -> list[int]:
@@ -39,6 +39,8 @@ def _choices(section: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     if section == "tracing":
         layers = [1, 2, 4] if quick else [3, 6, 12, 24, 48, 96]
         return [{"devices": 1, "layers": layers, "repeats": 3 if quick else 5}]
+    if section == "resizing":
+        return [{"devices": 8, "nodes": 8, "route": [8, 3, 5], "rounds": 2 if quick else 5, "quick": quick}]
     calls, repeats = (50, 5) if quick else (100, 40)
     return [
         {"devices": d, "leaves": [4, 100], "calls": calls, "repeats": repeats}

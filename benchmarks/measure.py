@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import vnode
 from benchmarks import contenders, models
 from benchmarks.contenders import Contender
 
@@ -138,6 +139,59 @@ def tracing(model: models.Model, nodes: int, names: Sequence[str], repeats: int)
             times[name].append(time.process_time() - start)
             equations[name] = count_equations(jaxpr.jaxpr)
     return {n: {"ms": 1e3 * statistics.median(times[n]), "equations": equations[n]} for n in names}
+
+
+def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int) -> list[dict]:
+    """Times moves of a training run from one number of devices to the next, prepared in the background before.
+
+    A move is over when the first step on the new devices is. Its steps are compared with the ones that follow there.
+
+    Args:
+        model: The model.
+        nodes: V.
+        route: Numbers of devices, gone through in a circle.
+        rounds: How often; the first round meets programs that were prepared and never run.
+
+    Returns:
+        For each move of each round: milliseconds of moving the state, of the first step, and of a step after it;
+        bytes of the state; seconds of compiling in the background.
+    """
+    batch = model.batch(model.size)
+    places = {d: jax.devices()[:d] for d in route}
+    step = vnode.virtualize(models.plain_step(model), virtual_nodes=nodes, donate_argnums=0).on(places[route[0]])
+    state, _ = step(models.initial_state(model), batch)
+    prepared = step.prepare([places[d] for d in dict.fromkeys(route[1:])]).wait()
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
+    rows, here = [], route[0]
+    for number in range(rounds):
+        for there in [*route[1:], route[0]]:
+            for _ in range(2):
+                state, _ = step(state, batch)
+            jax.block_until_ready(state)
+            step = step.on(places[there])
+            began = time.perf_counter()
+            state = jax.block_until_ready(step.put(state))
+            moved = time.perf_counter()
+            state, _ = jax.block_until_ready(step(state, batch))
+            first = time.perf_counter()
+            later = []
+            for _ in range(3):
+                start = time.perf_counter()
+                state, _ = jax.block_until_ready(step(state, batch))
+                later.append(time.perf_counter() - start)
+            rows.append(
+                {
+                    "round": number,
+                    "move": f"{here} -> {there}",
+                    "moving_ms": 1e3 * (moved - began),
+                    "first_ms": 1e3 * (first - moved),
+                    "step_ms": 1e3 * statistics.median(later),
+                    "bytes": size,
+                    "compile_seconds": prepared.seconds.get(step.placement),
+                }
+            )
+            here = there
+    return rows
 
 
 def dispatch(names: Sequence[str], leaves: int, calls: int, repeats: int) -> dict[str, float]:

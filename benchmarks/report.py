@@ -3,6 +3,7 @@
 This file knows rows and how to show them. It must not measure anything, nor import JAX.
 """
 
+import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,6 +127,34 @@ def dispatch(rows: list[Row]) -> Sheet:
     heads = ["devices", "parameter arrays", "jit, plain µs", "jit, by hand µs", "vnode µs", "vnode - by hand µs"]
     note = "From call to return, one node per device, arguments in place. The scan by hand is the same program, jitted."
     return Sheet("Dispatch", heads, cells, note)
+
+
+def resizing(rows: list[Row]) -> Sheet:
+    """What a move to other devices costs."""
+    cells = []
+    for model, move in _unique((r["model"], r["move"]) for r in rows):
+        found = [r for r in rows if (r["model"], r["move"]) == (model, move)]
+        step = statistics.median(r["step_ms"] for r in found)
+        first = [r["first_ms"] / r["step_ms"] for r in found]
+        compiling = found[0]["compile_seconds"]
+        cells.append(
+            [
+                model,
+                move,
+                f"{statistics.median(r['moving_ms'] for r in found):.1f}",
+                _bytes(found[0]["bytes"]),
+                f"{step:.1f}",
+                f"{first[0]:.2f}",
+                f"{statistics.median(first):.2f}",
+                "" if compiling is None else f"{compiling:.1f}",
+            ]
+        )
+    heads = ["model", "devices", "moving ms", "state", "step ms", "first step / step", "median", "compiled ahead s"]
+    note = (
+        "The first step after a move, in steps that follow it there: the first time, with a program that was prepared "
+        "and never run, and the median of all rounds. Moving the state comes on top."
+    )
+    return Sheet("Resizing", heads, cells, note)
 
 
 def tpu(rows: list[Row]) -> Sheet:

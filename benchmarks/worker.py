@@ -64,6 +64,10 @@ def _main(task: dict[str, Any]) -> None:
             chosen = [contenders.PLAIN, *(n for n in scans if n != contenders.MICROBATCH)]
             for name, row in measure.tracing(model, 8, chosen, task["repeats"]).items():
                 emit(model=model.name, layers=layers, contender=name, **row)
+    elif task["kind"] == "resizing":
+        for model in models.bench_models(task["quick"]):
+            for row in measure.resizing(model, task["nodes"], task["route"], task["rounds"]):
+                emit(model=model.name, **row)
     elif task["kind"] == "dispatch":
         chosen = [contenders.PLAIN, *(n for n in scans if n != contenders.MICROBATCH)]
         for leaves in task["leaves"]:
