@@ -1,0 +1,135 @@
+"""A state between two steps: copied to the host, placed on devices, told apart leaf by leaf.
+
+Knows arrays, random keys and shardings. Must not know steps, nor where copies are kept.
+
+A state is any pytree. Leaves that are no arrays (functions in a `TrainState`, names) are passed through. What must
+survive a copy for the next step to be the same program with the same bits: values, dtypes, the implementation of
+typed random keys, and weak types (those of a state's Python numbers), which decide what ``bfloat16 * leaf`` is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vnode.arguments import is_array
+from vnode.errors import PlacementError, layout_message
+from vnode.placement import Placement
+
+
+def place(state: Any, placement: Placement) -> Any:
+    """Moves a state to a placement's devices.
+
+    Args:
+      state: a pytree; its arrays may live anywhere.
+      placement: where they are to live.
+
+    Returns:
+      The state. A leaf that was partitioned over named mesh axes stays so where the new mesh has these axes and they
+      divide it; every other leaf is replicated.
+    """
+    leaves, treedef = jax.tree.flatten(state)
+    arrays = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
+    shardings = [sharding_on(placement, np.shape(leaves[i]), partition(leaves[i])) for i in arrays]
+    for i, moved in zip(arrays, jax.device_put([leaves[i] for i in arrays], shardings), strict=True):
+        leaves[i] = moved
+    return jax.tree.unflatten(treedef, leaves)
+
+
+def partition(leaf: Any) -> PartitionSpec:
+    """Over which mesh axes a leaf is partitioned."""
+    sharding = getattr(leaf, "sharding", None)
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def sharding_on(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
+    """The sharding by `spec` on a placement's mesh if it fits there, else the replicated one."""
+    try:
+        sharding = NamedSharding(placement.mesh, spec)
+        sharding.shard_shape(shape)
+    except ValueError:
+        return placement.sharding()
+    return sharding
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether an array is weakly typed, as Python numbers are."""
+    return getattr(leaf, "weak_type", False)
+
+
+def with_weak_type(value: Any, sharding: NamedSharding) -> jax.Array:
+    """A weakly typed array of these values."""
+    numbers = [jax.device_put(number) for number in np.asarray(value).reshape(-1).tolist()]
+    array = jnp.stack(numbers).reshape(np.shape(value)) if np.shape(value) else numbers[0]
+    return jax.device_put(array, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostLeaf:
+    """One array in the host's memory: its bits, and what else makes it the array it was."""
+
+    bits: np.ndarray
+    spec: PartitionSpec
+    key: Any
+    weak: bool
+
+    @classmethod
+    def copy(cls, leaf: jax.Array) -> HostLeaf:
+        """Copies a leaf; waits for its value."""
+        spec, key = partition(leaf), jax.random.key_impl(leaf) if is_key(leaf) else None
+        data = leaf if key is None else jax.random.key_data(leaf)
+        return cls(np.array(data, copy=True), spec, key, is_weak(leaf))  # a view would keep a donated buffer alive
+
+    def on(self, placement: Placement) -> jax.Array:
+        """The array on a placement's devices."""
+        sharding = sharding_on(placement, self.bits.shape, self.spec)
+        if self.weak and self.bits.size:
+            return with_weak_type(self.bits, sharding)
+        # The array that jax makes must not share the copy's memory: a step may be given it to overwrite.
+        array = jax.device_put(self.bits, sharding, may_alias=False)
+        return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCopy:
+    """A state in the host's memory; no device is needed to keep it."""
+
+    leaves: tuple[Any, ...]
+    treedef: Any
+
+    @classmethod
+    def of(cls, state: Any) -> HostCopy:
+        """Copies a state. Waits until it is computed, so what is copied is known to be good.
+
+        Raises:
+          PlacementError: parts of it live in other processes.
+        """
+        leaves, treedef = jax.tree.flatten(state)
+        for leaf in leaves:
+            if isinstance(leaf, jax.Array):
+                if not leaf.is_fully_addressable:
+                    raise PlacementError(
+                        layout_message(
+                            "a state whose parts live in other processes cannot be copied to this host.",
+                            facts=[f"a leaf has shape {leaf.shape} and sharding {leaf.sharding}"],
+                            remedies=["keep_every=None, with checkpoint=... to fall back to"],
+                        )
+                    )
+                if not is_key(leaf):
+                    leaf.copy_to_host_async()
+        return cls(tuple(HostLeaf.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
+
+    def on(self, placement: Placement) -> Any:
+        """The state on a placement's devices."""
+        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
+        return jax.tree.unflatten(self.treedef, leaves)
