@@ -229,9 +229,7 @@ class Batches:
       (4,)
     """
 
-    def __init__(
-        self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, last: str = "wrap"
-    ) -> None:
+    def __init__(self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, last: str = "wrap") -> None:
         self.examples = examples_of(data)
         self.order = Order(len(self.examples), batch_size, seed, shuffle, last)
 
@@ -263,9 +261,7 @@ class Batches:
         pieces = [parts[share][0][i] for i in range(treedef.num_leaves) for share in shares.values()]
         pieces = jax.device_put(pieces, list(shares) * treedef.num_leaves)
         leaves = [
-            jax.make_array_from_single_device_arrays(
-                (len(rows), *pieces[i].shape[1:]), sharding, pieces[i : i + count]
-            )
+            jax.make_array_from_single_device_arrays((len(rows), *pieces[i].shape[1:]), sharding, pieces[i : i + count])
             for i in range(0, len(pieces), count)
         ]
         return jax.tree.unflatten(treedef, leaves)

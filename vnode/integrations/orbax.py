@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 from vnode.arguments import is_array
 from vnode.errors import CheckpointError, layout_message
 from vnode.placement import Placement
-from vnode.runtime.state import is_key, is_weak, partition, sharding_on, with_weak_type
+from vnode.runtime.state import abstract, is_key, is_weak, partition, sharding_on, with_weak_type
 
 
 class Checkpoints:
@@ -55,7 +55,7 @@ class Checkpoints:
             key = is_key(leaf)
             data = jax.random.key_data(leaf) if key else leaf
             described[name] = {
-                "shape": list(np.shape(leaf)),
+                "type": type_of(leaf),
                 "bits": list(data.shape),
                 "dtype": str(data.dtype),
                 "weak": is_weak(leaf),
@@ -126,25 +126,23 @@ def named(state: Any) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)}
 
 
+def type_of(leaf: Any) -> str:
+    """Dtype and shape of an array, as messages and checkpoints have them: ``bfloat16[3, 4]``."""
+    leaf = abstract(leaf)
+    return f"{leaf.dtype}{list(leaf.shape)}"
+
+
 def check(described: dict[str, Any], leaves: dict[str, Any], path: str, number: int) -> None:
     """Refuses a checkpoint of a state of another structure.
 
     Raises:
       CheckpointError: it is.
     """
-
-    def saved(fact: dict[str, Any]) -> str:
-        return f"key<{fact['key']}>{fact['shape']}" if fact["key"] else f"{fact['dtype']}{fact['shape']}"
-
-    def given(leaf: Any) -> str:
-        shape = list(np.shape(leaf))
-        return f"key<{jax.random.key_impl(leaf)}>{shape}" if is_key(leaf) else f"{jax.typeof(leaf).dtype}{shape}"
-
     facts = [f"{name}: only in the checkpoint" for name in described if name not in leaves]
     facts += [f"{name}: not in the checkpoint" for name in leaves if name not in described]
     for name, fact in described.items():
-        if name in leaves and saved(fact) != given(leaves[name]):
-            facts.append(f"{name}: {saved(fact)} in the checkpoint, {given(leaves[name])} in the state")
+        if name in leaves and fact["type"] != type_of(leaves[name]):
+            facts.append(f"{name}: {fact['type']} in the checkpoint, {type_of(leaves[name])} in the state")
     if facts:
         raise CheckpointError(
             layout_message(

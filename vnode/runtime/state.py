@@ -57,6 +57,14 @@ def sharding_on(placement: Placement, shape: tuple[int, ...], spec: PartitionSpe
     return sharding
 
 
+def abstract(leaf: Any) -> Any:
+    """Shape, dtype and sharding of a leaf that is an array; any other leaf as it is."""
+    if not is_array(leaf):
+        return leaf
+    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
+
+
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
