@@ -351,7 +351,7 @@ class Driver:
                     self.state, self.number, self.history, self.resizes, self.resumed, self.number < self.steps
                 )
             except (DeviceLost, JaxRuntimeError, ValueError) as error:
-                if not may_be_a_device(error):
+                if error is failure or not may_be_a_device(error):
                     raise
                 traceback.clear_frames(error.__traceback__)  # they hold the state that failed
                 failure = error
