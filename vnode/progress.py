@@ -62,7 +62,7 @@ class Bar:
         self.progress.update(self.task, completed=done, text=text)
 
     def line(self, text: str) -> None:
-        self.progress.console.print(text, markup=False, highlight=False)
+        self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @contextlib.contextmanager
