@@ -256,6 +256,8 @@ class Batches:
         rows = self.rows(step)
         sharding = batch_sharding(placement, len(rows))
         shares = shares_of(sharding, len(rows))
+        if len(set(shares.values())) == 1 and sharding.is_fully_addressable:
+            return jax.device_put(self.take(rows), sharding)  # the same as below, by a shorter way
         parts = {share: jax.tree.flatten(self.take(rows[slice(*share)])) for share in set(shares.values())}
         treedef, count = next(iter(parts.values()))[1], len(shares)
         pieces = [parts[share][0][i] for i in range(treedef.num_leaves) for share in shares.values()]
