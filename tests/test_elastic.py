@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 import vnode
 from vnode.elastic import DeviceLost, Devices, responds, run
 from vnode.errors import CheckpointError, PlacementError, VnodeError
+from vnode.runtime.state import HostCopy, abstract, place
 
 STEPS = 12
 OPTIMIZER = optax.adamw(1e-2)
@@ -310,6 +311,58 @@ def test_lost_device_of_a_mesh(shape: tuple[int, int]) -> None:
         left = vnode.elastic.without(placement, {devices[1, 1]})
         assert left.devices.tolist() == np.delete(devices, 1, axis).tolist()
         assert left.axis_names == names
+
+
+def peculiar() -> dict[str, Any]:
+    """A state of what is easily lost: kinds of keys, small floats, weak types, arrays without elements, partitions."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("vnode", "model"))
+
+    def over(*spec: Any) -> Any:
+        return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+
+    return {
+        "key": jax.random.key(1, impl="rbg"),
+        "keys": jax.device_put(jax.random.split(jax.random.key(2), 6), over()),
+        "old key": jax.random.PRNGKey(3),
+        "a/b.c['d']": jnp.arange(4, dtype=jnp.float8_e4m3fn),
+        "empty": jnp.zeros((0, 3), jnp.bfloat16),
+        "weak": [jax.device_put(0.1), jnp.stack([jax.device_put(0.1), jax.device_put(-0.0)])],
+        "nan": np.array([np.nan, -0.0, np.inf], np.float32),
+        "by model": jax.device_put(np.arange(8.0, dtype=np.float32), over("model")),
+        "by node": jax.device_put(np.arange(8), over("vnode")),
+        "other": (len, "name", None, True),
+    }
+
+
+@pytest.mark.parametrize("way", ["host", "checkpoint"])
+def test_copies(way: str, tmp_path: Path) -> None:
+    """A state comes back as it was, on other devices; twice from the same copy, though the first may be overwritten."""
+    mesh = Mesh(np.array(jax.devices()[:6]).reshape(3, 2), ("vnode", "model"))
+    state, smaller = place(peculiar(), vnode.Placement(8)), vnode.Placement(8, mesh=mesh)
+    state |= {name: peculiar()[name] for name in ("by model", "by node")}
+    want = sha256(state)
+    if way == "host":
+        copy = HostCopy.of(state)
+        restore = functools.partial(copy.on, smaller)
+    else:
+        from vnode.integrations.orbax import Checkpoints
+
+        checkpoints = Checkpoints(tmp_path, keep=1)
+        checkpoints.save(5, state, {"note": [1]})
+        assert checkpoints.latest == 5
+        assert checkpoints.facts(5) == {"note": [1]}
+        restore = functools.partial(checkpoints.restore, 5, jax.tree.map(abstract, state), smaller)
+    overwrite = jax.jit(lambda tree: jax.tree.map(jnp.zeros_like, tree), donate_argnums=0)
+    for _ in range(2):
+        back = restore()
+        assert sha256(back) == want
+        arrays = [leaf for leaf in jax.tree.leaves(back) if isinstance(leaf, jax.Array)]
+        assert all(leaf.sharding.device_set == set(smaller.devices) for leaf in arrays)
+        assert back["by model"].sharding.spec == state["by model"].sharding.spec
+        assert back["by node"].sharding.is_fully_replicated  # three devices do not divide eight elements
+        overwrite([leaf for leaf in arrays if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)])
+    if way == "checkpoint":
+        checkpoints.close()
 
 
 @pytest.fixture

@@ -76,10 +76,10 @@ def is_weak(leaf: Any) -> bool:
 
 
 def with_weak_type(value: Any, sharding: NamedSharding) -> jax.Array:
-    """A weakly typed array of these values."""
+    """A weakly typed array of these values; there are such of Python's types only."""
     numbers = [jax.device_put(number) for number in np.asarray(value).reshape(-1).tolist()]
     array = jnp.stack(numbers).reshape(np.shape(value)) if np.shape(value) else numbers[0]
-    return jax.device_put(array, sharding)
+    return jax.device_put(array if array.dtype == value.dtype else value, sharding)
 
 
 @dataclasses.dataclass(frozen=True)
