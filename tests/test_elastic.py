@@ -328,6 +328,7 @@ def peculiar() -> dict[str, Any]:
         "empty": jnp.zeros((0, 3), jnp.bfloat16),
         "weak": [jax.device_put(0.1), jnp.stack([jax.device_put(0.1), jax.device_put(-0.0)])],
         "nan": np.array([np.nan, -0.0, np.inf], np.float32),
+        "large": np.arange(1 << 16, dtype=np.int32),
         "by model": jax.device_put(np.arange(8.0, dtype=np.float32), over("model")),
         "by node": jax.device_put(np.arange(8), over("vnode")),
         "other": (len, "name", None, True),

@@ -35,7 +35,10 @@ class Examples(Protocol):
         ...
 
     def take(self, rows: np.ndarray) -> Any:
-        """The examples with these numbers (int64), as a pytree of arrays with one row for each."""
+        """The examples with these numbers (int64), as a pytree of arrays with one row for each.
+
+        The arrays must not be changed afterwards: on a CPU the batch may share their memory.
+        """
         ...
 
 

@@ -103,8 +103,8 @@ class HostLeaf:
         sharding = sharding_on(placement, self.bits.shape, self.spec)
         if self.weak and self.bits.size:
             return with_weak_type(self.bits, sharding)
-        # The array that jax makes must not share the copy's memory: a step may be given it to overwrite.
-        array = jax.device_put(self.bits, sharding, may_alias=False)
+        # On a CPU the array may share the copy's memory; if it is donated, XLA does not overwrite what is not its own.
+        array = jax.device_put(self.bits, sharding)
         return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
 
 
