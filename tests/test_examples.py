@@ -71,3 +71,13 @@ def test_bytes_lm(tmp_path: Path) -> None:
     assert found
     assert 2 < float(found[1]) < 7
     assert "def " in output
+
+
+def test_elastic(tmp_path: Path) -> None:
+    output = run(str(ROOT / "examples" / "elastic.py"), "--steps=8", "--batch=40", cwd=tmp_path)
+    assert len(re.findall(r"SHA-256 \w{64}", output)) == 3
+    assert len(set(re.findall(r"SHA-256 (\w+)", output))) == 1
+    for change in ("step 2: 8 -> 3 devices [6, 5, 5]", "step 4: 3 -> 5 devices", "lost cpu:2, 5 -> 4 devices"):
+        assert change in output
+    assert "stopped by a signal after 5 steps" in output
+    assert "The hashes are equal" in output

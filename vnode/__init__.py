@@ -1,5 +1,6 @@
 """Write the training step once, for one big device and the whole batch; run it on whatever devices there are."""
 
+import importlib
 from typing import Any
 
 from vnode import operators
@@ -39,10 +40,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """`vnode.nnx` is imported when it is asked for: the core does not need flax."""
-    if name != "nnx":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from vnode.integrations import nnx
+LAZY = {
+    "data": "vnode.data",
+    "elastic": "vnode.elastic",
+    "grain": "vnode.integrations.grain",
+    "nnx": "vnode.integrations.nnx",
+}
+"""Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
 
-    return nnx
+
+def __getattr__(name: str) -> Any:
+    if name not in LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(LAZY[name])

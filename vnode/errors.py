@@ -7,6 +7,7 @@ them is found.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class VnodeError(Exception):
@@ -31,6 +32,23 @@ class BatchError(VnodeError):
 
 class ProfileError(VnodeError):
     """Measured times cannot be read, belong to another step, or do not say what is asked of them."""
+
+
+class CheckpointError(VnodeError):
+    """A checkpoint does not hold what the run needs."""
+
+
+class DeviceLost(VnodeError):
+    """Devices have failed, or were taken away without notice.
+
+    Args:
+      devices: the devices that are gone.
+      message: what happened; by default says that they are gone.
+    """
+
+    def __init__(self, devices: Sequence[Any], message: str = "") -> None:
+        self.devices = tuple(devices)
+        super().__init__(message or f"lost {', '.join(map(str, self.devices)) or 'an unknown device'}")
 
 
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:

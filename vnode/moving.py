@@ -10,7 +10,6 @@ else jax would move through the host.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -87,16 +86,23 @@ def home(leaf: Any, placement: Placement) -> NamedSharding:
       >>> home(jnp.ones(3), vnode.Placement(4, jax.devices()[:1])).is_fully_replicated
       True
     """
+    return fitting(placement, np.shape(leaf), partition(leaf))
+
+
+def partition(leaf: Any) -> PartitionSpec:
+    """Over which mesh axes a leaf is partitioned."""
     sharding = getattr(leaf, "sharding", None)
-    if not isinstance(sharding, NamedSharding):
+    return sharding.spec if isinstance(sharding, NamedSharding) else PartitionSpec()
+
+
+def fitting(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -> NamedSharding:
+    """The sharding by `spec` on a placement's mesh if it fits there, else the replicated one."""
+    try:
+        sharding = NamedSharding(placement.mesh, spec)
+        sharding.shard_shape(shape)
+    except ValueError:
         return placement.sharding()
-    for size, names in zip(leaf.shape, sharding.spec, strict=False):
-        axes = () if names is None else names if isinstance(names, tuple) else (names,)
-        if not all(axis in placement.mesh.shape for axis in axes):
-            return placement.sharding()
-        if size % math.prod(placement.mesh.shape[axis] for axis in axes):
-            return placement.sharding()
-    return placement.sharding(*sharding.spec)
+    return sharding
 
 
 def typed_sharding(leaf: Any) -> bool:

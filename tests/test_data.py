@@ -1,0 +1,267 @@
+"""Batches depend on the step number only, reach the devices that need them, and are loaded ahead without a trace.
+
+Knows the public interface of `vnode.data`, the prefetch, and grain. Must not know the driver. References: Philox
+written from its paper, nodes counted out one by one, and the data read directly.
+"""
+
+import threading
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+import vnode
+from vnode.data import Batches, Order, permutation
+from vnode.errors import BatchError
+from vnode.prefetch import Prefetch
+
+sizes = st.tuples(st.integers(1, 40), st.integers(1, 50), st.integers(0, 3), st.booleans())
+
+
+def philox(seed: int, epoch: int, count: int) -> list[int]:
+    """Philox4x64 with ten rounds as in Salmon et al., section 2.2; NumPy counts from one."""
+    mask, numbers = (1 << 64) - 1, []
+    for block in range(1, count // 4 + 2):
+        x, key = [block, 0, 0, 0], [seed, epoch]
+        for _ in range(10):
+            a, b = 0xD2E7470EE14C6C93 * x[0], 0xCA5A826395121157 * x[2]
+            x = [(b >> 64) ^ x[1] ^ key[0], b & mask, (a >> 64) ^ x[3] ^ key[1], a & mask]
+            key = [(key[0] + 0x9E3779B97F4A7C15) & mask, (key[1] + 0xBB67AE8584CAA73B) & mask]
+        numbers += x
+    return numbers[:count]
+
+
+@given(st.integers(1, 40), st.integers(0, 2**64 - 1), st.integers(0, 1000))
+def test_permutation(examples: int, seed: int, epoch: int) -> None:
+    """The order is that of the paper's random numbers, in whatever version of NumPy."""
+    numbers = philox(seed, epoch, examples)
+    assert permutation(examples, seed, epoch).tolist() == sorted(range(examples), key=numbers.__getitem__)
+
+
+@given(sizes)
+def test_wrapped_epochs(size: tuple[int, int, int, bool]) -> None:
+    """Batch after batch, each epoch has every example once."""
+    examples, batch_size, seed, shuffle = size
+    order = Order(examples, batch_size, seed, shuffle)
+    stream = np.concatenate([order.rows(step) for step in range(3 * examples // batch_size + 1)])
+    assert order.dropped == 0
+    for epoch in range(len(stream) // examples):
+        mine = stream[epoch * examples : (epoch + 1) * examples]
+        assert sorted(mine) == list(range(examples))
+        assert shuffle or mine.tolist() == list(range(examples))
+
+
+@given(sizes)
+def test_dropped_examples(size: tuple[int, int, int, bool]) -> None:
+    """Whole batches only, no example twice in an epoch; what is left out is counted."""
+    examples, batch_size, seed, shuffle = size
+    if examples < batch_size:
+        with pytest.raises(BatchError, match="wrap"):
+            Order(examples, batch_size, seed, shuffle, last="drop")
+        return
+    order = Order(examples, batch_size, seed, shuffle, last="drop")
+    assert order.steps_per_epoch == examples // batch_size
+    for epoch in range(2):
+        first = epoch * (examples // batch_size)
+        rows = np.concatenate([order.rows(first + i) for i in range(examples // batch_size)])
+        assert len({*rows.tolist()}) == len(rows) == examples - order.dropped
+
+
+def test_epochs_and_seeds_differ() -> None:
+    orders = {tuple(permutation(30, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+class Counting:
+    """Numbers, with a record of which are asked for."""
+
+    def __init__(self, examples: int) -> None:
+        self.examples = examples
+        self.asked: list[list[int]] = []
+
+    def __len__(self) -> int:
+        return self.examples
+
+    def take(self, rows: np.ndarray) -> Any:
+        self.asked.append(rows.tolist())
+        return {"x": rows.astype(np.float32)[:, None] * np.ones(3, np.float32), "nested": (rows.astype(np.int32),)}
+
+
+def placements() -> list[vnode.Placement]:
+    devices = jax.devices()
+    mesh = Mesh(np.array(devices[:8]).reshape(2, 4), ("model", "vnode"))
+    return [
+        *(vnode.Placement(8, devices[:count]) for count in (1, 2, 3, 8)),
+        vnode.Placement(8, devices[:2], counts=(5, 3)),
+        vnode.Placement(8, mesh=mesh),
+    ]
+
+
+@pytest.mark.parametrize("placement", placements(), ids=str)
+@pytest.mark.parametrize("batch_size", [16, 13])
+def test_each_device_loads_its_examples(placement: vnode.Placement, batch_size: int) -> None:
+    """Equal shares are the examples of a device's nodes and no others; unequal ones cannot be, and are the batch."""
+    examples = Counting(50)
+    batches = Batches(examples, batch_size, seed=1)
+    loaded = batches.load(4, placement)
+    asked, rows = examples.asked, Order(50, batch_size, seed=1).rows(4)
+    np.testing.assert_array_equal(loaded["x"], rows[:, None] * np.ones(3))
+    np.testing.assert_array_equal(loaded["nested"][0], rows)
+    node_size = -(-batch_size // 8)
+    nodes = [rows[i * node_size : (i + 1) * node_size].tolist() for i in range(8)]
+    device_nodes = np.split(np.arange(8), np.cumsum(placement.counts)[:-1])
+    shares = [[row for node in mine for row in nodes[node]] for mine in device_nodes]
+    if len({len(share) for share in shares}) > 1 or batch_size % 8:
+        shares = [rows.tolist()]
+    assert sorted(asked) == sorted(shares)  # each share once, however many devices share it
+    for shard in loaded["nested"][0].addressable_shards:
+        place = np.argwhere(placement.mesh.devices == shard.device)[0][placement.mesh.axis_names.index("vnode")]
+        assert np.asarray(shard.data).tolist() == shares[place if len(shares) > 1 else 0]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(
+    ("placement", "batch_size"), [*((p, 16) for p in placements()), (placements()[3], 13)], ids=str
+)
+def test_no_resharding(placement: vnode.Placement, batch_size: int) -> None:
+    """A batch lies where the compiler, left to choose, wants it."""
+
+    def fun(w: Any, batch: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: ((batch["x"] @ w) ** 2).mean() + batch["nested"][0].sum())(w)
+        return w - grad, loss
+
+    step = vnode.virtualize(fun, virtual_nodes=8, in_axes=(None, 0)).on(placement)
+    batches = Batches(Counting(50), batch_size)
+    weights, batch = step.put(jnp.ones(3)), batches.load(0, placement)
+    free = step.lower(weights, batches.batch(0)).compile()
+    wanted = free.input_shardings[0][1]
+    taken = step.lower(weights, batch).compile().input_shardings[0][1]
+    for leaf, want, take in zip(*map(jax.tree.leaves, (batch, wanted, taken)), strict=True):
+        assert leaf.sharding.is_equivalent_to(take, leaf.ndim)
+        if placement.size == len(placement.devices):
+            assert leaf.sharding.is_equivalent_to(want, leaf.ndim)
+
+
+def test_data_sets() -> None:
+    """Arrays, trees of them, and sequences of examples give the same batches."""
+    x = np.arange(20.0).reshape(10, 2)
+    rows = Order(10, 4, seed=2).rows(5)
+    for data in (x, jnp.asarray(x), [*x], {"x": x}, (x,)):
+        (batch,) = jax.tree.leaves(Batches(data, 4, seed=2).batch(5))
+        np.testing.assert_array_equal(batch, x[rows])
+
+
+def test_refused_data() -> None:
+    for data, message in (
+        ({"x": np.ones((3, 2)), "y": np.ones(4)}, r"\['y'\]: shape \(4,\)"),
+        ({}, "no array"),
+        (iter([1]), "found by number"),
+        ([], "do not make up a batch"),
+    ):
+        with pytest.raises(BatchError, match=message):
+            Batches(data, 2)
+
+    class Short(Counting):
+        def take(self, rows: np.ndarray) -> Any:
+            return rows[1:]
+
+    with pytest.raises(BatchError, match="asked for 2 examples"):
+        Batches(Short(5), 2).batch(0)
+    with pytest.raises(ValueError, match="last"):
+        Batches([1], 1, last="pad")
+    with pytest.raises(BatchError, match="shuffle=False"):
+        Order(1 << 40, 2)
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 1)), max_size=20), st.integers(0, 4))
+def test_prefetch_is_invisible(asked: list[tuple[int, int]], depth: int) -> None:
+    """Whatever is asked for, in whatever order, comes as if it were loaded then; errors belong to their step."""
+
+    def load(step: int, placement: int) -> tuple[int, int]:
+        if step == 5:
+            raise KeyError(step)
+        return step, placement
+
+    with Prefetch(load, depth=depth, stop=8) as feed:
+        for step, placement in asked:
+            if step == 5:
+                with pytest.raises(KeyError):
+                    feed.get(step, placement)
+            else:
+                assert feed.get(step, placement) == (step, placement)
+    assert not any(thread.name == "vnode-prefetch" for thread in threading.enumerate())
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_prefetch_is_bounded(depth: int) -> None:
+    """No more than `depth` wait and one is made; nothing is loaded past the end, nor twice."""
+    loads: list[int] = []
+    full = threading.Event()
+    taken = [0]
+
+    def load(step: int, placement: Any) -> int:
+        loads.append(step)
+        assert step <= taken[0] + depth
+        if len(loads) == depth + 1:
+            full.set()
+        return step
+
+    with Prefetch(load, depth=depth, stop=6) as feed:
+        feed.get(0, None)
+        assert full.wait(60)  # it did load ahead, unasked
+        for step in range(1, 6):
+            taken[0] = step
+            assert feed.get(step, None) == step
+    assert loads == list(range(6))
+
+
+def test_closed() -> None:
+    feed = Prefetch(lambda step, placement: step)
+    assert feed.get(0, None) == 0
+    feed.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        feed.get(1, None)
+
+
+def test_grain() -> None:
+    """A `MapDataset` in its own order, its random transforms drawn anew in each epoch; and a data source."""
+    source = grain.MapDataset.range(10).seed(5).shuffle().map(lambda x: {"x": np.full(2, x)})
+    batches = Batches(vnode.grain.dataset(source), 4, shuffle=False)
+    for step in (0, 2, 7):
+        want = np.stack([source[i]["x"] for i in range(4 * step, 4 * step + 4)])
+        np.testing.assert_array_equal(batches.batch(step)["x"], want)
+
+    drawn = grain.MapDataset.range(8).seed(1).random_map(lambda x, rng: (x, rng.integers(1 << 30)))
+    batches = Batches(vnode.grain.dataset(drawn, threads=1), 8, seed=4)
+    (x0, draw0), (x1, draw1) = batches.batch(0), batches.batch(1)
+    assert sorted(x0) == sorted(x1) == list(range(8))
+    assert not set(draw0.tolist()) & set(draw1.tolist())
+    assert [drawn[8 + x][1] for x in x1.tolist()] == draw1.tolist()
+
+    class Source:
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, number: int) -> Any:
+            assert 0 <= number < 6
+            return {"x": np.float32(number)}
+
+    assert isinstance(Source(), grain.sources.RandomAccessDataSource)
+    batches = Batches(vnode.grain.dataset(Source()), 4, seed=1)
+    np.testing.assert_array_equal(batches.batch(3)["x"], Order(6, 4, seed=1).rows(3))
+    placed = batches.load(3, vnode.Placement(4, jax.devices()[:4]))
+    np.testing.assert_array_equal(placed["x"], batches.batch(3)["x"])
+
+
+def test_grain_refused() -> None:
+    filtered = grain.MapDataset.range(6).filter(lambda x: x % 2 == 0)
+    with pytest.raises(BatchError, match="no example 1, 3"):
+        Batches(vnode.grain.dataset(filtered), 4, shuffle=False).batch(0)
+    with pytest.raises(BatchError, match="before to_iter_dataset"):
+        vnode.grain.dataset(filtered.to_iter_dataset())

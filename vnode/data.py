@@ -1,0 +1,313 @@
+"""The examples of step t, by t and the seed only; and each device given just those of its nodes.
+
+Knows arrays, orders of examples, placements. Must not know steps, nor threads (`vnode.prefetch` does).
+
+The order within an epoch sorts the examples by random numbers of NumPy's Philox generator (Salmon et al., "Parallel
+random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and epoch. NumPy promises the raw numbers of a bit
+generator for all time (NEP 19), which it does not for `Generator.permutation`; and a key needs no history, so any
+step's examples are found without those before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from vnode.errors import BatchError, layout_message
+from vnode.placement import Placement
+
+LASTS = ("wrap", "drop")
+LARGEST_SHUFFLE = 1 << 33
+"""Examples from which on an order in memory (8 bytes each) is refused."""
+
+
+class Examples(Protocol):
+    """What examples are read from: anything that knows how many it has, and can be asked for some of them."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        ...
+
+    def take(self, rows: np.ndarray) -> Any:
+        """The examples with these numbers (int64), as a pytree of arrays with one row for each.
+
+        The arrays must not be changed afterwards: on a CPU the batch may share their memory.
+        """
+        ...
+
+
+class Arrays:
+    """Examples in memory (or memory-mapped): a pytree of arrays whose first dimension counts them.
+
+    Raises:
+      BatchError: the arrays disagree about how many examples there are.
+    """
+
+    def __init__(self, tree: Any) -> None:
+        self.tree = tree
+        sizes = {
+            f"{jax.tree_util.keystr(path)}: shape {np.shape(leaf)}": np.shape(leaf)[:1]
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+        if len(set(sizes.values())) != 1 or () in sizes.values():
+            raise BatchError(
+                layout_message(
+                    "the arrays of a data set need one first dimension, which counts the examples.",
+                    facts=list(sizes) or ["there is no array"],
+                    remedies=["leave out what belongs to no example", "check the order of dimensions"],
+                )
+            )
+        self.count = next(iter(sizes.values()))[0]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def take(self, rows: np.ndarray) -> Any:
+        return jax.tree.map(lambda leaf: leaf[rows], self.tree)
+
+
+class Records:
+    """Examples of a sequence: ``len(sequence)``, and ``sequence[i]``, a pytree, for one of them."""
+
+    def __init__(self, sequence: Any) -> None:
+        self.sequence = sequence
+
+    def __len__(self) -> int:
+        return len(self.sequence)
+
+    def take(self, rows: np.ndarray) -> Any:
+        return stacked([self.sequence[int(row)] for row in rows])
+
+
+def stacked(examples: Sequence[Any]) -> Any:
+    """Examples, pytrees of equal shapes, as one pytree of arrays with a row for each."""
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+
+
+def examples_of(data: Any) -> Examples:
+    """A data set as `Examples`.
+
+    Args:
+      data: something with ``take`` and a length; a dictionary, a tuple or an array: a pytree of arrays; any other
+        sequence: its elements are the examples.
+
+    Raises:
+      BatchError: it is none of these.
+    """
+    if isinstance(data, np.ndarray | jax.Array | Mapping | tuple):
+        return Arrays(jax.tree.map(np.asarray, data) if not isinstance(data, np.ndarray) else data)
+    if hasattr(data, "take") and hasattr(data, "__len__"):
+        return data
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return Records(data)
+    raise BatchError(
+        layout_message(
+            f"{type(data).__name__} is no data set: examples must be found by number.",
+            remedies=[
+                "give a pytree of arrays, a sequence of examples, or an object with __len__ and take(rows)",
+                "read a stream into memory, or wrap it in a sequence, first",
+            ],
+        )
+    )
+
+
+@functools.lru_cache(maxsize=4)
+def permutation(examples: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of the examples in an epoch, int64; the same in every version of NumPy."""
+    bits = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(examples)
+    order = np.argsort(bits, kind="stable")
+    order.flags.writeable = False
+    return order
+
+
+@dataclasses.dataclass(frozen=True)
+class Order:
+    """Which examples are in the batch of which step.
+
+    Args:
+      examples: how many there are.
+      batch_size: examples of a batch.
+      seed: of the order, at least 0.
+      shuffle: a new random order in each epoch; else the examples' own.
+      last: what becomes of the ``examples % batch_size`` examples at the end of an epoch. ``"wrap"``: the batch is
+        filled with the first of the next epoch, so that each example is used once in each epoch. ``"drop"``: they
+        are left out, other ones in every epoch if these are shuffled; `dropped` says how many.
+
+    Raises:
+      BatchError: there are no examples, or fewer than a batch takes and the last would be dropped.
+
+    Example:
+      >>> import numpy as np
+      >>> order = Order(examples=10, batch_size=4, shuffle=False)
+      >>> [order.rows(step).tolist() for step in range(3)]
+      [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
+      >>> Order(examples=10, batch_size=4, shuffle=False, last="drop").rows(2).tolist()
+      [0, 1, 2, 3]
+    """
+
+    examples: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+    last: str = "wrap"
+
+    def __post_init__(self) -> None:
+        if self.last not in LASTS:
+            raise ValueError(f"last must be one of {', '.join(LASTS)}, not {self.last!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {self.batch_size!r}")
+        if not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be from 0 to 2**64 - 1, not {self.seed!r}")
+        if self.examples < (self.batch_size if self.last == "drop" else 1):
+            raise BatchError(
+                layout_message(
+                    f"{self.examples} examples do not make up a batch of {self.batch_size}.",
+                    remedies=["last='wrap' to use examples again within a batch"] if self.examples else [],
+                )
+            )
+        if self.shuffle and self.examples > LARGEST_SHUFFLE:
+            raise BatchError(
+                layout_message(
+                    f"an order of {self.examples} examples does not fit into memory.",
+                    remedies=["shuffle=False, and a data set that shuffles itself"],
+                )
+            )
+
+    @property
+    def dropped(self) -> int:
+        """Examples that each epoch leaves out."""
+        return self.examples % self.batch_size if self.last == "drop" else 0
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Batches of an epoch; a whole number if the last is dropped."""
+        return (self.examples - self.dropped) / self.batch_size
+
+    def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """The batch of a step: for each example the epoch, and its number among the examples; int64[batch_size]."""
+        used = self.examples - self.dropped
+        epochs, offsets = np.divmod(step * self.batch_size + np.arange(self.batch_size), used)
+        if self.shuffle:
+            rows = np.empty_like(offsets)
+            for epoch in np.unique(epochs):
+                here = epochs == epoch
+                rows[here] = permutation(self.examples, self.seed, int(epoch))[offsets[here]]
+            offsets = rows
+        return epochs, offsets
+
+    def rows(self, step: int) -> np.ndarray:
+        """The numbers of the examples in the batch of a step, int64[batch_size]."""
+        return self.positions(step)[1]
+
+
+class Batches:
+    """The batches of a data set, one for each step number; dimension 0 counts the examples.
+
+    Args:
+      data: the examples: a pytree of arrays, a sequence of examples, something with ``__len__`` and ``take(rows)``, or
+        what `vnode.grain.dataset` makes of a grain data set.
+      batch_size: examples of a batch.
+      seed: of the order; at least 0.
+      shuffle: a new random order in each epoch; else the data's own.
+      last: ``"wrap"`` or ``"drop"``: what becomes of examples that do not fill a batch at the end of an epoch, see
+        `Order`.
+
+    Raises:
+      BatchError: the data are no data set, or hold too few examples.
+      ValueError: an option is not one of those named above.
+
+    Example:
+      >>> import jax, numpy as np, vnode
+      >>> batches = vnode.data.Batches({"x": np.arange(10)}, batch_size=4, seed=1)
+      >>> batches.batch(7)["x"].tolist() == batches.batch(7)["x"].tolist()
+      True
+      >>> placed = batches.load(7, vnode.Placement(4, jax.devices()[:1]))
+      >>> placed["x"].shape
+      (4,)
+    """
+
+    def __init__(self, data: Any, batch_size: int, *, seed: int = 0, shuffle: bool = True, last: str = "wrap") -> None:
+        self.examples = examples_of(data)
+        self.order = Order(len(self.examples), batch_size, seed, shuffle, last)
+
+    def describe(self) -> dict[str, Any]:
+        """What the batches depend on besides the step number and the examples themselves, fit for JSON."""
+        return dataclasses.asdict(self.order)
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step on the host, a pytree of NumPy arrays."""
+        return self.take(self.rows(step))
+
+    def load(self, step: int, placement: Placement) -> Any:
+        """The batch of a step on a placement's devices.
+
+        Args:
+          step: the step number.
+          placement: where the step's nodes live.
+
+        Returns:
+          A pytree of global arrays. If every device holds as many examples, only those are read and sent to it, and
+          to other processes' devices nothing. Otherwise every device is given the whole batch: jax has no arrays
+          with unequal shares, and a step compiled for such a placement wants its batch whole.
+        """
+        rows = self.rows(step)
+        sharding = batch_sharding(placement, len(rows))
+        shares = shares_of(sharding, len(rows))
+        if len(set(shares.values())) == 1 and sharding.is_fully_addressable:
+            return jax.device_put(self.take(rows), sharding)  # the same as below, by a shorter way
+        parts = {share: jax.tree.flatten(self.take(rows[slice(*share)])) for share in set(shares.values())}
+        treedef, count = next(iter(parts.values()))[1], len(shares)
+        pieces = [parts[share][0][i] for i in range(treedef.num_leaves) for share in shares.values()]
+        pieces = jax.device_put(pieces, list(shares) * treedef.num_leaves)
+        leaves = [
+            jax.make_array_from_single_device_arrays((len(rows), *pieces[i].shape[1:]), sharding, pieces[i : i + count])
+            for i in range(0, len(pieces), count)
+        ]
+        return jax.tree.unflatten(treedef, leaves)
+
+    def rows(self, step: int) -> np.ndarray:
+        """The numbers that the data are asked for, int64[batch_size]."""
+        epochs, rows = self.order.positions(step)
+        if getattr(self.examples, "endless", False):  # example i of epoch e has the number e * length + i
+            rows = epochs * self.order.examples + rows
+        return rows
+
+    def take(self, rows: np.ndarray) -> Any:
+        """Some examples; checks that there is a row for each.
+
+        Raises:
+          BatchError: there is not.
+        """
+        taken = self.examples.take(rows)
+        wrong = [
+            f"{jax.tree_util.keystr(path) or 'the result'}: shape {np.shape(leaf)}"
+            for path, leaf in jax.tree.leaves_with_path(taken)
+            if np.shape(leaf)[:1] != (len(rows),)
+        ]
+        if wrong or not jax.tree.leaves(taken):
+            raise BatchError(
+                layout_message(
+                    f"asked for {len(rows)} examples, the data gave something else.",
+                    facts=wrong or ["there is no array"],
+                    remedies=["take(rows) must return a pytree of arrays with one row for each of rows"],
+                )
+            )
+        return taken
+
+
+def batch_sharding(placement: Placement, batch_size: int) -> NamedSharding:
+    """How a step on a placement wants its batch: in equal shares over the nodes' axis, else whole on each device."""
+    equal = placement.even and batch_size % placement.virtual_nodes == 0
+    return placement.sharding(placement.axis) if equal else placement.sharding()
+
+
+def shares_of(sharding: NamedSharding, batch_size: int) -> dict[Any, tuple[int, int]]:
+    """For each device of this process the range of the batch that it holds."""
+    indices = sharding.addressable_devices_indices_map((batch_size,))
+    return {device: index[0].indices(batch_size)[:2] for device, index in indices.items() if index is not None}

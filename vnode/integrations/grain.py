@@ -1,0 +1,89 @@
+"""grain's data sets as examples for `vnode.data.Batches`.
+
+Knows grain's random-access interfaces. Must not know placements or steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grain
+import numpy as np
+
+from vnode.data import stacked
+from vnode.errors import BatchError, layout_message
+
+
+class Dataset:
+    """Examples of a grain data set; made by `dataset`."""
+
+    def __init__(self, source: Any, threads: int) -> None:
+        self.source = source
+        self.threads = threads
+        self.endless = isinstance(source, grain.MapDataset)
+        """A `MapDataset` has numbers for the examples of all epochs, and its random transforms depend on them."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, rows: np.ndarray) -> Any:
+        """The examples with these numbers.
+
+        Raises:
+          BatchError: the data set leaves some of them out.
+        """
+        numbers = rows.tolist()
+        examples = list(self.pool.map(self.read, numbers) if self.threads > 1 else map(self.read, numbers))
+        missing = [str(number) for number, example in zip(numbers, examples, strict=True) if example is None]
+        if missing:
+            raise BatchError(
+                layout_message(
+                    "a data set that leaves out examples has no batches that depend on the step number only.",
+                    facts=[f"there is no example {', '.join(missing[:10])}"],
+                    remedies=["filter before training: keep a list of the numbers of the examples that stay"],
+                )
+            )
+        return stacked(examples)
+
+    def read(self, number: int) -> Any:
+        """One example."""
+        return self.source[number]
+
+    @functools.cached_property
+    def pool(self) -> ThreadPoolExecutor:
+        """The threads that read."""
+        return ThreadPoolExecutor(self.threads, thread_name_prefix="vnode-grain")
+
+
+def dataset(source: Any, *, threads: int = 16) -> Dataset:
+    """A grain data set as examples for `vnode.data.Batches`.
+
+    Args:
+      source: a `grain.MapDataset`, or a random-access data source (``grain.sources``): anything with a length whose
+        elements are found by number. Its elements are examples, not batches. A `MapDataset` may be shuffled by grain
+        (then give `Batches` ``shuffle=False``) and have random transforms, which are drawn anew in each epoch.
+      threads: how many examples are read at the same time.
+
+    Returns:
+      The examples.
+
+    Raises:
+      BatchError: elements cannot be found by number.
+
+    Example:
+      >>> import grain, vnode
+      >>> source = grain.MapDataset.range(10).map(lambda x: {"x": x, "square": x * x})
+      >>> batches = vnode.data.Batches(vnode.grain.dataset(source), batch_size=4, shuffle=False)
+      >>> batches.batch(1)["square"].tolist()
+      [16, 25, 36, 49]
+    """
+    if not (hasattr(source, "__getitem__") and hasattr(source, "__len__")):
+        raise BatchError(
+            layout_message(
+                f"{type(source).__name__} cannot find examples by number.",
+                remedies=["give the MapDataset or data source before to_iter_dataset() and before any DataLoader"],
+            )
+        )
+    return Dataset(source, threads)

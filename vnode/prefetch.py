@@ -1,0 +1,118 @@
+"""Batches loaded ahead of the step that needs them, in one background thread.
+
+Knows threads. Must not know what is loaded, from where, or what a step is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+
+class Prefetch:
+    """Loads for the steps to come while the current one runs.
+
+    At most `depth` results wait, and one is being made. What fails fails in the call that asks for it, with the error
+    as it was, and only there: a failure of a step that is never asked for is forgotten. Asking for another step
+    than the next, or with another placement, throws away what was loaded ahead.
+
+    Args:
+      load: makes what belongs to a step number and a placement; called in the background, one call at a time.
+      depth: how many steps ahead; with 0 there is no thread, and each call loads what it returns.
+      stop: the step number at which to stop loading ahead; None for never.
+
+    Example:
+      >>> with Prefetch(lambda step, placement: step * step, depth=2, stop=10) as squares:
+      ...     [squares.get(step, None) for step in (3, 4, 5)]
+      [9, 16, 25]
+    """
+
+    def __init__(self, load: Callable[[int, Any], Any], *, depth: int = 2, stop: int | None = None) -> None:
+        self.load = load
+        self.depth = depth
+        self.stop = stop
+        self.changed = threading.Condition()
+        self.ready: dict[int, tuple[Any, BaseException | None]] = {}
+        self.asked = -1
+        self.loading: int | None = None
+        self.next = 0
+        self.placement: Any = None
+        self.course = 0
+        self.closed = False
+        self.thread: threading.Thread | None = None
+
+    def get(self, step: int, placement: Any) -> Any:
+        """What belongs to a step; waits for it if it is not there yet.
+
+        Raises:
+          Exception: what loading it raised.
+        """
+        if self.depth < 1:
+            return self.load(step, placement)
+        with self.changed:
+            if self.closed:
+                raise RuntimeError("the prefetch is closed")
+            self.asked = step
+            for past in [number for number in self.ready if number < step]:
+                del self.ready[past]
+            coming = step in self.ready or step in (self.loading, self.next)
+            if self.thread is None or placement != self.placement or not coming:
+                self.ready.clear()
+                self.next, self.placement = step, placement
+                self.loading = None
+                self.course += 1
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name="vnode-prefetch", daemon=True)
+                self.thread.start()
+            self.changed.notify_all()
+            while step not in self.ready:
+                self.changed.wait()
+            value, error = self.ready.pop(step)
+            self.changed.notify_all()
+        if error is not None:
+            raise error
+        return value
+
+    def work(self) -> None:
+        """The background thread."""
+        while True:
+            with self.changed:
+                while not self.closed and (len(self.ready) >= self.depth or self.over):
+                    self.changed.wait()
+                if self.closed:
+                    return
+                step, placement, course = self.next, self.placement, self.course
+                self.loading = step
+                self.next += 1
+            value, error = None, None
+            try:
+                value = self.load(step, placement)
+            except BaseException as caught:  # whatever it is, it belongs to the step that asks
+                error = caught
+            with self.changed:
+                if course == self.course:  # or it was asked for something else meanwhile
+                    self.loading = None
+                    self.ready[step] = value, error
+                    self.changed.notify_all()
+            del value, error
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing more to load unasked."""
+        return self.stop is not None and self.next >= max(self.stop, self.asked + 1)
+
+    def close(self) -> None:
+        """Ends the thread; waits for the load that it is in."""
+        with self.changed:
+            self.closed = True
+            self.ready.clear()
+            self.changed.notify_all()
+        if self.thread is not None:
+            self.thread.join()
+
+    def __enter__(self) -> Prefetch:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
