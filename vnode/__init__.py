@@ -3,18 +3,31 @@
 from typing import Any
 
 from vnode import operators
-from vnode.errors import BatchError, CouplingError, PlacementError, UnsupportedPrimitiveError, VnodeError
+from vnode.auto import AutoStep
+from vnode.errors import (
+    BatchError,
+    CouplingError,
+    MemoryLimitError,
+    PlacementError,
+    UnsupportedPrimitiveError,
+    VnodeError,
+)
+from vnode.fitting import Fit, fit
 from vnode.placement import Placement
 from vnode.transform import VirtualStep, virtualize
 
 __all__ = [
+    "AutoStep",
     "BatchError",
     "CouplingError",
+    "Fit",
+    "MemoryLimitError",
     "Placement",
     "PlacementError",
     "UnsupportedPrimitiveError",
     "VirtualStep",
     "VnodeError",
+    "fit",
     "operators",
     "virtualize",
 ]

@@ -29,6 +29,10 @@ class BatchError(VnodeError):
     """The batched arguments do not make up one batch."""
 
 
+class MemoryLimitError(VnodeError):
+    """No number of virtual nodes fits in a device's memory, or nothing says how much that is."""
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

@@ -80,6 +80,7 @@ class Report:
       recomputed: flops spent again by later passes.
       reduction: how sums over nodes are formed.
       exceptions: from which the promise of an invariant reduction does not hold.
+      search: how the number of nodes was found, if it was; a line each.
     """
 
     name: str
@@ -99,6 +100,7 @@ class Report:
     recomputed: int
     reduction: str
     exceptions: tuple[str, ...]
+    search: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = self.placement.counts
@@ -113,6 +115,7 @@ class Report:
             f"  reduction     {self.reduction}",
             *(f"                but {exception}" for exception in self.exceptions),
         ]
+        lines += [f"  {'' if i else 'search':<14}{line}" for i, line in enumerate(self.search)]
         for p in self.passes:
             total = sum(line.bytes for line in p.accumulators)
             lines.append(
