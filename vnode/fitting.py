@@ -93,7 +93,8 @@ def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | s
       args: a tuple of the step's arguments, arrays or `jax.ShapeDtypeStruct`s.
       topology: the name of a TPU topology, such as ``"v5e:2x4"``, or several; by default eight devices of every kind of
         TPU. These need the TPU compiler (the extra ``tpu-aot``), and no TPU: the environment variables with which it
-        runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices.
+        runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices, or a `Placement`
+        on some, for the fewest nodes there may be: with a mesh of more axes, over which the state is sharded.
       memory: what a device may hold, bytes or such as ``"16GiB"``; by default what it has.
 
     Returns:
@@ -120,8 +121,8 @@ def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | s
     pattern = step.pattern if auto else step
     axis = step.template.axis if auto else step.placement.axis
     entries = []
-    for name, devices in groups(topology):
-        template = Placement(len(devices), devices, axis=axis)
+    for name, template in groups(topology, axis):
+        devices = template.devices
         allowed = device_memory(devices) if limit is None else limit
         found, _ = search(pattern, template, allowed, args, {})
         given = None
@@ -135,19 +136,26 @@ def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | s
     return Fit(entries)
 
 
-def groups(topology: Any) -> list[tuple[str, list[Any]]]:
-    """Devices by the name of their topology."""
+def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
+    """Names of topologies, and one node on each of their devices.
+
+    Raises:
+      PlacementError: these are no topologies.
+    """
+    if isinstance(topology, Placement):
+        return [(f"{topology.devices[0].platform}:{len(topology.devices)}", topology)]
     if topology is None:
         topology = TOPOLOGIES
     if isinstance(topology, str):
         topology = [topology]
     entries = list(topology) if isinstance(topology, Sequence) else []
     if entries and all(isinstance(entry, str) for entry in entries):
-        return [(name, described_devices(name)) for name in entries]
+        described = [(name, described_devices(name)) for name in entries]
+        return [(name, Placement(len(devices), devices, axis=axis)) for name, devices in described]
     if entries and all(hasattr(entry, "platform") for entry in entries):
-        return [(f"{entries[0].platform}:{len(entries)}", entries)]
+        return [(f"{entries[0].platform}:{len(entries)}", Placement(len(entries), entries, axis=axis))]
     raise PlacementError(
-        f"topology must be a name such as 'v5e:2x4', names, or a sequence of devices, not {topology!r}"
+        f"topology must be a name such as 'v5e:2x4', names, a sequence of devices or a Placement, not {topology!r}"
     )
 
 
