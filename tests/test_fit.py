@@ -1,12 +1,13 @@
 """The number of virtual nodes that fits in memory.
 
-Knows how to compile a step for every number of nodes by hand, and what the compiler then says. Must not know how the search
-goes. The references are these compilations, and, for the search alone, looking at every candidate.
+Knows how to compile a step for every number of nodes by hand, and what the compiler then says. Must not know how the
+search goes. The references are these compilations, and, for the search alone, looking at every candidate.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -24,8 +25,8 @@ import pytest
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.memory import TPU_HBM, byte_count, device_memory, program_memory
-from vnode.search import Search, Trial, candidates, search, smallest
+from vnode.memory import byte_count, device_memory, program_memory
+from vnode.search import Trial, candidates, search, smallest
 
 BATCH = 16
 LENGTH = 32
@@ -38,12 +39,17 @@ def wide(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def mean(w: jax.Array) -> jax.Array:
         h = x
-        for _ in range(3):
+        for _ in range(2):
             h = jnp.tanh(h @ w)
         return jnp.mean(h**2)
 
     loss, slope = jax.value_and_grad(mean)(w)
     return w - 0.1 * slope, loss
+
+
+def light(w: jax.Array, x: jax.Array) -> jax.Array:
+    """A step that compiles soon."""
+    return w + x.sum((0, 1))
 
 
 def arguments(batch: int = BATCH) -> tuple[Any, Any]:
@@ -65,8 +71,8 @@ def table() -> dict[int, int]:
     return {nodes: by_hand(wide, nodes, devices, *arguments()) for nodes in (2, 4, 8, 16)}
 
 
-def automatic(memory: Any, **options: Any) -> Any:
-    return vnode.virtualize(wide, virtual_nodes="auto", memory=memory, **options).on(jax.devices()[:DEVICES])
+def automatic(memory: Any, fun: Any = wide, **options: Any) -> Any:
+    return vnode.virtualize(fun, virtual_nodes="auto", memory=memory, **options).on(jax.devices()[:DEVICES])
 
 
 # The search
@@ -116,63 +122,55 @@ def test_candidates(batch, unit, least) -> None:
     assert found == [nodes for nodes in everything if nodes >= least] or (everything[-1] < least and len(found) == 1)
     assert everything[0] == unit
     assert math.ceil(batch / everything[-1]) == 1 and all(math.ceil(batch / nodes) > 1 for nodes in everything[:-1])
-    assert all(b <= 2 * a for a, b in zip(everything, everything[1:], strict=False))
+    assert all(b <= 2 * a for a, b in itertools.pairwise(everything))
     assert {nodes for nodes in range(unit, batch + 1, unit) if batch % nodes == 0} <= set(everything)
 
 
 # The number that is found
 
 
-@pytest.mark.parametrize("nodes", [4, 16])
-def test_the_smallest_number_that_fits(table: dict[int, int], nodes: int) -> None:
+def test_the_smallest_number_that_fits(table: dict[int, int]) -> None:
     assert table[2] > table[4] > table[8] > table[16]  # or a limit would not tell them apart
-    step = automatic(table[nodes])
+    step = automatic(table[8])
     report = step.explain(*arguments())
-    assert report.virtual_nodes == step.placement.virtual_nodes == nodes
+    assert report.virtual_nodes == step.placement.virtual_nodes == 8
     tried = {trial.virtual_nodes: trial for trial in step.search.trials}
-    assert {n: trial.bytes for n, trial in tried.items()} == {n: table[n] for n in tried}
-    assert {n for n in tried if tried[n].fits} == {n for n in tried if table[n] <= table[nodes]}
-    assert {nodes, nodes // 2} <= set(tried)
-    assert f"V = {nodes}, the smallest that fits" in str(report)
-    assert sum(line.endswith("too much") for line in str(report).splitlines()) == len(tried) - 1
+    assert {n: (t.bytes, t.fits) for n, t in tried.items()} == {n: (table[n], n >= 8) for n in tried}
+    assert {4, 8} <= set(tried)
+    assert "V = 8, the smallest that fits" in str(report)
+    assert sum(line.endswith("too much") for line in str(report).splitlines()) == sum(n < 8 for n in tried)
 
 
-def test_compiles_what_it_tries_and_nothing_more(table: dict[int, int]) -> None:
-    step = automatic(table[4])
-    state, x = arguments()
-    with compilations("wide") as compiled:
-        for _ in range(3):
-            state, loss = step(state, x)
-        jax.block_until_ready((state, loss))
-    assert len(compiled) == len(step.search.trials) == 2
-
-
-def test_the_number_stays_on_other_devices_and_so_do_the_bits(table: dict[int, int]) -> None:
+def test_the_number_stays_and_so_do_the_bits(table: dict[int, int]) -> None:
     step, (state, x) = automatic(table[4]), arguments()
-    fixed = vnode.virtualize(wide, virtual_nodes=4)
     elsewhere = step.on(jax.devices()[:1])  # before there is a number
-    first, _ = step(step.put(state), x)
+    state = step.put(state)
+    with compilations("wide") as compiled:
+        first, _ = step(state, x)
+        step(first, x)
+    assert len(compiled) == len(step.search.trials) == 2  # what was tried, and nothing more for the calls
     assert elsewhere.placement.counts == (4,) and step.on(jax.devices()[:3]).placement.counts == (2, 1, 1)
-    second, loss = elsewhere(first, x)
     # A device alone needs more for the whole batch; the number is not chosen again.
-    expected = fixed(fixed(state, x)[0], x)
+    second, loss = elsewhere(first, x)
+    fixed = vnode.virtualize(wide, virtual_nodes=4).on(jax.devices()[:4])
+    expected = fixed(fixed(arguments()[0], x)[0], x)
     assert np.asarray(second).tobytes() == np.asarray(expected[0]).tobytes()
     assert np.asarray(loss).tobytes() == np.asarray(expected[1]).tobytes()
     assert step.on(jax.devices()[:1]) is step.on(jax.devices()[:1]) is elsewhere.on(jax.devices()[:1])
 
 
-def test_within_jit(table: dict[int, int]) -> None:
-    step, (state, x) = automatic(table[4]), arguments()
-    state, loss = jax.jit(lambda state, x: step(state * 1.0, x))(*jax.tree.map(jnp.asarray, (state, x)))
-    expected, expected_loss = wide(*jax.tree.map(jnp.asarray, arguments()))
-    np.testing.assert_allclose(state, expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
-    assert step.placement.virtual_nodes == 4
+def test_within_jit() -> None:
+    state, x = jax.tree.map(jnp.asarray, arguments())
+    limit = by_hand(light, 4, jax.devices()[:DEVICES], state, x)
+    step = automatic(limit, light)
+    doubled = jax.jit(lambda state, x: 2.0 * step(state * 1.0, x))(state, x)
+    np.testing.assert_allclose(doubled, 2.0 * light(state, x), rtol=1e-4, atol=1e-3)
+    assert by_hand(light, step.placement.virtual_nodes, jax.devices()[:DEVICES], state, x) <= limit
 
 
 def test_a_placement_says_how_few_and_in_which_proportions() -> None:
     template = vnode.Placement(3, jax.devices()[:2], counts=[2, 1])
-    step = vnode.virtualize(wide, virtual_nodes="auto", memory="1GiB", placement=template)
+    step = vnode.virtualize(light, virtual_nodes="auto", memory="1GiB", placement=template)
     assert step.explain(*arguments(12)).placement == template
     # Scaled, and rounded where a number of nodes is no multiple.
     assert step.pattern.with_nodes(12, template).placement.counts == (8, 4)
@@ -180,13 +178,13 @@ def test_a_placement_says_how_few_and_in_which_proportions() -> None:
 
 
 def test_lanes_are_the_fewest_nodes() -> None:
-    step = automatic("1GiB", lanes=4)
+    step = automatic("1GiB", light, lanes=4)
     step.lower(*arguments())
     assert step.placement.virtual_nodes == 4
 
 
 def test_prepare_chooses() -> None:
-    step = automatic("1GiB")
+    step = automatic("1GiB", light)
     with pytest.raises(vnode.BatchError, match="not chosen yet"):
         step.prepare([jax.devices()[:1]])
     handle = step.prepare([jax.devices()[:1]], *arguments()).wait()
@@ -218,9 +216,9 @@ def test_nnx(table: dict[int, int]) -> None:
     step = vnode.nnx.virtualize(update, virtual_nodes="auto", memory=table[4]).on(jax.devices()[:DEVICES])
     losses = [step(model, x) for _ in range(2)]
     assert step.placement.virtual_nodes == 4
-    w = jnp.asarray(arguments()[0])
+    w, reference = jnp.asarray(arguments()[0]), jax.jit(wide)
     for loss in losses:
-        w, expected = wide(w, jnp.asarray(x))
+        w, expected = reference(w, x)
         np.testing.assert_allclose(loss, expected, rtol=1e-5)
     np.testing.assert_allclose(model.w[...], w, rtol=1e-5, atol=1e-6)
     before = np.asarray(model.w[...])
@@ -233,7 +231,7 @@ def test_nnx(table: dict[int, int]) -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(vnode.MemoryLimitError, match=r"no V fits in the 1\.00 KiB of a device") as caught:
-        automatic("1KiB")(*arguments())
+        automatic("1KiB", light)(*arguments(4))
     assert isinstance(caught.value, vnode.VnodeError)
     for said in ("too much", "remat", "donate", "lanes", "ZeRO", "more devices"):
         assert said in str(caught.value)
@@ -300,11 +298,11 @@ def test_byte_count(text: Any, count: int) -> None:
 
 def test_figures_are_those_of_one_device_and_donated_memory_counts_once() -> None:
     placement = vnode.Placement(8, jax.devices()[:8])
-    x = jax.ShapeDtypeStruct((8, 100), jnp.float32, sharding=placement.sharding("vnode"))
-    w = jax.ShapeDtypeStruct((50,), jnp.float32, sharding=placement.sharding())
-    for donated, expected in (((), 2 * 400 + 2 * 200), ((1,), 2 * 400 + 200)):
+    x = jax.ShapeDtypeStruct((8, 1000), jnp.float32, sharding=placement.sharding("vnode"))
+    w = jax.ShapeDtypeStruct((500,), jnp.float32, sharding=placement.sharding())
+    for donated, expected in (((), 2 * 4000 + 2 * 2000), ((1,), 2 * 4000 + 2000)):
         compiled = jax.jit(lambda x, w: (x + 1, w + 1), donate_argnums=donated).lower(x, w).compile()
-        assert program_memory(compiled) == expected
+        assert expected <= program_memory(compiled) <= expected + 64  # a table of the results comes on top
 
 
 def test_a_refusal_of_the_compiler_is_too_much() -> None:
@@ -338,18 +336,22 @@ def test_a_refusal_of_the_compiler_is_too_much() -> None:
 
 def test_fit_says_what_fits_and_whether_the_given_number_does(table: dict[int, int]) -> None:
     devices, args = jax.devices()[:DEVICES], arguments()
-    for nodes in (2, 8):
-        step = vnode.virtualize(wide, virtual_nodes=nodes)
-        entry = vnode.fit(step, args, topology=devices, memory=table[4])["cpu:2"]
-        assert entry.search.chosen == 4
-        assert entry.given is not None and entry.given.virtual_nodes == nodes and entry.given.bytes == table[nodes]
-        assert entry.given.fits == (nodes == 8)
-        assert ("8 fit" if nodes == 8 else "2 are too much") in str(entry)
+    step = vnode.virtualize(wide, virtual_nodes=8)
+    entry = vnode.fit(step, args, topology=devices, memory=table[4])["cpu:2"]
+    assert entry.search.chosen == 4
+    assert entry.given is not None and (entry.given.virtual_nodes, entry.given.bytes) == (8, table[8])
+    assert entry.given.fits and "the step's own 8 fit" in str(entry)
+
+
+def test_fit_says_that_nothing_fits() -> None:
+    found = vnode.fit(vnode.virtualize(light, virtual_nodes=4), arguments(4), topology=jax.devices()[:2], memory=1)
+    assert found.smallest == {"cpu:2": None}
+    assert "no V fits in the 1 B of a device; the step's own 4 are too much" in str(found)
 
 
 def test_fit_takes_a_placement() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
-    step = automatic("1GiB")
+    step = automatic("1GiB", light)
     template = vnode.Placement(2, mesh=mesh, axis="data")
     assert vnode.fit(step, arguments(), topology=template, memory="1GiB").smallest == {"cpu:4": 2}
     assert step.search is None
@@ -368,7 +370,7 @@ def test_fit_refuses_what_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 TPU_PROGRAM = """
-import json, re
+import json
 import jax, jax.numpy as jnp
 import vnode
 from vnode.fitting import TOPOLOGIES, described_devices
@@ -386,18 +388,22 @@ for name in ("v2:2x2", *TOPOLOGIES):
 from tests.test_fit import wide
 step = vnode.virtualize(wide, virtual_nodes="auto")
 args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 1024, 256), jnp.float32)
-entry = vnode.fit(step, args, topology="v5e:2x4", memory="1GiB")["v5e:2x4"]
-devices = described_devices("v5e:2x4")
-memory = step.pattern.with_nodes(8, vnode.Placement(8, devices)).lower(*args).compile().memory_analysis()
-print(json.dumps({"limits": limits, "kind": entry.kind, "chosen": entry.search.chosen, "table": str(entry)}))
+entry = vnode.fit(step, args, topology="v5e:2x4", memory="1.5GiB")["v5e:2x4"]
+sizes = {trial.virtual_nodes: trial.bytes for trial in entry.search.trials}
+print(json.dumps({"limits": limits, "kind": entry.kind, "chosen": entry.search.chosen, "sizes": sizes}))
 """
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (extra tpu-aot)")
 def test_tpu_kinds_hold_what_their_compiler_says() -> None:
     root = Path(__file__).parents[1]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     done = subprocess.run(
-        [sys.executable, "-c", TPU_PROGRAM], capture_output=True, text=True, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}
+        [sys.executable, "-c", TPU_PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        env={**environment, "PYTHONPATH": str(root)},
     )
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout.splitlines()[-1])
@@ -406,3 +412,9 @@ def test_tpu_kinds_hold_what_their_compiler_says() -> None:
         assert devices == 8
         assert f"available HBM ({planned / 2**30:.2f}G)" in said
     assert found["kind"] == "TPU v5 lite"
+    # A device's batch, and of each of a node's two layers at least one activation.
+    sizes = {int(nodes): size for nodes, size in found["sizes"].items()}
+    rest = 4 * 1024 * 256
+    assert all(size > rest * (4096 // 8 + 4096 // nodes) for nodes, size in sizes.items())
+    chosen = found["chosen"]
+    assert chosen > 8 and sizes[chosen] <= 1.5 * 2**30 < sizes[chosen // 2]
