@@ -386,9 +386,9 @@ for name in ("v2:2x2", *TOPOLOGIES):
         limits[name] = planned(devices[0]), str(error), len(devices)
 
 from tests.test_fit import wide
-step = vnode.virtualize(wide, virtual_nodes="auto")
+step = vnode.virtualize(wide, virtual_nodes="auto", reduction="fast")
 args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 1024, 256), jnp.float32)
-entry = vnode.fit(step, args, topology="v5e:2x4", memory="1.5GiB")["v5e:2x4"]
+entry = vnode.fit(step, args, topology="v5e:2x4", memory="1.4GiB")["v5e:2x4"]
 sizes = {trial.virtual_nodes: trial.bytes for trial in entry.search.trials}
 print(json.dumps({"limits": limits, "kind": entry.kind, "chosen": entry.search.chosen, "sizes": sizes}))
 """
@@ -412,9 +412,9 @@ def test_tpu_kinds_hold_what_their_compiler_says() -> None:
         assert devices == 8
         assert f"available HBM ({planned / 2**30:.2f}G)" in said
     assert found["kind"] == "TPU v5 lite"
-    # A device's batch, and of each of a node's two layers at least one activation.
+    # A device's batch, and at least one layer of a node's activations.
     sizes = {int(nodes): size for nodes, size in found["sizes"].items()}
     rest = 4 * 1024 * 256
     assert all(size > rest * (4096 // 8 + 4096 // nodes) for nodes, size in sizes.items())
     chosen = found["chosen"]
-    assert chosen > 8 and sizes[chosen] <= 1.5 * 2**30 < sizes[chosen // 2]
+    assert chosen > 8 and sizes[chosen] <= 1.4 * 2**30 < sizes[chosen // 2]
