@@ -226,6 +226,18 @@ def test_nnx(table: dict[int, int]) -> None:
     np.testing.assert_array_equal(model.w[...], before)
 
 
+def test_nnx_prepare_chooses() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def update(param: Any, x: jax.Array) -> None:
+        param[...] = light(param[...], x)
+
+    step = vnode.nnx.virtualize(update, virtual_nodes="auto", memory="1GiB").on(jax.devices()[:DEVICES])
+    w, x = arguments()
+    handle = step.prepare([jax.devices()[:DEVICES]], nnx.Param(jnp.asarray(w)), x).wait()
+    assert handle.done() and step.placement.virtual_nodes == DEVICES
+
+
 # Errors
 
 

@@ -73,7 +73,8 @@ class ObjectStep:
             lowered = self.inspect(step._step.lower_moved, args, kwargs)
             return lambda: step._prepared.append(lowered.compile())
 
-        return Preparation({step.placement: compiler(step) for step in steps})
+        compilers = [compiler(step) for step in steps]  # which chooses a number of nodes, where there is none
+        return Preparation({step.placement: compile for step, compile in zip(steps, compilers, strict=True)})
 
     @property
     def pure(self) -> VirtualStep | AutoStep:
