@@ -4,15 +4,18 @@ import importlib
 from typing import Any
 
 from vnode import operators
+from vnode.auto import AutoStep
 from vnode.compare import explain
 from vnode.errors import (
     BatchError,
     CouplingError,
+    MemoryLimitError,
     PlacementError,
     ProfileError,
     UnsupportedPrimitiveError,
     VnodeError,
 )
+from vnode.fitting import Fit, fit
 from vnode.placement import Placement
 from vnode.plan.balance import Balance, balance
 from vnode.plan.measure import profile
@@ -20,10 +23,13 @@ from vnode.plan.profiles import Measurement, Profile, Profiles
 from vnode.transform import VirtualStep, virtualize
 
 __all__ = [
+    "AutoStep",
     "Balance",
     "BatchError",
     "CouplingError",
+    "Fit",
     "Measurement",
+    "MemoryLimitError",
     "Placement",
     "PlacementError",
     "Profile",
@@ -34,6 +40,7 @@ __all__ = [
     "VnodeError",
     "balance",
     "explain",
+    "fit",
     "operators",
     "profile",
     "virtualize",

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vnode.auto import AutoStep
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.layout import Layout
 from vnode.placement import Placement
@@ -216,6 +217,11 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
     """
     if isinstance(step, types.MethodType):  # a step defined in a class
         step, args = step.__func__, (step.__self__, *args)
+    searched: tuple[str, ...] = ()
+    if isinstance(step, AutoStep):
+        # In this order: asking for the step is what searches.
+        chosen = step.chosen(*args, **kwargs)
+        step, searched = chosen, step.searched
     if not (hasattr(step, "reports") and hasattr(step, "layout")):
         raise VnodeError(
             layout_message(
@@ -224,7 +230,7 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
             )
         )
     places = [step.placement, *([] if devices is None else places_of(step, devices))]
-    reports = step.reports(places, args, kwargs)
+    reports = [report.found_by(searched) for report in step.reports(places, args, kwargs)]
     if compile:
         reports = [
             dataclasses.replace(report, temporary=temporary(step, place, args, kwargs))

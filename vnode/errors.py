@@ -51,6 +51,10 @@ class DeviceLost(VnodeError):
         super().__init__(message or f"lost {', '.join(map(str, self.devices)) or 'an unknown device'}")
 
 
+class MemoryLimitError(VnodeError):
+    """No number of virtual nodes fits in a device's memory, or nothing says how much that is."""
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

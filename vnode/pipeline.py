@@ -44,8 +44,13 @@ class Options:
     coupling: str | Mapping[str, str]
     recompute_budget: float
     reduction: str
-    lane: int
+    lanes: int | None
     accumulate_dtype: Any
+
+    @property
+    def lane(self) -> int:
+        """Consecutive nodes that are added one after another."""
+        return -(-self.virtual_nodes // (self.lanes or self.virtual_nodes))
 
     def mode(self, eqn: JaxprEqn) -> str:
         """The coupling mode of an equation, by its name stack."""

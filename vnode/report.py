@@ -95,6 +95,7 @@ class Report(Drawn):
       exceptions: from which the promise of an invariant reduction does not hold.
       buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
       temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
+      search: how the number of nodes was found, if it was; a line each.
     """
 
     name: str
@@ -116,6 +117,7 @@ class Report(Drawn):
     exceptions: tuple[str, ...]
     buffers: int = 0
     temporary: int | None = None
+    search: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         counts = self.placement.counts
@@ -130,6 +132,7 @@ class Report(Drawn):
             f"  reduction     {self.reduction}",
             *(f"                but {exception}" for exception in self.exceptions),
         ]
+        lines += [f"  {'' if i else 'search':<14}{line}" for i, line in enumerate(self.search)]
         for p in self.passes:
             total = sum(line.bytes for line in p.accumulators)
             lines.append(
@@ -149,6 +152,10 @@ class Report(Drawn):
         return "\n".join(lines)
 
     __repr__ = __str__
+
+    def found_by(self, lines: Sequence[str]) -> Report:
+        """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
+        return dataclasses.replace(self, search=tuple(lines))
 
     @property
     def padding(self) -> int:
@@ -245,6 +252,7 @@ class Report(Drawn):
             facts.insert(
                 0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums")
             )
+        facts += [Fact("" if i else "search", line) for i, line in enumerate(self.search)]
         if self.temporary is not None:
             facts.append(Fact("temporary memory", f"{size(self.temporary)} per device", "as compiled"))
         return facts

@@ -1,6 +1,6 @@
 """`virtualize`: a callable in place of the user's step, compiled per placement.
 
-Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
+Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does; nor how a number of nodes is found.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ from jax.sharding import NamedSharding
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
+from vnode.auto import AutoStep
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.layout import Layout
+from vnode.memory import byte_count
 from vnode.moving import at_home, home, moved, settled_in, typed_sharding
 from vnode.pipeline import Analysis, Options, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, even_counts, node_count
@@ -39,7 +41,8 @@ NO_MESH = jax.sharding.AbstractMesh((), ())
 def virtualize(
     fun: Callable[..., Any] | None = None,
     *,
-    virtual_nodes: int,
+    virtual_nodes: int | str,
+    memory: int | str | None = None,
     in_axes: Any = (None, 0),
     coupling: str | Mapping[str, str] = "exact",
     recompute_budget: float = 0.25,
@@ -55,7 +58,12 @@ def virtualize(
     Args:
       fun: the step, any function of pytrees of arrays. Without it a decorator is returned.
       virtual_nodes: V, the number of slices of the batch that are computed at a time. The result depends on it only by
-        rounding, and not at all on the devices.
+        rounding, and not at all on the devices. ``"auto"``: the smallest V, hence the fewest waves, whose compiled
+        program fits in the memory of a device. It is found when the step is first called, explained or lowered, for
+        the arguments and devices of that time, and stays. So it does depend on these devices: write the number down
+        (`explain` says it) where a result is to be had again elsewhere.
+      memory: with ``"auto"``, what a device may hold: bytes, or a string such as ``"16GiB"``; by default what the
+        devices report. CPUs report nothing.
       in_axes: which dimension of each argument carries the examples, as in `jax.vmap`: an integer, None, or a pytree
         prefix, for each positional argument. Arguments beyond its end are not split; nor are keyword arguments.
       coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
@@ -69,15 +77,17 @@ def virtualize(
         number of nodes. Fewer lanes need fewer buffers, log2(lanes per device) instead of log2(nodes per device):
         the nodes of a lane are added one after another, and devices hold whole lanes.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
-      placement: where the nodes live; by default spread over all of ``jax.devices()``.
+      placement: where the nodes live; by default spread over all of ``jax.devices()``. With ``"auto"``, for the fewest
+        nodes there may be: V is a multiple of theirs, spread in the same proportions.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
       static_argnums: arguments that are compile-time constants, as in `jax.jit`.
 
     Returns:
-      A `VirtualStep`, called like `fun`.
+      A `VirtualStep`, or with ``"auto"`` an `AutoStep`, called like `fun`.
 
     Raises:
-      ValueError: an option is not one of those named above, or names an argument that the step does not have.
+      ValueError: an option is not one of those named above, or names an argument that the step does not have; or
+        `memory` is given with a fixed number of nodes.
       PlacementError: the placement is for another number of nodes.
 
     Example:
@@ -92,6 +102,7 @@ def virtualize(
         return functools.partial(
             virtualize,
             virtual_nodes=virtual_nodes,
+            memory=memory,
             in_axes=in_axes,
             coupling=coupling,
             recompute_budget=recompute_budget,
@@ -102,7 +113,11 @@ def virtualize(
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
         )
-    virtual_nodes = node_count(virtual_nodes)
+    auto = isinstance(virtual_nodes, str) and virtual_nodes == "auto"
+    nodes = 1 if auto else node_count(virtual_nodes)
+    if memory is not None and not auto:
+        raise ValueError("memory is for virtual_nodes='auto': a fixed number of nodes takes what it takes")
+    limit = None if memory is None else byte_count(memory)
     if not isinstance(coupling, str | Mapping):
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     modes = [coupling] if isinstance(coupling, str) else list(coupling.values())
@@ -125,15 +140,18 @@ def virtualize(
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(
-        virtual_nodes,
+        nodes,
         coupling if isinstance(coupling, str) else dict(coupling),
         recompute_budget,
         reduction,
-        -(-virtual_nodes // lane_count(lanes, virtual_nodes)),
+        lane_count(lanes, None if auto else nodes),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
     static = argument_numbers("static_argnums", static_argnums, fun)
+    if auto:
+        pattern = VirtualStep(fun, options, None, in_axes, donated, static)
+        return AutoStep(pattern, placement, limit)
     return VirtualStep(fun, options, placement, in_axes, donated, static)
 
 
@@ -221,6 +239,30 @@ class VirtualStep:
             members[placement] = sibling
         return members[placement]
 
+    def with_nodes(self, virtual_nodes: int, template: Placement) -> VirtualStep:
+        """The same step on another number of nodes, which is another program with another result, by rounding.
+
+        Args:
+          virtual_nodes: V.
+          template: the devices, and in which proportions they hold nodes.
+
+        Returns:
+          A `VirtualStep` that knows nothing of this one.
+        """
+        options = dataclasses.replace(self._options, virtual_nodes=virtual_nodes)
+        if template.even:
+            counts = even_counts(virtual_nodes, template.size, options.lane)
+        else:
+            bounds = [virtual_nodes * start // template.virtual_nodes for start in template.starts]
+            counts = [stop - start for start, stop in zip(bounds, [*bounds[1:], virtual_nodes], strict=True)]
+        placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
+        return VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
+
+    @property
+    def least_nodes(self) -> int:
+        """The fewest nodes that it can have: one for each lane."""
+        return self._options.lanes or 1
+
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
 
@@ -261,14 +303,25 @@ class VirtualStep:
                 )
             args, kwargs = self._family.last
         args, kwargs = described((args, kwargs))
-        compilers = {step.placement: functools.partial(step._compile, args, kwargs) for step in steps}
+        compilers = {step.placement: functools.partial(step.compile_moved, *args, **kwargs) for step in steps}
         preparation = Preparation(compilers)
         for step in steps:
             step._preparation = preparation
         return preparation
 
-    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def compile_moved(self, *args: Any, **kwargs: Any) -> Any:
+        """Compiles the step as it will be called; a call with such arguments then finds the program.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; those that live elsewhere will have been
+            moved.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          The program, of which `memory_analysis` can be asked.
+        """
         self._prepared.append(self.lower_moved(*args, **kwargs).compile())
+        return self._prepared[-1]
 
     def lower_moved(self, *args: Any, **kwargs: Any) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been moved here."""
@@ -549,6 +602,14 @@ class VirtualStep:
             and any(axis == name or (isinstance(name, tuple) and axis in name) for name in sharding.spec)
         )
 
+    def batch(self, *args: Any, **kwargs: Any) -> int:
+        """Examples that the arguments of a call carry (arrays or `jax.ShapeDtypeStruct`s).
+
+        Raises:
+          BatchError: they carry none, or disagree.
+        """
+        return self._flatten(*self._split(args, kwargs), Returned())[-1]
+
     def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._analyse(args, kwargs).schedule
@@ -628,16 +689,18 @@ def leading(leaf: Any, axis: int, stop: int) -> Any:
     return leaf[(slice(None),) * (axis % len(leaf.shape)) + (slice(stop),)]
 
 
-def lane_count(lanes: Any, virtual_nodes: int) -> int:
-    """How many lanes there are.
+def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:
+    """How many lanes there are; None: as many as nodes.
 
     Raises:
-      ValueError: not between one and the number of nodes.
+      ValueError: not between one and the number of nodes, if that is known.
     """
     if lanes is None:
-        return virtual_nodes
-    if isinstance(lanes, bool) or not isinstance(lanes, int | np.integer) or not 1 <= lanes <= virtual_nodes:
-        raise ValueError(f"lanes must be an integer from 1 to virtual_nodes={virtual_nodes}, not {lanes!r}")
+        return None
+    whole = isinstance(lanes, int | np.integer) and not isinstance(lanes, bool)
+    if not whole or not 1 <= lanes <= (virtual_nodes or lanes):
+        most = "on" if virtual_nodes is None else f"to virtual_nodes={virtual_nodes}"
+        raise ValueError(f"lanes must be an integer from 1 {most}, not {lanes!r}")
     return int(lanes)
 
 

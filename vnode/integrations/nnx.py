@@ -12,6 +12,7 @@ from typing import Any
 from flax import nnx
 from flax.nnx import extract
 
+from vnode.auto import AutoStep
 from vnode.layout import Layout
 from vnode.placement import Placement
 from vnode.preparation import Preparation
@@ -23,7 +24,7 @@ from vnode.transform import virtualize as virtualize_pure
 class ObjectStep:
     """A virtualized nnx step; made by `virtualize`. Called like the step, it updates the objects in place."""
 
-    def __init__(self, step: VirtualStep, tag: object) -> None:
+    def __init__(self, step: VirtualStep | AutoStep, tag: object) -> None:
         functools.update_wrapper(self, step)
         self._step = step
         self._tag = tag
@@ -50,11 +51,11 @@ class ObjectStep:
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step; see `VirtualStep.explain`."""
-        return self._inspect(self._step.explain, args, kwargs)
+        return self.inspect(self._step.explain, args, kwargs)
 
     def reports(self, places: Sequence[Placement | Layout], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What `explain` says for several placements; see `VirtualStep.reports`."""
-        return self._inspect(lambda *a, **k: self._step.reports(places, a, k), tuple(args), dict(kwargs))
+        return self.inspect(lambda *a, **k: self._step.reports(places, a, k), tuple(args), dict(kwargs))
 
     def layout(self, devices: int) -> Layout:
         """How nodes would be spread; see `VirtualStep.layout`."""
@@ -62,11 +63,11 @@ class ObjectStep:
 
     def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """Temporary memory as compiled; see `VirtualStep.temporary`."""
-        return self._inspect(lambda *a, **k: self._step.temporary(a, k), tuple(args), dict(kwargs))
+        return self.inspect(lambda *a, **k: self._step.temporary(a, k), tuple(args), dict(kwargs))
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it; see `VirtualStep.lower`."""
-        return self._inspect(self._step.lower, args, kwargs)
+        return self.inspect(self._step.lower, args, kwargs)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements; it is traced at once, and compiled in a background thread.
@@ -82,12 +83,19 @@ class ObjectStep:
         steps = [self.on(entry) for entry in placements]
 
         def compiler(step: ObjectStep) -> Callable[[], Any]:
-            lowered = self._inspect(step._step.lower_moved, args, kwargs)
+            lowered = self.inspect(step._step.lower_moved, args, kwargs)
             return lambda: step._prepared.append(lowered.compile())
 
-        return Preparation({step.placement: compiler(step) for step in steps})
+        compilers = [compiler(step) for step in steps]  # which chooses a number of nodes, where there is none
+        return Preparation({step.placement: compile for step, compile in zip(steps, compilers, strict=True)})
 
-    def _inspect(self, look: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    @property
+    def pure(self) -> VirtualStep | AutoStep:
+        """The step on pytrees of arrays."""
+        return self._step
+
+    def inspect(self, look: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """Calls a function with what the step's arguments are as pytrees of arrays; the objects stay as they are."""
         args, kwargs = nnx.clone((args, kwargs))
         with nnx.update_context(self._tag):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)

@@ -1,0 +1,222 @@
+"""A step whose number of virtual nodes is found at its first call.
+
+Knows calls, placements, and whom to ask for a number. Must not know how a step is compiled, or how the search goes.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from vnode.arguments import is_array
+from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
+from vnode.memory import device_memory
+from vnode.moving import at_home
+from vnode.placement import Placement
+from vnode.preparation import Preparation
+from vnode.report import Report
+from vnode.search import Search, search
+
+REMEDIES = (
+    "give activations away: jax.checkpoint (remat) around the layers",
+    "donate the state, donate_argnums=0, so that it is there once",
+    'fewer buffers for sums over nodes: lanes=number of devices, or reduction="fast"',
+    "shard the state over the devices (ZeRO), or over another axis of a mesh",
+    "more devices: each then holds fewer examples, and fewer sums over nodes",
+)
+
+
+class Choice:
+    """What the members of a family, one for each set of devices, have in common: the number, once it is found.
+
+    Attributes:
+      search: how it was found.
+      step: the step on that number of nodes.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.search: Search | None = None
+        self.step: Any = None
+
+
+class AutoStep:
+    """A step that chooses its number of virtual nodes; made by ``virtualize(..., virtual_nodes="auto")``.
+
+    The first call, `explain`, `lower` or `prepare` with arguments chooses: it compiles the step for a few numbers of
+    nodes and takes the smallest whose program fits in a device's memory; nothing runs on the devices. From then on it
+    is the `VirtualStep` on that number, on whatever devices.
+
+    Attributes:
+      pattern: the step, to be asked for itself on a number of nodes.
+    """
+
+    def __init__(
+        self, pattern: Any, template: Placement | None, memory: int | None, choice: Choice | None = None
+    ) -> None:
+        functools.update_wrapper(self, pattern.__wrapped__)
+        self.pattern = pattern
+        self._template = template
+        self._memory = memory
+        self._choice = choice or Choice()
+        self._step: Any = None
+
+    @property
+    def template(self) -> Placement:
+        """The devices, and how many nodes each has in one wave; there is one before V is chosen."""
+        if self._template is None:
+            self._template = Placement(len(jax.devices()))
+        return self._template
+
+    @property
+    def search(self) -> Search | None:
+        """How V was found; None before it is."""
+        return self._choice.search
+
+    @property
+    def searched(self) -> tuple[str, ...]:
+        """The search in lines; none before V is chosen."""
+        return () if self.search is None else (self.search.verdict, *self.search.lines)
+
+    @property
+    def placement(self) -> Placement:
+        """Where the nodes live.
+
+        Raises:
+          PlacementError: V is not chosen yet.
+        """
+        return self._known("placement").placement
+
+    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> Any:
+        """The same step on other devices; the number of nodes stays, once it is chosen.
+
+        Args:
+          devices: as for `VirtualStep.on`. Before V is chosen, a `Placement` is for the fewest nodes there may be.
+          counts: nodes on each device; before V is chosen, their proportions.
+
+        Returns:
+          A `VirtualStep`, or an `AutoStep` before V is chosen. Whichever of these is called first chooses for all.
+        """
+        if self._choice.step is not None:
+            return self._chosen().on(devices, counts=counts)
+        if isinstance(devices, Placement):
+            if counts is not None:
+                raise PlacementError("a Placement has counts of its own: give counts with devices only")
+            template = devices
+        elif isinstance(devices, jax.sharding.Mesh):
+            axis = self.template.axis
+            size = sum(counts) if counts is not None else devices.shape.get(axis, 1)
+            template = Placement(size, mesh=devices, counts=counts, axis=axis)
+        else:
+            devices = list(devices)
+            size = sum(counts) if counts is not None else max(len(devices), 1)
+            template = Placement(size, devices, counts=counts, axis=self.template.axis)
+        return AutoStep(self.pattern, template, self._memory, self._choice)
+
+    def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """Compiles the step for other placements in the background; see `VirtualStep.prepare`. Chooses V at once.
+
+        Raises:
+          BatchError: no arguments are given, and V is not chosen yet.
+        """
+        if self._choice.step is None and not args and not kwargs:
+            raise BatchError(
+                "the number of virtual nodes is not chosen yet: call the step once before, or give arguments, "
+                "arrays or jax.ShapeDtypeStructs: step.prepare(placements, state, batch)"
+            )
+        return self._chosen(args, kwargs).prepare(placements, *args, **kwargs)
+
+    def put(self, tree: Any) -> Any:
+        """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
+        return jax.tree.map(lambda leaf: at_home(leaf, self.template) if is_array(leaf) else leaf, tree)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A step defined in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        step = self._step
+        return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Says what becomes of the step, and how the number of nodes was found; see `VirtualStep.explain`."""
+        step = self.chosen(*args, **kwargs)
+        return step.explain(*args, **kwargs).found_by(self.searched)
+
+    def chosen(self, *args: Any, **kwargs: Any) -> Any:
+        """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
+        return self._chosen(args, kwargs)
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the step without running it; see `VirtualStep.lower`."""
+        return self._chosen(args, kwargs).lower(*args, **kwargs)
+
+    def lower_moved(self, *args: Any, **kwargs: Any) -> Any:
+        """As `lower`, for arguments that live elsewhere and will have been moved here."""
+        return self._chosen(args, kwargs).lower_moved(*args, **kwargs)
+
+    def analyse(self, *args: Any, **kwargs: Any) -> Any:
+        """The schedule of the step; see `VirtualStep.analyse`."""
+        return self._chosen(args, kwargs).analyse(*args, **kwargs)
+
+    def _known(self, what: str) -> Any:
+        if self._choice.step is None:
+            raise PlacementError(
+                layout_message(
+                    f"the step has no {what} yet: its number of virtual nodes is chosen by the first call.",
+                    remedies=[
+                        "call it before, or step.explain(...) or step.lower(...) with shapes of its arguments",
+                        "step.put(state) and step.on(devices) work already",
+                    ],
+                )
+            )
+        return self._chosen()
+
+    def _chosen(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """The step on the number of nodes that is chosen, on these devices; chooses where none is."""
+        if self._step is not None:
+            return self._step
+        choice = self._choice
+        with choice.lock:  # two threads must not choose two numbers
+            if choice.step is None:
+                shapes, named = jax.tree.map(shape_of_tracer, (args, kwargs or {}))
+                found, step = search(self.pattern, self.template, self._limit(), shapes, named)
+                if step is None:
+                    raise MemoryLimitError(
+                        layout_message(
+                            f"{found.verdict}.",
+                            facts=found.lines,
+                            remedies=REMEDIES,
+                        )
+                    )
+                choice.search, choice.step = found, step
+        nodes = choice.step.placement.virtual_nodes
+        self._step = choice.step.on(self.pattern.with_nodes(nodes, self.template).placement)
+        return self._step
+
+    def _limit(self) -> int:
+        if self._memory is not None:
+            return self._memory
+        devices = self.template.devices
+        if len({device.process_index for device in devices}) > 1:
+            raise MemoryLimitError(
+                layout_message(
+                    "the processes might choose different numbers of virtual nodes.",
+                    facts=["each knows only what its own devices report"],
+                    remedies=["give all of them the same limit: memory='16GiB'"],
+                )
+            )
+        return device_memory(devices)
+
+
+def shape_of_tracer(leaf: Any) -> Any:
+    """What a value within `jax.jit` will be; others stay."""
+    if not isinstance(leaf, jax.core.Tracer):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

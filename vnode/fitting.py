@@ -1,0 +1,197 @@
+"""Which numbers of virtual nodes fit in the memory of devices that are not there.
+
+Knows topologies and limits. Must not know how a step is compiled, or how the search goes.
+
+The TPU compiler runs on machines without a TPU: `jax.experimental.topologies` describes devices to compile for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode.auto import AutoStep
+from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.memory import byte_count, device_memory
+from vnode.placement import Placement
+from vnode.search import Search, Trial, search, trial
+
+TOPOLOGIES = ("v3:2x2", "v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
+"""Eight devices of each kind of TPU."""
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What libtpu reads when it starts: which machine this is, instead of asking a metadata server, and that several
+processes may compile. Set on machines without a TPU only, and only what is not set."""
+
+
+@dataclasses.dataclass(frozen=True)
+class KindFit:
+    """What fits on one kind of device.
+
+    Attributes:
+      name: of the topology.
+      kind: of its devices, as jax calls it.
+      devices: how many there are.
+      search: for the smallest number of nodes.
+      given: the step's own number of nodes, if it has one.
+    """
+
+    name: str
+    kind: str
+    devices: int
+    search: Search
+    given: Trial | None
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.devices} x {self.kind}: {self.search.verdict}"]
+        if self.given is not None:
+            lines[0] += f"; the step's own {self.given.virtual_nodes} " + ("fit" if self.given.fits else "are too much")
+        return "\n".join([*lines, *("  " + line for line in self.search.lines)])
+
+
+class Fit(Mapping[str, KindFit]):
+    """What `fit` found, by topology; `str` of it is a table."""
+
+    def __init__(self, entries: Sequence[KindFit]) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> KindFit:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def smallest(self) -> dict[str, int | None]:
+        """The smallest V that fits, by topology; None where none does."""
+        return {name: entry.search.chosen for name, entry in self._entries.items()}
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self._entries.values()))
+
+    __repr__ = __str__
+
+
+def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:
+    """Says which numbers of virtual nodes fit in the memory of devices, by compiling for them; nothing is run.
+
+    Args:
+      step: what `virtualize` returned. Where it has a number of nodes already, that is reported too.
+      args: a tuple of the step's arguments, arrays or `jax.ShapeDtypeStruct`s.
+      topology: the name of a TPU topology, such as ``"v5e:2x4"``, or several; by default eight devices of every kind of
+        TPU. These need the TPU compiler (the extra ``tpu-aot``), and no TPU: the environment variables with which it
+        runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices, or a `Placement`
+        on some, for the fewest nodes there may be: with a mesh of more axes, over which the state is sharded.
+      memory: what a device may hold, bytes or such as ``"16GiB"``; by default what it has.
+
+    Returns:
+      A `Fit`; print it, or ask ``fit(...).smallest``.
+
+    Raises:
+      VnodeError: the TPU compiler is not installed.
+      MemoryLimitError: `memory` is not given, and is not known of the devices.
+      PlacementError: `topology` is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, vnode
+      >>> step = vnode.virtualize(lambda w, x: w - (jnp.tanh(x) @ w).mean(), virtual_nodes=4)
+      >>> args = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((64, 3), jnp.float32)
+      >>> vnode.fit(step, args, topology=jax.devices()[:1], memory="1MiB").smallest
+      {'cpu:1': 1}
+    """
+    if not isinstance(args, tuple | list):
+        raise TypeError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
+    if hasattr(step, "inspect"):  # a step on a framework's objects, which knows what they are as arrays
+        return step.inspect(lambda *pure: fit(step.pure, pure, topology=topology, memory=memory), args, {})
+    limit = None if memory is None else byte_count(memory)
+    auto = isinstance(step, AutoStep)
+    pattern = step.pattern if auto else step
+    axis = step.template.axis if auto else step.placement.axis
+    entries = []
+    for name, template in groups(topology, axis):
+        devices = template.devices
+        allowed = device_memory(devices) if limit is None else limit
+        found, _ = search(pattern, template, allowed, args, {})
+        given = None
+        if not auto:
+            nodes = step.placement.virtual_nodes
+            same = [t for t in found.trials if t.virtual_nodes == nodes]
+            given = (
+                same[0] if same else trial(pattern.with_nodes(nodes, template), step.batch(*args), allowed, args, {})
+            )
+        entries.append(KindFit(name, devices[0].device_kind, len(devices), found, given))
+    return Fit(entries)
+
+
+def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
+    """Names of topologies, and one node on each of their devices.
+
+    Raises:
+      PlacementError: these are no topologies.
+    """
+    if isinstance(topology, Placement):
+        return [(f"{topology.devices[0].platform}:{len(topology.devices)}", topology)]
+    if topology is None:
+        topology = TOPOLOGIES
+    if isinstance(topology, str):
+        topology = [topology]
+    entries = list(topology) if isinstance(topology, Sequence) else []
+    if entries and all(isinstance(entry, str) for entry in entries):
+        described = [(name, described_devices(name)) for name in entries]
+        return [(name, Placement(len(devices), devices, axis=axis)) for name, devices in described]
+    if entries and all(hasattr(entry, "platform") for entry in entries):
+        return [(f"{entries[0].platform}:{len(entries)}", Placement(len(entries), entries, axis=axis))]
+    raise PlacementError(
+        f"topology must be a name such as 'v5e:2x4', names, a sequence of devices or a Placement, not {topology!r}"
+    )
+
+
+def described_devices(name: str) -> list[Any]:
+    """The devices of a TPU topology. They can be compiled for and not run on.
+
+    Args:
+      name: ``"v5e:2x4"``: a kind, and the chips along each dimension.
+
+    Returns:
+      The devices. A chip of a v4 is one, as on Cloud TPU.
+
+    Raises:
+      VnodeError: the TPU compiler is not installed.
+      PlacementError: there is no such topology.
+    """
+    from jax.experimental import topologies
+
+    if importlib.util.find_spec("libtpu") is None and "TPU_LIBRARY_PATH" not in os.environ:
+        raise VnodeError(
+            layout_message(
+                f"compiling for {name} needs the TPU compiler, which is not installed.",
+                remedies=["pip install 'vnode[tpu-aot]' (x86-64 Linux only)", "give devices instead of a topology"],
+            )
+        )
+    if jax.default_backend() != "tpu":
+        for variable, value in ENVIRONMENT.items():
+            os.environ.setdefault(variable, value)
+    options = {"chip_config_name": "megacore"} if name.startswith("v4:") else {}
+    try:
+        return list(topologies.get_topology_desc(name, platform="tpu", **options).devices)
+    except jax.errors.JaxRuntimeError as error:
+        raise PlacementError(
+            layout_message(
+                f"there is no TPU topology {name!r}.",
+                facts=[str(error).splitlines()[0]],
+                remedies=[f"a kind and the chips along each dimension, such as {', '.join(TOPOLOGIES)}"],
+            )
+        ) from None
