@@ -162,7 +162,7 @@ def test_the_number_stays_and_so_do_the_bits(table: dict[int, int]) -> None:
 def test_what_would_change_elsewhere_says_how_the_number_was_found() -> None:
     answer = vnode.explain(automatic("1MiB", light), *arguments(), devices=[1, 4])
     assert [report.waves * len(report.counts) for report in answer.reports] == [2, 2, 4]
-    assert all("search" in str(report) and "1.0 MiB" in str(report) for report in answer.reports)
+    assert all("search" in str(report) and "1.00 MiB" in str(report) for report in answer.reports)
 
 
 def test_within_jit() -> None:
