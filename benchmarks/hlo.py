@@ -3,8 +3,9 @@
 This file knows the text format only: nothing of JAX, of devices, or of what is being compiled.
 """
 
+import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 COLLECTIVES = (
@@ -23,6 +24,8 @@ _CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_comp
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+_ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
+_SPACE = re.compile(r"S\(\d+\)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
 
 
@@ -62,20 +65,17 @@ class Visit:
 
     Attributes:
         instruction: The instruction.
-        loops: Trip count of each loop around it, outermost first; None where the text does not tell.
+        loops: Name and trip count of each loop around it, outermost first; None where the text does not tell.
         fused: Whether it is inside a fusion (whose estimate stands at the fusion itself).
     """
 
     instruction: Instruction
-    loops: tuple[int | None, ...]
+    loops: tuple[tuple[str, int | None], ...]
     fused: bool
 
-    def times(self, unknown: int) -> int:
-        """How often it runs, with `unknown` for loops of unknown length."""
-        product = 1
-        for trips in self.loops:
-            product *= unknown if trips is None else trips
-        return product
+    def times(self, turns: Mapping[str, float]) -> float:
+        """How often it runs, given the turns of loops whose length the text does not tell, by name; else one."""
+        return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Module:
         """Every instruction reachable from the entry, once per call site."""
         yield from self._walk(self.entry, (), False)
 
-    def _walk(self, name: str, loops: tuple[int | None, ...], fused: bool) -> Iterator[Visit]:
+    def _walk(self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool) -> Iterator[Visit]:
         for instruction in self.computations[name]:
             yield Visit(instruction, loops, fused)
             if instruction.opcode.endswith(("-done", "-update")):
@@ -99,7 +99,7 @@ class Module:
                     continue  # the scalar function of a reduction
                 inner = loops
                 if role == "body":
-                    inner = (*loops, self._trips(instruction))
+                    inner = (*loops, (instruction.name, self._trips(instruction)))
                 elif role == "condition":
                     continue
                 for called in names:
@@ -158,16 +158,61 @@ def collectives(module: Module) -> list[Collective]:
     return found
 
 
-def cycles(module: Module, unknown_trips: int, in_loops: bool = False) -> int:
+def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
     """The compiler's estimated cycles, each instruction as often as its loops run.
 
     Args:
         module: The module.
-        unknown_trips: How often a loop runs whose length the text does not tell.
+        turns: How often loops run whose length the text does not tell, by name.
         in_loops: Count only what is in a loop.
     """
     counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
-    return sum(v.instruction.cycles * v.times(unknown_trips) for v in counted)
+    return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
+
+
+def turns_of_trees(module: Module, nodes: int, devices: int) -> dict[str, float]:
+    """How often the loops of run-time length run that add in the order of a tree.
+
+    The loop that multiplies matrices takes the nodes of a device, one after another; another one with a loop in it
+    takes a block of every device; one without copies its value, in one turn. Of n turns in which blocks are put on a
+    stack, the loop in them joins n - 1.
+
+    Args:
+        module: The module.
+        nodes: Nodes of a device.
+        devices: How many there are.
+    """
+    found: dict[str, float] = {}
+    for visit in module.walk():
+        loop = visit.instruction
+        if loop.opcode != "while" or module._trips(loop) is not None:
+            continue
+        around = [name for name, _ in visit.loops if name in found]
+        if around:
+            found[loop.name] = (found[around[-1]] - 1) / found[around[-1]]
+            continue
+        (body,) = loop.called()["body"]
+        inside = {v.instruction.opcode for v in Module(body, module.computations).walk()}
+        multiplies = bool(inside & {"convolution", "dot"})
+        found[loop.name] = nodes if multiplies else devices if "while" in inside else 1
+    return found
+
+
+def canonical(module: Module, name: str) -> str:
+    """The text of a computation without names and layouts' memory spaces; what it calls stands in its place."""
+    numbers: dict[str, str] = {}
+    lines = []
+
+    def known(match: re.Match[str]) -> str:
+        called = match[1]
+        return f"<{canonical(module, called)}>" if called in module.computations else numbers.get(called, called)
+
+    for instruction in module.computations[name]:
+        numbers[instruction.name] = f"v{len(numbers)}"
+        rest = re.sub(r"%([\w.\-]+)", known, _ATTRIBUTES.sub("", instruction.rest))
+        kind = _SPACE.sub("", instruction.type)
+        lines.append(f"{numbers[instruction.name]} = {kind} {instruction.opcode}({rest}")
+    return "\n".join(lines)
 
 
 def loops(module: Module) -> list[int | None]:

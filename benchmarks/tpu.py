@@ -70,23 +70,25 @@ def topology(name: str) -> list[Any]:
     return topologies.get_topology_desc(name, platform="tpu").devices
 
 
-def figures(compiled: Any, unknown_trips: int = 1) -> Figures:
+def figures(compiled: Any, nodes: int = 1, devices: int = 1) -> Figures:
     """Reads a compiled step.
 
     Args:
         compiled: The result of `lowered.compile()`.
-        unknown_trips: Turns of a loop whose length is a run-time value (nodes per device, say).
+        nodes: Nodes of a device, and
+        devices: how many there are: the turns of loops whose length is a run-time value.
     """
     from benchmarks import hlo
 
     module = hlo.parse(compiled.as_text())
     found = hlo.collectives(module)
+    turns = hlo.turns_of_trees(module, nodes, devices)
     memory = compiled.memory_analysis()
     return Figures(
         temp_bytes=memory.temp_size_in_bytes,
         argument_bytes=memory.argument_size_in_bytes,
-        cycles=hlo.cycles(module, unknown_trips),
-        loop_cycles=hlo.cycles(module, unknown_trips, in_loops=True),
+        cycles=hlo.cycles(module, turns),
+        loop_cycles=hlo.cycles(module, turns, in_loops=True),
         inside=sum(c.inside for c in found),
         outside=sum(not c.inside for c in found),
         inside_bytes=sum(c.bytes for c in found if c.inside),
@@ -114,7 +116,7 @@ def compile_contender(make: Callable, model: Any, name: str, nodes_per_device: i
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    measured = dataclasses.asdict(figures(compiled, nodes_per_device))
+    measured = dataclasses.asdict(figures(compiled, nodes_per_device, len(devices)))
     measured["cycles"] *= len(pieces)
     return {
         "topology": name,

@@ -7,6 +7,7 @@ The reference is arithmetic: the gradient of every parameter crosses the devices
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,67 @@ def test_reduces_across_devices_once_and_outside_the_loop(topology, devices):
 def test_a_collective_in_the_loop_would_be_seen():
     found = compile_for("v5e:2x4", contenders.MICROBATCH, layers=1)
     assert found["inside"] > 0
+
+
+SAME_PROGRAM = """
+import json, sys
+import jax, jax.numpy as jnp
+import vnode
+from benchmarks import hlo, tpu
+
+def step(w, x):
+    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]))(w)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
+shapes = {"a": (128, 256), "b": (256, 8)}
+w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+devices = tpu.topology("v5e:2x4")
+for count in (1, 2, 4, 8):
+    placed = vnode.virtualize(step, virtual_nodes=8).on(devices[:count])
+    text = placed.lower(w, jax.ShapeDtypeStruct((64, 128), jnp.float32)).compile().as_text()
+    module = hlo.parse(text)
+    (body,) = [
+        name
+        for visit in module.walk()
+        if visit.instruction.opcode == "while" and not visit.loops
+        for name in visit.instruction.called()["body"]
+        if any(i.instruction.opcode == "convolution" for i in hlo.Module(name, module.computations).walk())
+    ]
+    inner = [i.called()["body"][0] for i in module.computations[body] if i.opcode == "while"]
+    fused = lambda name: [
+        hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
+    ]
+    print(json.dumps({"devices": count, "node": fused(body), "joins": [f for name in inner for f in fused(name)]}))
+"""
+
+
+def test_a_node_is_the_same_program_whatever_the_number_of_devices():
+    """All arithmetic of a node, and of adding two blocks of the tree; only buffers differ in size."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert [row["devices"] for row in found] == [1, 2, 4, 8]
+    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|bitcast|copy|constant|parameter)\(")
+
+    def arithmetic(fusions: list[str]) -> list[str]:
+        return sorted(text for text in fusions if any(not moving.search(line) for line in text.splitlines()))
+
+    nodes = [arithmetic(row["node"]) for row in found]
+    assert any("convolution" in text for text in nodes[0])
+    assert any("tanh" in text for text in nodes[0])
+    assert nodes == [nodes[0]] * 4
+    # A device that holds one node joins nothing by itself. Else: the block from the stack, which is the left one, plus
+    # the one that comes, which the loop carries.
+    assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 2, 0]
+    for text in [text for row in found for text in arithmetic(row["joins"])]:
+        lines = dict(line.split(" = ", 1) for line in text.splitlines())
+        *_, total = lines.values()
+        left, right = re.findall(r" add\((v\d+), (v\d+)\)$", total)[0]
+        assert re.search(r"(dynamic-slice|bitcast)\(", lines[left])
+        assert lines[right].endswith("parameter(0)")
