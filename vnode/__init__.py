@@ -20,7 +20,8 @@ from vnode.placement import Placement
 from vnode.plan.balance import Balance, balance
 from vnode.plan.measure import profile
 from vnode.plan.profiles import Measurement, Profile, Profiles
-from vnode.transform import VirtualStep, virtualize
+from vnode.step import VirtualStep
+from vnode.transform import virtualize
 
 __all__ = [
     "AutoStep",

@@ -17,7 +17,7 @@ from vnode.layout import Layout
 from vnode.placement import Placement
 from vnode.preparation import Preparation
 from vnode.report import Report
-from vnode.transform import VirtualStep
+from vnode.step import VirtualStep
 from vnode.transform import virtualize as virtualize_pure
 
 

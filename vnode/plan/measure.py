@@ -27,7 +27,7 @@ from vnode.errors import ProfileError, layout_message
 from vnode.placement import Placement
 from vnode.plan.kinds import by_kind
 from vnode.plan.profiles import Measurement, Profile, Profiles, Signature, different
-from vnode.transform import VirtualStep
+from vnode.step import VirtualStep
 
 
 def profile(
