@@ -66,7 +66,7 @@ class Placement(Drawn):
     ) -> None:
         virtual_nodes = node_count(virtual_nodes)
         if sum(given is not None for given in (devices, mesh, groups)) > 1:
-            raise PlacementError("give one of devices, a mesh, or groups: each says which devices there are")
+            raise PlacementError("give either devices or a mesh, or else groups: each says which devices there are")
         divided: list[list[Any]] = []
         if mesh is not None:
             if axis not in mesh.axis_names:
