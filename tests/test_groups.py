@@ -109,6 +109,36 @@ def test_a_state_that_comes_back_is_in_place() -> None:
     assert number not in program._replicas._copies  # kept no longer than the state
 
 
+def test_kinds_that_may_differ_in_bits_take_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each step they are given a copy of it, and what they made of it themselves is not kept."""
+    monkeypatch.setattr(vnode.Placement, "kinds", property(lambda placement: f"kind {placement.first}"))
+    step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None))
+    there, w = normal(3), normal(3)
+    for i in range(3):
+        w, _ = step.on(jax.devices()[:1])(w, normal(21 + i, 3), 1.0)
+        there, _ = step.on(grouped([1, 2]))(there, normal(21 + i, 3), 1.0)
+    assert digest(there) == digest(w)
+    programs = [program for program, _ in step.on(grouped([1, 2]))._group_programs.values()]
+    assert len(programs) == 3  # one for each size of the batch
+    assert not any(program._replicas._copies for program in programs)
+
+
+def test_a_cpu_beside_an_accelerator() -> None:
+    accelerators = [device for device in jax.devices() if device.platform != "cpu"]
+    if not accelerators:
+        pytest.skip("there is no accelerator")
+    devices = [accelerators[0], jax.devices("cpu")[0]]
+    step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None)).on(devices, counts=[6, 2])
+    assert [group.nodes for group in step.placement.groups] == [6, 2]
+    w, x = normal(3), normal(21, 3)
+    for _ in range(3):
+        got, metrics = step(w, x, 1.0)
+        want, expected = masked(w, x, jnp.float32(1))
+        for a, b in zip(jax.tree.leaves((got, metrics)), jax.tree.leaves((want, expected)), strict=True):
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-5)
+        w = got
+
+
 def test_reduction_in_any_order() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None), reduction="fast")
     got = step.on(grouped([2, 3]))(normal(3), normal(21, 3), 1.0)
