@@ -177,6 +177,7 @@ def test_memory_moves_nodes_to_slower_devices() -> None:
     profiles = Profiles((made("fast", 1, 1, 0, 0, needs=10), made("slow", 1, 5, 0, 0, needs=10)))
     assert vnode.balance(profiles, 6).counts == {"fast": (5,), "slow": (1,)}
     assert vnode.balance(profiles, 6, memory={"fast": 39}).counts == {"fast": (3,), "slow": (3,)}
+    assert vnode.balance(profiles, 6, memory={"fast": "39B"}).counts == {"fast": (3,), "slow": (3,)}
     found = vnode.balance(profiles, 6, memory=30)
     assert found.gain is None and not found.single
     with pytest.raises(vnode.PlacementError, match=r"7 virtual nodes.*\n.*fast: 1 devices hold 3 nodes"):
@@ -299,9 +300,7 @@ def test_the_memory_is_the_compilers(measured: tuple[Any, Profiles, Path]) -> No
     w, batch = arguments()
     stats = step.on(jax.devices()[1:3]).lower(step.on(jax.devices()[1:3]).put(w), batch).compile().memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    assert (
-        profiles["two"].measurements[-1].bytes == held - stats.alias_size_in_bytes + stats.generated_code_size_in_bytes
-    )
+    assert profiles["two"].measurements[-1].bytes == held - stats.alias_size_in_bytes
 
 
 def test_a_file_is_used_again(measured: tuple[Any, Profiles, Path]) -> None:

@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import PlacementError, ProfileError, layout_message
+from vnode.memory import byte_count
 from vnode.placement import Placement, even_counts, node_count
 from vnode.plan.kinds import by_kind
 from vnode.plan.profiles import Profile, Profiles
@@ -155,7 +156,9 @@ class Balance:
         return "\n".join(lines)
 
 
-def balance(profiles: Profiles, virtual_nodes: int, *, memory: int | Mapping[str, int] | None = None) -> Balance:
+def balance(
+    profiles: Profiles, virtual_nodes: int, *, memory: int | str | Mapping[str, int | str] | None = None
+) -> Balance:
     """Finds the placement with the shortest predicted step, among all that fit into memory.
 
     Devices that make a step slower are left out, and the result says so: a device is worth having only if it takes
@@ -164,7 +167,7 @@ def balance(profiles: Profiles, virtual_nodes: int, *, memory: int | Mapping[str
     Args:
       profiles: measured by `vnode.profile`, for nodes of the size that they will have.
       virtual_nodes: V.
-      memory: bytes of a device, of each or of each kind; by default the profiles'.
+      memory: bytes of a device, or a string such as ``"16GiB"``, of each or of each kind; by default the profiles'.
 
     Returns:
       The placement, its predicted time, and what it was compared with.
@@ -325,14 +328,14 @@ def choices(low: Sequence[int], high: Sequence[int]) -> Iterator[tuple[int, ...]
     return itertools.product(*(range(b, a - 1, -1) for a, b in zip(low, high, strict=True)))
 
 
-def capacity(profile: Profile, virtual_nodes: int, memory: int | Mapping[str, int] | None) -> int:
+def capacity(profile: Profile, virtual_nodes: int, memory: int | str | Mapping[str, int | str] | None) -> int:
     """How many nodes a device of a kind holds, at most all.
 
     Raises:
       ProfileError: it has a limit, and nobody knows what a node needs.
     """
     most = memory.get(profile.kind, profile.memory) if isinstance(memory, Mapping) else memory
-    most = profile.memory if most is None else most
+    most = profile.memory if most is None else byte_count(most) if isinstance(most, str) else most
     if most is None:
         return virtual_nodes
     if isinstance(most, bool) or not isinstance(most, numbers.Real) or most <= 0:

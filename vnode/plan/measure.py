@@ -23,7 +23,8 @@ from typing import Any
 
 import jax
 
-from vnode.errors import ProfileError, layout_message
+from vnode.errors import MemoryLimitError, ProfileError, layout_message
+from vnode.memory import byte_count, program_memory, reported
 from vnode.placement import Placement
 from vnode.plan.kinds import by_kind
 from vnode.plan.profiles import Measurement, Profile, Profiles, Signature, different
@@ -37,7 +38,7 @@ def profile(
     *,
     nodes: Sequence[int] | None = (2, 4, 8),
     steps: int = 3,
-    memory: int | Mapping[str, int] | None = None,
+    memory: int | str | Mapping[str, int | str] | None = None,
     mixed: bool = True,
     path: str | os.PathLike[str] | None = None,
 ) -> Profiles:
@@ -55,7 +56,8 @@ def profile(
       nodes: on a device. None leaves the step as it is, for steps that only take a batch of one size: it is measured
         on 1, 2, 4 ... devices, as far as they are there.
       steps: timed, for each number of nodes and devices, after one that is not.
-      memory: bytes of a device, of each or of each kind; by default what the devices say, if they do.
+      memory: bytes of a device, or a string such as ``"16GiB"``, of each or of each kind; by default what the devices
+        say, if they do.
       mixed: whether also to measure one device of every kind together.
       path: of a file. If it is there the times are read from it instead, and compared with the step; otherwise they
         are written to it.
@@ -191,19 +193,18 @@ def fewer(nodes: int, virtual_nodes: int) -> Iterator[None]:
 
 def needed(compiled: Any) -> int | None:
     """Bytes that a compiled program needs on a device; None where the compiler does not say."""
-    stats = compiled.memory_analysis()
-    if stats is None:
+    try:
+        return program_memory(compiled)
+    except MemoryLimitError:
         return None
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes + stats.temp_size_in_bytes
-    return int(held + stats.generated_code_size_in_bytes - stats.alias_size_in_bytes)
 
 
-def limit(kind: str, group: Sequence[Any], memory: int | Mapping[str, int] | None) -> int | None:
+def limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[str, int | str] | None) -> int | None:
     """Bytes of a device of a kind, the smallest of what the devices say unless the user does."""
     if memory is not None:
-        return memory.get(kind) if isinstance(memory, Mapping) else memory
-    said = [(device.memory_stats() or {}).get("bytes_limit") for device in group]
-    return min((n for n in said if n), default=None)
+        given = memory.get(kind) if isinstance(memory, Mapping) else memory
+        return None if given is None else byte_count(given)
+    return min((n for n in map(reported, group) if n), default=None)
 
 
 def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Signature:
