@@ -156,4 +156,4 @@ def test_tour(tmp_path: Path) -> None:
         assert change in said["elastic"]
     assert {value for _, value in hashes} == set(re.findall(r"SHA-256 (\w{64})", said["elastic"]))
     assert float(said["groups"].split(" differ by ")[1].split()[0]) < 1e-5
-    assert re.match(r"V = (2|4|8|16|32), the smallest that fits in the 6.00 MiB", said["auto"])
+    assert re.match(r"V = (2|4|8|16|32), the smallest that fits in the 8.00 MiB", said["auto"])
