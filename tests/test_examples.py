@@ -3,21 +3,23 @@
 Knows their command lines and what they print. Must not know how they work.
 """
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 
 ROOT = Path(__file__).parent.parent
 
 
-def run(*command: str, cwd: Path, status: int = 0) -> str:
+def run(*command: str, cwd: Path, status: int = 0, **variables: str) -> str:
     """Runs an example as a newcomer would; its output, on a terminal that is wide enough for a table."""
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    environment |= {"COLUMNS": "120", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error"}
+    environment |= {"COLUMNS": "120", "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "error"} | variables
     finished = subprocess.run(
         [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
     )
@@ -81,3 +83,77 @@ def test_elastic(tmp_path: Path) -> None:
         assert change in output
     assert "stopped by a signal after 5 steps" in output
     assert "The hashes are equal" in output
+
+
+TOUR = ROOT / "examples" / "tour.ipynb"
+
+
+def test_the_tour_is_kept_as_text() -> None:
+    """No outputs, no traces of a machine, and a form in which a change of a line is a change of a line."""
+    text = TOUR.read_text(encoding="utf-8")
+    notebook = json.loads(text)
+    assert text == json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    nbformat.validate(notebook)
+    assert notebook["metadata"] == {
+        "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+        "language_info": {"name": "python"},
+    }
+    for cell in notebook["cells"]:
+        assert re.fullmatch(r"[a-z]+(-[a-z]+)*", cell["id"]), "an id that a person has chosen, or diffs grow"
+        assert cell["metadata"] == {}
+        assert not cell.get("outputs") and cell.get("execution_count") is None
+        assert all(line.endswith("\n") for line in cell["source"][:-1])
+        for link in re.findall(r"\]\(([^)#:]+)\)", "".join(cell["source"])):
+            assert (TOUR.parent / link).exists(), link
+
+
+EXECUTE = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], 4)
+notebook.cells.append(nbformat.v4.new_code_cell("import sys; print(sys.executable, vnode.__file__)", id="where"))
+nbclient.NotebookClient(notebook, timeout=600, kernel_name="tests").execute()
+nbformat.write(notebook, sys.argv[2])
+"""
+
+
+def test_tour(tmp_path: Path) -> None:
+    """From the first cell to the last, in a process of its own; a cell's error is the test's."""
+    kernel = tmp_path / "jupyter" / "kernels" / "tests" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    kernel.write_text(json.dumps({"argv": command, "display_name": "tests", "language": "python"}))
+    folders = dict.fromkeys(
+        ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"), str(tmp_path / "jupyter")
+    )
+    run(
+        *("-c", EXECUTE, str(TOUR), "executed.ipynb"),
+        cwd=tmp_path,
+        PYTHONPATH=os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        PYTHONWARNINGS="",  # Jupyter is not ours; what a newcomer would be warned of is on a cell's standard error
+        MPLBACKEND="module://matplotlib_inline.backend_inline",
+        **folders,
+    )
+    cells = {cell.id: cell for cell in nbformat.read(tmp_path / "executed.ipynb", 4).cells if cell.cell_type == "code"}
+    streams = {id: [o for o in cell.outputs if o.output_type == "stream"] for id, cell in cells.items()}
+    assert [(id, o.text) for id, found in streams.items() for o in found if o.name != "stdout"] == []
+    said = {id: "".join(o.text for o in found) for id, found in streams.items()}
+    drawn = {id: {kind for o in cell.outputs for kind in o.get("data", {})} for id, cell in cells.items()}
+
+    executable, package = said["where"].split()
+    assert executable == sys.executable and Path(package).is_relative_to(ROOT)
+    assert float(said["virtualize"].split(" differ by ")[1].split()[0]) < 1e-6
+    for id in ("explain", "placement", "compare", "uneven", "groups"):
+        assert "text/html" in drawn[id], id
+    report = "".join(o.data["text/html"] for o in cells["explain"].outputs)
+    assert report.count(f"In[{cells['step'].execution_count}]:") >= 3  # the lines of both gradients, and of the loss
+    for id in ("resize-plot", "memory-plot", "profile-plot"):
+        assert "image/png" in drawn[id], id
+
+    hashes = re.findall(r"(\S.*) devices: SHA-256 (\w{64})", said["hash"])
+    assert [name for name, _ in hashes] == ["8, then 3, then 5", "1", "3", "8"]
+    assert "the same bits: True" in said["uneven"]
+    for change in ("step 10: 8 -> 3 devices", "step 20: 3 -> 5 devices", "lost cpu:2, 5 -> 4 devices"):
+        assert change in said["elastic"]
+    assert {value for _, value in hashes} == set(re.findall(r"SHA-256 (\w{64})", said["elastic"]))
+    assert float(said["groups"].split(" differ by ")[1].split()[0]) < 1e-5
+    assert re.match(r"V = (2|4|8|16|32), the smallest that fits in the 8.00 MiB", said["auto"])

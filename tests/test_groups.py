@@ -31,6 +31,11 @@ def grouped(sizes: Sequence[int], counts: Sequence[int] | None = None, nodes: in
     return vnode.Placement(nodes, groups=groups, counts=counts)
 
 
+def test_a_drawing_says_how_many_groups_there_are() -> None:
+    assert ", 2 groups" in grouped([2, 1])._repr_html_()
+    assert "group" not in grouped([3])._repr_html_()
+
+
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
 

@@ -188,6 +188,7 @@ class Placement(Drawn):
     def page(self) -> Page:
         """What there is to see: the nodes by device and wave."""
         held = f"{several(self.size, 'device')} with {spread(self.counts)} each, {several(self.waves, 'wave')}"
+        held += f", {len(self.groups)} groups" if len(self.groups) > 1 else ""
         picture = Picture("", Grid.of(self.counts, self.names))
         return Page("Placement", f"{several(self.virtual_nodes, 'node')} on {held}", (picture,))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -176,13 +177,28 @@ LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(_
 
 
 def where(eqn: JaxprEqn) -> str:
-    """The user's source line of an equation, ``file:line (function)``: the innermost one outside installed packages."""
+    """The user's source line of an equation, ``file:line (function)``: the innermost one outside installed packages.
+
+    In a notebook it is ``In[3]:line (function)``, with the number of the cell.
+    """
     traceback = eqn.source_info.traceback
     for frame in traceback.frames if traceback is not None else ():
-        if not any(library in frame.file_name for library in LIBRARIES) and not frame.file_name.startswith("<"):
-            return f"{frame.file_name}:{frame.line_num} ({frame.function_name})"
+        name = cell(frame.file_name) or frame.file_name
+        if not any(library in name for library in LIBRARIES) and not name.startswith("<"):
+            return f"{name}:{frame.line_num} ({frame.function_name})"
     line = source_info_util.summarize(eqn.source_info)
     return "(inside jax)" if LIBRARIES[-1] in line else line
+
+
+def cell(file_name: str) -> str | None:
+    """What IPython calls the cell whose code it compiled under this name, ``In[3]``; None for files.
+
+    The name itself is a temporary file's that is not there, or in a terminal something in angle brackets.
+    """
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    ask = getattr(getattr(shell, "compile", None), "format_code_name", None)  # since IPython 8
+    found = ask(file_name) if ask is not None else None
+    return found and found[1]
 
 
 def scope(eqn: JaxprEqn) -> str:

@@ -16,6 +16,7 @@ from vnode.show.units import several
 GOLDEN = 137.508
 """Degrees from one device's hue to the next: neighbours differ, and no two of many are alike (the golden angle)."""
 
+# JupyterLab aligns all cells at the right, by a selector that outweighs `.vnode td`; `.vnode.vnode` outweighs that one.
 STYLE = """
 .vnode{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;color:inherit;max-width:72em;text-align:left}
 .vnode h3{font-size:1.25em;font-weight:600;margin:.2em 0 .1em}
@@ -25,13 +26,13 @@ STYLE = """
 .vnode p .note{margin-left:0}
 .vnode .scroll{overflow-x:auto}
 .vnode table{border-collapse:collapse;table-layout:auto;width:auto;margin:0;font-size:1em;border:0;background:none}
-.vnode th,.vnode td{padding:.22em .8em .22em 0;text-align:left;vertical-align:baseline;border:0;
+.vnode th,.vnode td{padding:.22em .8em .22em 0;border:0;
 background:none;font-weight:400}
 .vnode thead th{opacity:.65;border-bottom:1px solid rgba(128,128,128,.45);white-space:nowrap}
 .vnode table tbody tr:nth-child(n),.vnode table thead tr:nth-child(n){background:none;border:0}
 .vnode .rows tbody tr:nth-child(n){border-bottom:1px solid rgba(128,128,128,.18)}
 .vnode .facts th{opacity:.65;white-space:nowrap;padding-right:1.4em}
-.vnode th.right,.vnode td.right{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}
+.vnode th.right,.vnode td.right{font-variant-numeric:tabular-nums;white-space:nowrap}
 .vnode td.code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em;overflow-wrap:anywhere}
 .vnode td:not(.wide),.vnode tbody th{white-space:nowrap}
 .vnode .facts td{white-space:normal}
@@ -39,20 +40,24 @@ background:none;font-weight:400}
 .vnode td.quiet{opacity:.65}
 .vnode .grid{border-collapse:separate;border-spacing:2px}
 .vnode .grid th{padding:.1em .7em .1em 0;white-space:nowrap;font-variant-numeric:tabular-nums;border:0}
-.vnode .grid thead th{text-align:center;padding:0;font-size:.85em}
-.vnode .grid td{min-width:1.9em;padding:.16em .3em;text-align:center;border-radius:3px;
+.vnode .grid thead th{padding:0;font-size:.85em}
+.vnode .grid td{min-width:1.9em;padding:.16em .3em;border-radius:3px;
 font-variant-numeric:tabular-nums}
 .vnode .grid td.node{background:hsla(var(--hue),70%,50%,.32)}
 .vnode .grid td.padded{background:repeating-linear-gradient(135deg,hsla(var(--hue),70%,50%,.32) 0 5px,
 hsla(var(--hue),70%,50%,.12) 5px 10px)}
 .vnode .grid td.idle{box-shadow:inset 0 0 0 1px rgba(128,128,128,.35)}
-.vnode .grid td.span{text-align:left;padding:.16em .3em;min-width:24em}
+.vnode .grid td.span{padding:.16em .3em;min-width:24em}
 .vnode .bar{display:inline-block;vertical-align:middle;width:22em;height:1em;border-radius:3px;
 background:rgba(128,128,128,.16);margin-right:.7em;overflow:hidden}
 .vnode .bar i{display:block;height:100%;background:hsla(var(--hue),70%,50%,.55)}
 .vnode .share{display:inline-block;vertical-align:middle;width:5em;height:.6em;border-radius:2px;
 background:rgba(128,128,128,.18);margin-left:.6em;overflow:hidden}
 .vnode .share i{display:block;height:100%;background:hsla(210,80%,55%,.75)}
+.vnode.vnode table th,.vnode.vnode table td{text-align:left;vertical-align:baseline}
+.vnode.vnode table .right{text-align:right}
+.vnode.vnode .grid thead th,.vnode.vnode .grid td{text-align:center}
+.vnode.vnode .grid td.span{text-align:left}
 .vnode .part{border-left:2px solid rgba(128,128,128,.35);padding-left:1em;margin:1em 0}
 """
 
