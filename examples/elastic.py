@@ -114,6 +114,7 @@ def main():
     report("8, 3, 5 devices, one lost", disturbed)
 
     with tempfile.TemporaryDirectory() as folder:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs begin without one
 
         def interrupt(step):
             if step == steps // 2:

@@ -369,10 +369,16 @@ def test_copies(way: str, tmp_path: Path) -> None:
 
 @pytest.fixture
 def handler() -> Any:
-    """The handler of SIGINT before a test, which must be there again after it."""
-    before = signal.getsignal(signal.SIGINT)
-    yield before
-    assert signal.getsignal(signal.SIGINT) is before
+    """The handler of SIGINT before a test, which must be there again after it.
+
+    It is Python's own: a process that a shell has put into the background begins with the signal ignored.
+    """
+    found = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield signal.default_int_handler
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, found)
 
 
 def interrupt() -> None:

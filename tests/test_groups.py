@@ -44,7 +44,6 @@ def normal(*shape: int) -> jax.Array:
     "name",
     [
         "contrastive_clip",
-        "minibatches_in_a_scan",
         "ppo_epochs_and_minibatches",
         "views_that_are_centred_again_and_again",
         "training_on_a_batch_that_is_no_multiple",
