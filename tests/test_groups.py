@@ -166,6 +166,18 @@ def test_donated_arguments_are_given_up() -> None:
     assert w.is_deleted()
 
 
+def test_what_is_returned_as_it_is_is_not_given_up() -> None:
+    def train(state: Any, x: jax.Array) -> Any:
+        return {**state, "w": state["w"] - x.mean(0)}
+
+    step = vnode.virtualize(train, virtual_nodes=V, donate_argnums=0).on(grouped([1, 1]))
+    state = step.put({"rate": jnp.float32(0.5), "w": normal(5)})
+    for _ in range(3):
+        state = step(state, normal(16, 5))
+    assert state["rate"] == 0.5
+    assert np.isfinite(np.asarray(state["w"])).all()
+
+
 def test_what_explain_says() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None)).on(grouped([1, 2], [4, 3, 1]))
     text = str(step.explain(normal(3), normal(21, 3), 1.0))

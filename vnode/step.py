@@ -327,8 +327,9 @@ class VirtualStep:
         with jax.sharding.use_abstract_mesh(NO_MESH):
             arrays = program(leaves)
         for i in self._donate_argnums:
-            for leaf in jax.tree.leaves(args[i : i + 1]):
-                if isinstance(leaf, jax.Array) and not any(leaf is array for array in arrays):
+            start = sum(map(len, parts[:i]))
+            for k, leaf in enumerate(parts[i] if i < len(args) else ()):
+                if isinstance(leaf, jax.Array) and start + k not in program.returned:
                     leaf.delete()
         return release(returned.merge(arrays))
 

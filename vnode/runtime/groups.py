@@ -156,6 +156,9 @@ class GroupProgram:
       mode: what is asked of the emission.
       lane: as for `emit`.
       name: what compilers and profiles call the programs.
+
+    Attributes:
+      returned: which inputs are outputs as they are.
     """
 
     def __init__(self, schedule: Schedule, placement: Placement, mode: Mode, lane: int, name: str) -> None:
@@ -163,6 +166,8 @@ class GroupProgram:
         self.placement = placement
         self.groups = [group for group in placement.groups if group.nodes]
         self.mode, self.lane, self.name = mode, lane, name
+        outputs = {atom for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
+        self.returned = frozenset(i for i, var in enumerate(schedule.flow.program.inputs) if var in outputs)
         self.alike = len({group.kinds for group in self.groups}) == 1
         self._plans: dict[Schedule, Plan] = {}
         self._programs: dict[tuple[Schedule, int, int], Callable[..., list[Any]]] = {}
