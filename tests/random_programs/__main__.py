@@ -30,11 +30,20 @@ PATIENCE = 300.0
 """Seconds for one program; a hanging one is killed and reported."""
 
 
+FLAGS = {
+    "xla_force_host_platform_device_count": "3",
+    # Most of the time is compilation; it is not LLVM that is on trial.
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": "true",
+}
+"""Of XLA, unless others are given."""
+
+
 def prepare() -> None:
     """Sets what has to be set before jax is imported."""
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=3".strip()
+    given = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = " ".join([given, *(f"--{k}={v}" for k, v in FLAGS.items() if k not in given)]).strip()
     import jax
 
     jax.config.update("jax_enable_x64", True)
