@@ -73,7 +73,7 @@ def masked(w: jax.Array, x: jax.Array, scale: jax.Array) -> Any:
     return w - grad, {"value": value, "each": each, "sorted": jnp.sort(each), "max": each.max(), "n": (each > 0).sum()}
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(data=st.data())
 def test_same_bits_however_nodes_are_grouped(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=3).filter(lambda s: sum(s) <= 8))
@@ -88,7 +88,7 @@ def test_same_bits_however_nodes_are_grouped(data: st.DataObject) -> None:
 
 def test_a_state_goes_to_groups_and_back() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None))
-    places = [jax.devices()[:3], grouped([2, 1]), grouped([1, 1, 1], [5, 2, 1]), jax.devices()[:1], grouped([2, 1])]
+    places = [jax.devices()[:3], grouped([2, 1]), jax.devices()[:1], grouped([2, 1])]
     w = there = normal(3)
     for i, place in enumerate(places):
         x = normal(21 + i, 3)
