@@ -213,15 +213,15 @@ def main():
             runs[name] = train(places, state, options, data, test, lambda task=task: progress.advance(task))
 
     table = Table(title=f"{NODES} virtual nodes, batch {options.batch}, {options.steps} steps")
-    for column in ("devices", "nodes per\ndevice", "loss", "test\naccuracy", "seconds"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("SHA-256 of the\nfinal parameters", no_wrap=True)
+    for column in ("devices", "nodes on\neach", "loss", "test\naccuracy", "seconds"):
+        table.add_column(column, justify="right", no_wrap=column != "nodes on\neach")
+    table.add_column("SHA-256 of\nparameters", no_wrap=True)
     first = next(iter(runs.values()))["sha256"]
     different = [name for name, run in runs.items() if run["sha256"] != first]
     for name, run in runs.items():
         loss, accurate, seconds = f"{run['losses'][-1]:.6f}", f"{run['accuracy']:.4f}", f"{run['seconds']:.2f}"
         style = "bold red" if name in different else None
-        table.add_row(name, nodes(run["places"]), loss, accurate, seconds, run["sha256"][:16], style=style)
+        table.add_row(name, nodes(run["places"]), loss, accurate, seconds, run["sha256"][:12], style=style)
     console.print(table)
     draw(runs, options.out)
     console.print(f"Loss curves and placement: {options.out}")
