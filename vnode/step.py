@@ -345,7 +345,7 @@ class VirtualStep:
         """Positions of the arguments of which nothing is split, of `count`."""
         if count not in self._whole_positions:
             axes = self._in_axes if isinstance(self._in_axes, tuple | list) else (self._in_axes,) * count
-            static = {i % count for i in self._static_argnums if i < count}
+            static = self._statics(count)
             self._whole_positions[count] = [
                 i for i in range(count) if i not in static and (i >= len(axes) or axes[i] is None)
             ]
@@ -389,13 +389,17 @@ class VirtualStep:
                 raise
             return self._call(*here)
 
+    def _statics(self, count: int) -> set[int]:
+        """Which of `count` arguments are compile-time constants."""
+        return {i for i in self._static_argnums if i < count}
+
     def _dynamic(self, args: tuple[Any, ...]) -> list[Any]:
-        static = {i % len(args) for i in self._static_argnums if -len(args) <= i < len(args)}
+        static = self._statics(len(args))
         return [arg for i, arg in enumerate(args) if i not in static]
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Statics, list[list[Any]]]:
         """Separates arrays from the rest."""
-        static = {i % len(args) for i in self._static_argnums if -len(args) <= i < len(args)}
+        static = self._statics(len(args))
         parts: list[list[Any]] = []
         rest: list[tuple[Any, tuple[Any, ...]]] = []
         for i, arg in enumerate((*args, kwargs)):
@@ -463,7 +467,7 @@ class VirtualStep:
 
     def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """Compiles the step and asks for the bytes of temporary memory that a device needs; None if jax cannot say."""
-        static = {i % len(args) for i in self._static_argnums if i < len(args)}
+        static = self._statics(len(args))
         shapes = [arg if i in static else shapes_of(arg) for i, arg in enumerate(args)]
         analysis = self.lower(*shapes, **shapes_of(dict(kwargs))).compile().memory_analysis()
         return getattr(analysis, "temp_size_in_bytes", None)

@@ -107,13 +107,8 @@ class Plan:
         for number, piece in enumerate(self.pieces):
             self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
             there.update(piece.makes(number))
-        self.results = [
-            ("batched" if isinstance(self.states[atom].form, Slice) else "whole", atom)
-            for atom in schedule.flow.program.outputs
-            if isinstance(atom, Var)
-        ]
         self.hands_on: list[list[Key]] = []
-        wanted = set(self.results)
+        wanted = {self.result(atom) for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
         for number, piece in reversed(list(enumerate(self.pieces))):
             self.hands_on.append([key for key in piece.makes(number) if key in wanted])
             wanted.update(self.reads[number])
@@ -143,7 +138,12 @@ class Plan:
                 else:
                     yield ("collected" if ("collected", var) in there else "batched", var)
 
+    def result(self, var: Var) -> Key:
+        """As what a value is returned."""
+        return ("batched" if isinstance(self.states[var].form, Slice) else "whole", var)
+
     def whole(self, var: Var) -> Key:
+        """As what a value is read by what reads all of it."""
         return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)
 
 
@@ -225,7 +225,7 @@ class GroupProgram:
             if isinstance(atom, Literal):
                 outputs.append([jnp.asarray(atom.val, atom.aval.dtype)] * len(held))
                 continue
-            key = ("batched" if isinstance(plan.states[atom].form, Slice) else "whole", atom)
+            key = plan.result(atom)
             self.resolve(key, plan, held)
             outputs.append([mine[key] for mine in held])
         return outputs
