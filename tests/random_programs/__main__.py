@@ -23,7 +23,7 @@ import threading
 import time
 from typing import Any
 
-CHUNK = 60
+CHUNK = 150
 """Programs per worker process."""
 
 PATIENCE = 300.0
@@ -32,9 +32,11 @@ PATIENCE = 300.0
 
 FLAGS = {
     "xla_force_host_platform_device_count": "3",
-    # Most of the time is compilation; it is not LLVM that is on trial.
+    # Most of the time is compilation; the backend of XLA is not on trial.
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
+    "xla_cpu_use_fusion_emitters": "false",
+    "xla_cpu_parallel_codegen_split_count": "1",
 }
 """Of XLA, unless others are given."""
 
