@@ -104,7 +104,7 @@ def test_a_state_that_comes_back_is_in_place() -> None:
     w, x = normal(5), normal(16, 5)
     for _ in range(3):
         w = step(w, x)
-    ((program, _),) = step._group_programs.values()
+    ((program, *_),) = step._group_programs.values()
     (_, (copy,)) = program._replicas._copies[id(w)]
     assert copy.sharding.device_set == {jax.devices()[1]}
     np.testing.assert_array_equal(copy, w)
@@ -122,7 +122,7 @@ def test_kinds_that_may_differ_in_bits_take_the_state_of_the_first(monkeypatch: 
         w, _ = step.on(jax.devices()[:1])(w, normal(21 + i, 3), 1.0)
         there, _ = step.on(grouped([1, 2]))(there, normal(21 + i, 3), 1.0)
     assert digest(there) == digest(w)
-    programs = [program for program, _ in step.on(grouped([1, 2]))._group_programs.values()]
+    programs = [program for program, *_ in step.on(grouped([1, 2]))._group_programs.values()]
     assert len(programs) == 3  # one for each size of the batch
     assert not any(program._replicas._copies for program in programs)
 

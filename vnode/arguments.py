@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from vnode.errors import BatchError, layout_message
+from vnode.shares import Shares, is_shares
 
 
 @jax.tree_util.register_static
@@ -57,7 +58,7 @@ class Statics:
         entries = iter(per_leaf)
         kept: list[Any] = []
         for treedef, held in self.rest:
-            count = len(jax.tree.leaves(held[0].value)) if treedef is None else len(held)
+            count = len(leaves_of(held[0].value)) if treedef is None else len(held)
             mine = [next(entries) for _ in range(count)]
             kept += [] if treedef is None else [e for e, h in zip(mine, held, strict=True) if h is None]
         return kept
@@ -103,8 +104,14 @@ def release(tree: Any) -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is something that `jax.jit` takes as an array."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct)
+    """Whether a leaf is something that `jax.jit` takes as an array, or as one in shares."""
+    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct | Shares
+    return isinstance(leaf, kinds)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """The leaves of arguments; a batch in shares is one."""
+    return jax.tree.leaves(tree, is_leaf=is_shares)
 
 
 def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
@@ -132,7 +139,7 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         entry = in_axes[i] if i < len(in_axes) else None
 
         def spread(axis: Any, subtree: Any) -> list[int | None]:
-            return [axis] * len(jax.tree.leaves(subtree))
+            return [axis] * len(leaves_of(subtree))
 
         try:
             parts = jax.tree.map(spread, entry, arg, is_leaf=lambda leaf: leaf is None)
@@ -148,7 +155,7 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
                 )
             ) from None
         axes += jax.tree.leaves(parts, is_leaf=lambda leaf: leaf is None)
-    return axes + [None] * len(jax.tree.leaves(kwargs))
+    return axes + [None] * len(leaves_of(kwargs))
 
 
 def leaf_name(entry: tuple[Any, Any]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 
 from vnode.errors import BatchError, layout_message
 from vnode.placement import Placement
+from vnode.shares import Shares, in_equal_shares, node_size
 
 LASTS = ("wrap", "drop")
 LARGEST_SHUFFLE = 1 << 33
@@ -252,24 +253,42 @@ class Batches:
           placement: where the step's nodes live.
 
         Returns:
-          A pytree of global arrays. If every device holds as many examples, only those are read and sent to it, and
-          to other processes' devices nothing. Otherwise every device is given the whole batch: jax has no arrays
-          with unequal shares, and a step compiled for such a placement wants its batch whole.
+          A pytree. Every device is given the examples of its nodes, and only those are read for it, in this process.
+          If the shares are equal, the leaves are global arrays; otherwise `vnode.data.Shares`, which a step on this
+          placement takes as they are.
         """
         rows = self.rows(step)
-        sharding = batch_sharding(placement, len(rows))
-        shares = shares_of(sharding, len(rows))
-        if len(set(shares.values())) == 1 and sharding.is_fully_addressable:
-            return jax.device_put(self.take(rows), sharding)  # the same as below, by a shorter way
-        parts = {share: jax.tree.flatten(self.take(rows[slice(*share)])) for share in set(shares.values())}
-        treedef, count = next(iter(parts.values()))[1], len(shares)
-        pieces = [parts[share][0][i] for i in range(treedef.num_leaves) for share in shares.values()]
-        pieces = jax.device_put(pieces, list(shares) * treedef.num_leaves)
-        leaves = [
-            jax.make_array_from_single_device_arrays((len(rows), *pieces[i].shape[1:]), sharding, pieces[i : i + count])
-            for i in range(0, len(pieces), count)
+        size = len(rows)
+        if in_equal_shares(placement, size):
+            sharding = placement.sharding(placement.axis)
+            if placement.size == 1 and sharding.is_fully_addressable:
+                return jax.device_put(self.take(rows), sharding)  # the same as below, by a shorter way
+            leaves, treedef = spread(sharding, size, lambda start, stop: self.take(rows[start:stop]))
+            return jax.tree.unflatten(treedef, leaves)
+        n = node_size(placement, size)
+
+        def nodes(group: Placement, slot: int) -> Any:
+            """The nodes of the device whose slots begin with `slot`; None if it has none."""
+            device = slot // group.waves
+            count = group.counts[device]
+            if not count:
+                return None
+            mine = np.minimum(np.arange(count * n) + group.starts[device] * n, size - 1)
+
+            def divided(leaf: Any) -> np.ndarray:
+                room = np.zeros((group.waves, n, *np.shape(leaf)[1:]), np.asarray(leaf).dtype)
+                room[:count] = np.reshape(leaf, (count, *room.shape[1:]))
+                return room
+
+            return jax.tree.map(divided, self.take(rows[mine]))
+
+        groups = [group for group in placement.groups if group.nodes]
+        made = [
+            spread(group.sharding(group.axis), group.size * group.waves, lambda slot, _, g=group: nodes(g, slot))
+            for group in groups
         ]
-        return jax.tree.unflatten(treedef, leaves)
+        parts = zip(*(leaves for leaves, _ in made), strict=True)
+        return jax.tree.unflatten(made[0][1], [Shares(each, size, placement) for each in parts])
 
     def rows(self, step: int) -> np.ndarray:
         """The numbers that the data are asked for, int64[batch_size]."""
@@ -301,13 +320,28 @@ class Batches:
         return taken
 
 
-def batch_sharding(placement: Placement, batch_size: int) -> NamedSharding:
-    """How a step on a placement wants its batch: in equal shares over the nodes' axis, else whole on each device."""
-    equal = placement.even and batch_size % placement.virtual_nodes == 0
-    return placement.sharding(placement.axis) if equal else placement.sharding()
+def spread(sharding: NamedSharding, length: int, rows: Callable[[int, int], Any]) -> tuple[Sequence[jax.Array], Any]:
+    """Arrays of which each device is given its rows.
 
+    Args:
+      sharding: of their dimension 0.
+      length: of that.
+      rows: makes a range of it, a pytree of host arrays; or None, for what will not be read.
 
-def shares_of(sharding: NamedSharding, batch_size: int) -> dict[Any, tuple[int, int]]:
-    """For each device of this process the range of the batch that it holds."""
-    indices = sharding.addressable_devices_indices_map((batch_size,))
-    return {device: index[0].indices(batch_size)[:2] for device, index in indices.items() if index is not None}
+    Returns:
+      The global arrays, and the structure of the pytree.
+    """
+    indices = sharding.addressable_devices_indices_map((length,))
+    shares = {device: index[0].indices(length)[:2] for device, index in indices.items() if index is not None}
+    parts = {share: rows(*share) for share in dict.fromkeys(shares.values())}
+    given = next(part for part in parts.values() if part is not None)
+    parts = {share: jax.tree.map(np.zeros_like, given) if part is None else part for share, part in parts.items()}
+    leaves = {share: jax.tree.leaves(part) for share, part in parts.items()}
+    treedef, count = jax.tree.structure(given), len(shares)
+    pieces = [leaves[share][i] for i in range(treedef.num_leaves) for share in shares.values()]
+    pieces = jax.device_put(pieces, list(shares) * treedef.num_leaves)
+    made = [
+        jax.make_array_from_single_device_arrays((length, *pieces[i].shape[1:]), sharding, pieces[i : i + count])
+        for i in range(0, len(pieces), count)
+    ]
+    return made, treedef

@@ -18,10 +18,13 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from vnode.placement import Placement
+from vnode.shares import Shares, is_shares
 
 
 def moved(tree: Any, placement: Placement) -> Any:
     """A tree whose arrays all live on the placement's devices; those that do, and what is no array, stay as they are.
+
+    A batch in shares is put together if they are those of another placement.
 
     Args:
       tree: any pytree.
@@ -33,13 +36,15 @@ def moved(tree: Any, placement: Placement) -> Any:
     here = set(placement.devices)
 
     def move(leaf: Any) -> Any:
+        if isinstance(leaf, Shares):
+            return leaf if leaf.placement == placement else move(leaf.whole())
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
             return leaf
         if leaf.sharding.device_set != here or typed_sharding(leaf):
             return at_home(leaf, placement)
         return leaf
 
-    return jax.tree.map(move, tree)
+    return jax.tree.map(move, tree, is_leaf=is_shares)
 
 
 def settled_in(leaf: Any, placement: Placement) -> Any:

@@ -34,6 +34,7 @@ from vnode.placement import Placement
 from vnode.report import coupling_line
 from vnode.runtime.emit import Mode, emit
 from vnode.runtime.groups import GroupProgram
+from vnode.shares import Shares, in_one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ def evaluate(
 
     Args:
       fun: the function; this and the next as for `analyse`.
-      leaves: its arguments.
+      leaves: its arguments; batched ones may be `Shares` of the placement.
       axes: their batched dimensions.
       size: examples of the global batch.
       options: what the user asked for.
@@ -156,6 +157,7 @@ def evaluate(
                     ],
                 )
             )
+        primals, tangents = in_one(primals), in_one(tangents)
         moving = [i for i, leaf in enumerate(primals) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
 
         def both(*values: Any) -> list[Any]:
@@ -194,7 +196,7 @@ def program_of_groups(
 
     Args:
       fun: the function; this and the next as for `evaluate`.
-      leaves: its arguments.
+      leaves: its arguments; batched ones may be `Shares` of the placement.
       axes: their batched dimensions.
       size: examples of the global batch.
       options: what the user asked for.
@@ -221,7 +223,8 @@ def program_of_groups(
                 )
             )
     mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
-    return GroupProgram(made.schedule, placement, mode, options.lane, name)
+    shared = [isinstance(leaf, Shares) for leaf in leaves]
+    return GroupProgram(made.schedule, placement, mode, options.lane, name, shared)
 
 
 @contextlib.contextmanager
@@ -238,7 +241,7 @@ def collector_paused() -> Iterator[None]:
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf, whatever it is."""
-    if isinstance(leaf, jax.ShapeDtypeStruct):
+    if isinstance(leaf, jax.ShapeDtypeStruct | Shares):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

@@ -174,6 +174,11 @@ class Placement(Drawn):
         """The first node of every device."""
         return tuple(self.first + int(n) for n in np.cumsum((0, *self.counts[:-1])))
 
+    @functools.cached_property
+    def slots(self) -> tuple[int, ...]:
+        """For every node its slot, when every device has as many slots as the fullest needs."""
+        return tuple(d * self.waves + k for d, count in enumerate(self.counts) for k in range(count))
+
     @property
     def names(self) -> list[str]:
         """What to call the devices along the node axis; each stands for those of the mesh's other axes too."""

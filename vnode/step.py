@@ -15,18 +15,19 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.layout import Layout
-from vnode.moving import at_home, home, moved, settled_in, typed_sharding
-from vnode.pipeline import Analysis, Options, analyse, evaluate, program_of_groups
+from vnode.moving import at_home, home, moved, partition, settled_in, typed_sharding
+from vnode.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, even_counts
 from vnode.preparation import Preparation
 from vnode.report import Reduction, Report, report
 from vnode.runtime.groups import GroupProgram
+from vnode.shares import Shares, expected, in_one, is_shares
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
@@ -58,7 +59,7 @@ class VirtualStep:
         self._moves = False
         self._seen: set[int] = set()
         self._traced = False
-        self._group_programs: dict[tuple[Statics, tuple[Any, ...]], tuple[GroupProgram, Returned]] = {}
+        self._group_programs: dict[Any, tuple[GroupProgram, Callable[..., list[Any]], Returned]] = {}
         self._preparation: Preparation | None = None
         self._prepared: list[Any] = []  # or jax would forget them
         self._whole_positions: dict[int, list[int]] = {}
@@ -203,8 +204,11 @@ class VirtualStep:
         """As `lower`, for arguments that live elsewhere and will have been moved here."""
         args, kwargs = described((args, kwargs))
         here, wholes = set(self.placement.devices), self._wholes(len(args))
+        in_shares = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool) -> Any:
+            if isinstance(leaf, Shares) or (not whole and partition(leaf) == in_shares):
+                return expected(leaf.shape, leaf.dtype, self.placement)
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
             if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
@@ -213,7 +217,10 @@ class VirtualStep:
                 leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=home(leaf, self.placement)
             )
 
-        placed = [jax.tree.map(functools.partial(arrive, whole=i in wholes), arg) for i, arg in enumerate(args)]
+        placed = [
+            jax.tree.map(functools.partial(arrive, whole=i in wholes), arg, is_leaf=is_shares)
+            for i, arg in enumerate(args)
+        ]
         kwargs = jax.tree.map(functools.partial(arrive, whole=False), kwargs)
         return self.lower(*placed, **kwargs)
 
@@ -228,10 +235,11 @@ class VirtualStep:
         Returns:
           The step, and its arguments: batched ones hold the examples of the first nodes, the others are whole.
         """
+        args = in_one(args)
         static, parts = self._split(args, {})
         leaves = [leaf for part in parts for leaf in part]
         axes = static.dynamic(batch_axes(self._in_axes, args, {}))
-        size = batch_size(leaves, axes, static.dynamic(jax.tree_util.tree_flatten_with_path((args, {}))[0]))
+        size = batch_size(leaves, axes, static.dynamic(jax.tree.leaves_with_path((args, {}))))
         stop = min(nodes * -(-size // self._options.virtual_nodes), size)
         first = iter(
             [leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(leaves, axes, strict=True)]
@@ -249,7 +257,7 @@ class VirtualStep:
         Returns:
           The compiled program, and what to call it with. What the step donates is a copy.
         """
-        args = moved(self._placed(args), self.placement)
+        args = moved(self._placed(in_one(args)), self.placement)
         compiled = self.lower(*args).compile()
         dynamic = self._dynamic(args)
         inputs = dynamic if all(map(is_array, jax.tree.leaves(dynamic))) and not self._has_statics else None
@@ -316,21 +324,24 @@ class VirtualStep:
                     ],
                 )
             )
-        shapes = tuple((aval.shape, aval.dtype, aval.weak_type) for aval in map(jax.typeof, leaves))
-        if (static, shapes) not in self._group_programs:
+        key = (static, tuple((abstract(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
+        if key not in self._group_programs:
             returned = Returned()
+            fun, _, axes, size = self._flatten(static, parts, returned)
+            understood = functools.partial(self._understood, axes=axes, size=size)
             made = program_of_groups(
-                *self._flatten(static, parts, returned), self._options, self.placement, name_of(self._fun)
+                fun, understood(leaves), axes, size, self._options, self.placement, name_of(self._fun)
             )
-            self._group_programs[static, shapes] = made, returned
-        program, returned = self._group_programs[static, shapes]
+            self._group_programs[key] = made, understood, returned
+        program, understood, returned = self._group_programs[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
-            arrays = program(leaves)
+            arrays = program(understood(leaves))
         for i in self._donate_argnums:
             start = sum(map(len, parts[:i]))
             for k, leaf in enumerate(parts[i] if i < len(args) else ()):
-                if isinstance(leaf, jax.Array) and start + k not in program.returned:
-                    leaf.delete()
+                for array in jax.tree.leaves(leaf) if start + k not in program.returned else ():
+                    if isinstance(array, jax.Array):
+                        array.delete()
         return release(returned.merge(arrays))
 
     def _await(self) -> None:
@@ -403,7 +414,7 @@ class VirtualStep:
         parts: list[list[Any]] = []
         rest: list[tuple[Any, tuple[Any, ...]]] = []
         for i, arg in enumerate((*args, kwargs)):
-            leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg)
+            leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg, is_leaf=is_shares)
             keep = [i not in static and is_array(leaf) for leaf in leaves]
             parts.append([leaf for leaf, k in zip(leaves, keep, strict=True) if k])
             rest.append((treedef, tuple(None if k else Held(leaf) for leaf, k in zip(leaves, keep, strict=True))))
@@ -508,13 +519,22 @@ class VirtualStep:
         """What the step returns; leaves that are not arrays are `Held`."""
         self._traced = True
         returned = Returned()
-        flat = self._flatten(static, parts, returned)
+        fun, leaves, axes, size = self._flatten(static, parts, returned)
+        leaves = self._understood(leaves, axes, size)
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            arrays = evaluate(*flat, self._options, self.placement)
+            arrays = evaluate(fun, leaves, axes, size, self._options, self.placement)
         if arrays_only and returned.has_statics:
             self._has_statics = True
             raise HasStatics
         return returned.merge(arrays)
+
+    def _understood(self, leaves: Sequence[Any], axes: Sequence[int | None], size: int) -> list[Any]:
+        """Leaves with those in shares as one array, unless the shares are the nodes' of this placement."""
+        fits = size > 1  # or nothing is split
+        return [
+            leaf if fits and axis == 0 and getattr(leaf, "placement", None) == self.placement else in_one(leaf)
+            for leaf, axis in zip(leaves, axes, strict=True)
+        ]
 
     def _flatten(
         self, static: Statics, parts: Sequence[list[Any]], returned: Returned
@@ -523,7 +543,7 @@ class VirtualStep:
         args, kwargs = static.merge_inputs(parts)
         leaves = [leaf for part in parts for leaf in part]
         axes = static.dynamic(batch_axes(self._in_axes, args, kwargs))
-        paths = jax.tree_util.tree_flatten_with_path((args, kwargs))[0]
+        paths = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_shares)[0]
 
         @functools.wraps(self._fun)  # for jax's messages
         def flat(*values: Any) -> list[Any]:
@@ -612,8 +632,9 @@ def shapes_of(tree: Any) -> Any:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Whether any leaf of two equal trees is another object."""
-    return any(x is not y for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+    """Whether any leaf of two trees is another object."""
+    mine, others = jax.tree.leaves(a), jax.tree.leaves(b)
+    return len(mine) != len(others) or any(x is not y for x, y in zip(mine, others, strict=True))
 
 
 class HasStatics(Exception):

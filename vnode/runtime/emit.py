@@ -26,6 +26,7 @@ from vnode.placement import Placement
 from vnode.runtime import collectives, loops
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe, run_while, settle
 from vnode.runtime.node import Node, arrange
+from vnode.shares import Shares
 
 
 class Mode(enum.Enum):
@@ -42,7 +43,8 @@ def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: 
     Args:
       schedule: the step.
       placement: where its nodes live.
-      inputs: values of the program's inputs, whole and batched alike at their global shapes.
+      inputs: values of the program's inputs, whole and batched alike at their global shapes; batched ones may be
+        `Shares` of this placement.
       mode: what is asked of the emission.
       lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
 
@@ -70,8 +72,12 @@ class Emission:
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
-            target = self.batched if isinstance(self.flow.states[var].form, Slice) else self.whole
-            target[var] = value
+            if isinstance(value, Shares):
+                self.collected[var], *_ = value.parts
+            elif isinstance(self.flow.states[var].form, Slice):
+                self.batched[var] = value
+            else:
+                self.whole[var] = value
 
     def run(self) -> list[Any]:
         for stage in self.schedule.stages:
@@ -156,7 +162,7 @@ class Emission:
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
         value = self.collected[var]
-        return value if self.placement.even else value[self.slots_of_nodes]
+        return value if self.placement.even else value[np.array(self.placement.slots)]
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
@@ -167,12 +173,6 @@ class Emission:
     def range(self) -> tuple[int, int]:
         """The first node of the placement, and the one after the last."""
         return self.placement.first, self.placement.first + self.placement.nodes
-
-    @property
-    def slots_of_nodes(self) -> np.ndarray:
-        """For every node its slot, when every device has as many slots as the fullest needs."""
-        waves = self.placement.waves
-        return np.concatenate([d * waves + np.arange(n) for d, n in enumerate(self.placement.counts)])
 
     def shard(self, var: Var) -> tuple[Any, int]:
         """A batched value laid out so that each device's part holds its nodes; with the dimension that is split."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -30,6 +30,7 @@ from vnode.placement import Placement
 from vnode.runtime import collectives
 from vnode.runtime.emit import Emission, Mode, sums_of
 from vnode.runtime.evaluate import settle
+from vnode.shares import Shares
 
 Key = tuple[str, Any]
 """Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
@@ -98,12 +99,12 @@ def cut(schedule: Schedule) -> list[Piece]:
 class Plan:
     """The pieces of a schedule, what each is given and what it hands on."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
         self.schedule = schedule
         self.pieces = cut(schedule)
         self.states = schedule.flow.states
         self.reads: list[list[Key]] = []
-        there: set[Key] = set()
+        there = set(given)
         for number, piece in enumerate(self.pieces):
             self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
             there.update(piece.makes(number))
@@ -156,12 +157,15 @@ class GroupProgram:
       mode: what is asked of the emission.
       lane: as for `emit`.
       name: what compilers and profiles call the programs.
+      shared: for each input whether it is given in `Shares`.
 
     Attributes:
       returned: which inputs are outputs as they are.
     """
 
-    def __init__(self, schedule: Schedule, placement: Placement, mode: Mode, lane: int, name: str) -> None:
+    def __init__(
+        self, schedule: Schedule, placement: Placement, mode: Mode, lane: int, name: str, shared: Sequence[bool]
+    ) -> None:
         self.schedule = schedule
         self.placement = placement
         self.groups = [group for group in placement.groups if group.nodes]
@@ -169,8 +173,10 @@ class GroupProgram:
         outputs = {atom for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
         self.returned = frozenset(i for i, var in enumerate(schedule.flow.program.inputs) if var in outputs)
         self.alike = len({group.kinds for group in self.groups}) == 1
-        self._plans: dict[Schedule, Plan] = {}
-        self._programs: dict[tuple[Schedule, int, int], Callable[..., list[Any]]] = {}
+        inputs = zip(schedule.flow.program.inputs, shared, strict=True)
+        collected: list[Key] = [("collected", var) for var, is_shared in inputs if is_shared]
+        self._plans: dict[Schedule, Plan] = {schedule: Plan(schedule, collected)}
+        self._programs: dict[tuple[Schedule, int | Var, int], Callable[..., Any]] = {}
         self._replicas = Replicas()
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
@@ -187,6 +193,9 @@ class GroupProgram:
         for var, value in zip(flow.program.inputs, inputs, strict=True):
             form = flow.states[var].form
             for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                if isinstance(value, Shares):
+                    mine["collected", var] = value.parts[g]
+                    continue
                 if not isinstance(form, Slice):
                     mine["whole", var] = self._replicas.of(value, g, group)
                     continue
@@ -237,6 +246,10 @@ class GroupProgram:
             return
         form = plan.states[var].form
         assert isinstance(form, Slice)
+        if ("collected", var) in held[0] and ("batched", var) not in held[0]:
+            for g, mine in enumerate(held):
+                mine["batched", var] = self.in_order(plan, var, g)(mine["collected", var])
+            return self.resolve(key, plan, held)
         parts = [mine.get(("batched", var)) for mine in held]
         for mine, group in zip(held, self.groups, strict=True):
             if kind == "full":
@@ -280,6 +293,19 @@ class GroupProgram:
 
         run.__name__ = run.__qualname__ = self.name
         self._programs[key] = jax.jit(run)
+        return self._programs[key]
+
+    def in_order(self, plan: Plan, var: Var, g: int) -> Callable[[Any], Any]:
+        """What group `g` runs to bring a collected value into the order of the batch."""
+        key = (plan.schedule, var, g)
+        if key not in self._programs:
+            emission = Emission(plan.schedule, self.groups[g], None, self.mode, self.lane)
+
+            def run(value: Any) -> Any:
+                emission.collected[var] = value
+                return emission.in_order(var)
+
+            self._programs[key] = jax.jit(run)
         return self._programs[key]
 
     def totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:

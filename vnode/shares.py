@@ -1,0 +1,140 @@
+"""A batch of which the devices of a placement hold unequal shares.
+
+Knows arrays, nodes and placements. Must not know steps, nor where examples come from.
+
+jax has no arrays with unequal shards. So every device has room for as many nodes as the fullest one holds, its *slots*:
+its own nodes come first, and the rest is never read.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from vnode.placement import Placement
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shares:
+    """A batched array laid out for a placement: a step on that placement takes it as it is, others put it together.
+
+    `vnode.data.Batches.load` makes them. In a pytree it is a node, whose children are `parts`.
+
+    Args:
+      parts: for each group of the placement that holds nodes ``[slots, node size, ...]``, sharded over slots. The
+        examples that are missing in the last node are copies of the last example.
+      size: how many examples there are, B.
+      placement: whose devices hold them.
+
+    Example:
+      >>> import vnode
+      >>> batches = vnode.data.Batches(np.arange(10), batch_size=5, shuffle=False)
+      >>> batch = batches.load(0, vnode.Placement(2, jax.devices()[:1]))
+      >>> batch.parts[0].tolist(), batch.whole().tolist()
+      ([[0, 1, 2], [3, 4, 4]], [0, 1, 2, 3, 4])
+    """
+
+    parts: tuple[Any, ...]
+    size: int
+    placement: Placement
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the batch, ``(B, ...)``."""
+        return (self.size, *self.parts[0].shape[2:])
+
+    @property
+    def dtype(self) -> Any:
+        """Of the examples."""
+        return self.parts[0].dtype
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the batch."""
+        return len(self.shape)
+
+    def whole(self) -> jax.Array:
+        """The batch as one array, whole on each device of the first group."""
+        groups = [group for group in self.placement.groups if group.nodes]
+        parts = self.parts
+        if len(groups) > 1:
+            parts = jax.device_put(list(parts), groups[0].sharding())
+        return in_order(tuple(group.slots for group in groups), self.size)(parts)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self.whole(), dtype)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        return f"Shares({np.dtype(self.dtype)}{list(self.shape)} on {self.placement})"
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, Placement]]:
+        """For jax."""
+        return self.parts, (self.size, self.placement)
+
+    @classmethod
+    def tree_unflatten(cls, rest: tuple[int, Placement], parts: tuple[Any, ...]) -> Shares:
+        """For jax."""
+        return cls(tuple(parts), *rest)
+
+
+@functools.lru_cache
+def in_order(slots: tuple[tuple[int, ...], ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
+    """A program that puts together what groups hold, given the slots of each one's nodes."""
+
+    def run(parts: tuple[Any, ...]) -> jax.Array:
+        nodes = jnp.concatenate([part[np.array(mine)] for part, mine in zip(parts, slots, strict=True)])
+        return nodes.reshape(-1, *nodes.shape[2:])[:size]
+
+    return jax.jit(run)
+
+
+def is_shares(leaf: Any) -> bool:
+    """Whether something is a batch in shares; for ``is_leaf``."""
+    return isinstance(leaf, Shares)
+
+
+def in_one(tree: Any) -> Any:
+    """A tree with batches in shares as one array each."""
+    return jax.tree.map(lambda leaf: leaf.whole() if is_shares(leaf) else leaf, tree, is_leaf=is_shares)
+
+
+def node_size(placement: Placement, size: int) -> int:
+    """Examples of a node in a batch of `size`."""
+    return -(-size // placement.virtual_nodes)
+
+
+def in_equal_shares(placement: Placement, size: int) -> bool:
+    """Whether a batch of `size` is, on a placement, an array in equal shards; else it is `Shares`."""
+    return placement.even and size % placement.virtual_nodes == 0 and len(placement.groups) == 1
+
+
+def expected(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
+    """What stands for a batch as `vnode.data.Batches.load` gives it on a placement.
+
+    Args:
+      shape: of the batch, ``(B, ...)``.
+      dtype: of the examples.
+      placement: where it would be.
+
+    Returns:
+      A `jax.ShapeDtypeStruct`, or `Shares` of such.
+    """
+    size, n = shape[0], node_size(placement, shape[0])
+    if in_equal_shares(placement, size):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(placement.axis))
+    parts = [
+        jax.ShapeDtypeStruct((group.size * group.waves, n, *shape[1:]), dtype, sharding=group.sharding(group.axis))
+        for group in placement.groups
+        if group.nodes
+    ]
+    return Shares(tuple(parts), size, placement)
