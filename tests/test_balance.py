@@ -20,8 +20,10 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import scipy.optimize
+from flax import nnx
 
 import vnode
 from benchmarks.published import BATCH, NODES, PUBLISHED, published_profiles
@@ -399,3 +401,31 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
         vnode.profile(vnode.virtualize(regression, virtual_nodes=8), arguments(), **options)
     with pytest.raises(TypeError, match="virtualize"):
         vnode.profile(regression, arguments())  # type: ignore[arg-type]
+
+
+def test_a_step_on_objects() -> None:
+    """A step that mutates nnx objects is measured as the same step on arrays would be; the objects stay as they are."""
+    model = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    before = np.asarray(model.kernel[...])
+
+    @vnode.nnx.virtualize(virtual_nodes=8, in_axes=(None, None, 0))
+    def step(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    profiles = vnode.profile(step, (model, optimizer, jnp.ones((16, 3))), jax.devices()[:2], steps=1)
+    assert [(m.devices, m.nodes) for m in profiles.kinds[0].measurements] == [(1, 2), (1, 4), (1, 8), (2, 4)]
+    assert all(m.seconds > 0 for m in profiles.kinds[0].measurements)
+    np.testing.assert_array_equal(model.kernel[...], before)
+    placement = vnode.balance(profiles, 8).placement(jax.devices()[:2])
+    assert np.isfinite(step.on(placement)(model, optimizer, jnp.ones((16, 3))))
+
+
+def test_a_step_that_finds_its_number_of_nodes() -> None:
+    step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes="auto", memory="1GiB")
+    profiles = vnode.profile(step, (jnp.ones(3), jnp.ones((16, 3))), jax.devices()[:1], steps=1)
+    chosen = step.placement.virtual_nodes
+    assert [m.nodes for m in profiles.kinds[0].measurements] == [n for n in (2, 4, 8) if n <= chosen]
+    assert chosen > 1

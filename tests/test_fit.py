@@ -436,3 +436,17 @@ def test_tpu_kinds_hold_what_their_compiler_says() -> None:
     assert all(size > rest * (4096 // 8 + 4096 // nodes) for nodes, size in sizes.items())
     chosen = found["chosen"]
     assert chosen > 8 and sizes[chosen] <= 1.4 * 2**30 < sizes[chosen // 2]
+
+
+def test_groups() -> None:
+    """On groups the number is not found, and the error says where; once it is found elsewhere, it holds for them."""
+    step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes="auto", memory="1GiB")
+    d = jax.devices()
+    groups = vnode.Placement(3, groups=[d[:2], d[2:3]])
+    w, x = jnp.ones(3), jnp.arange(48.0).reshape(16, 3)
+    with pytest.raises(vnode.PlacementError, match=r"chosen\(state, batch\)"):
+        step.on(groups)(w, x)
+    there = step.on(groups)
+    chosen = step.on(d[:1]).chosen(w, x)
+    np.testing.assert_array_equal(there(w, x), chosen(w, x))
+    assert len(there.placement.groups) == 2

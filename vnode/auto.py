@@ -17,7 +17,7 @@ from vnode.arguments import is_array
 from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
 from vnode.memory import device_memory
 from vnode.moving import at_home
-from vnode.placement import Placement
+from vnode.placement import Placement, device_list
 from vnode.preparation import Preparation
 from vnode.report import Report
 from vnode.search import Search, search
@@ -113,7 +113,7 @@ class AutoStep:
             size = sum(counts) if counts is not None else devices.shape.get(axis, 1)
             template = Placement(size, mesh=devices, counts=counts, axis=axis)
         else:
-            devices = list(devices)
+            devices = device_list(devices)
             size = sum(counts) if counts is not None else max(len(devices), 1)
             template = Placement(size, devices, counts=counts, axis=self.template.axis)
         return AutoStep(self.pattern, template, self._memory, self._choice)
@@ -184,6 +184,19 @@ class AutoStep:
         choice = self._choice
         with choice.lock:  # two threads must not choose two numbers
             if choice.step is None:
+                if len(self.template.groups) > 1:
+                    raise PlacementError(
+                        layout_message(
+                            "the number of virtual nodes cannot be found on groups of devices: they run several "
+                            "programs, each of which waits for what the others compute.",
+                            facts=[repr(self.template)],
+                            remedies=[
+                                "find it on devices of one kind, and go on from there: "
+                                "step.on(jax.devices()[:1]).chosen(state, batch).on(placement.devices)",
+                                "or give a number: virtual_nodes=32",
+                            ],
+                        )
+                    )
                 shapes, named = jax.tree.map(shape_of_tracer, (args, kwargs or {}))
                 found, step = search(self.pattern, self.template, self._limit(), shapes, named)
                 if step is None:

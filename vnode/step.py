@@ -23,7 +23,7 @@ from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.layout import Layout
 from vnode.moving import at_home, home, moved, partition, settled_in, typed_sharding
 from vnode.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
-from vnode.placement import Placement, even_counts
+from vnode.placement import Placement, device_list, even_counts
 from vnode.preparation import Preparation
 from vnode.report import Reduction, Report, report
 from vnode.runtime.groups import GroupProgram
@@ -104,7 +104,7 @@ class VirtualStep:
             placement = devices
         else:
             mesh = isinstance(devices, jax.sharding.Mesh)
-            devices = devices if mesh else list(devices)
+            devices = devices if mesh else device_list(devices)
             size = devices.shape.get(self.placement.axis, 1) if mesh else len(devices)
             placement = self.placement.resize(devices, self._counts(size) if counts is None else counts)
         members = self._family.members
@@ -132,7 +132,11 @@ class VirtualStep:
         else:
             bounds = [virtual_nodes * start // template.virtual_nodes for start in template.starts]
             counts = [stop - start for start, stop in zip(bounds, [*bounds[1:], virtual_nodes], strict=True)]
-        placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
+        if len(template.groups) > 1:
+            groups = [list(group.mesh.devices.flat) for group in template.groups]
+            placement = Placement(virtual_nodes, groups=groups, counts=counts, axis=template.axis)
+        else:
+            placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
         return VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
 
     @property

@@ -32,7 +32,7 @@ from vnode.step import VirtualStep
 
 
 def profile(
-    step: VirtualStep,
+    step: Any,
     args: Sequence[Any],
     devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None,
     *,
@@ -49,7 +49,7 @@ def profile(
     `vnode.balance`.
 
     Args:
-      step: made by `vnode.virtualize`.
+      step: made by `vnode.virtualize` or `vnode.nnx.virtualize`.
       args: its arguments. They are not changed, nor donated.
       devices: grouped by kind if they are a sequence; a mapping from names to devices says what the kinds are; all of
         ``jax.devices()`` by default.
@@ -78,6 +78,11 @@ def profile(
       >>> profiles.kinds[0].node > 0
       True
     """
+    if hasattr(step, "inspect"):  # of nnx: a step on objects
+        options = {"nodes": nodes, "steps": steps, "memory": memory, "mixed": mixed, "path": path}
+        return step.inspect(lambda *pure: profile(step.pure, pure, devices, **options), tuple(args), {})
+    if hasattr(step, "chosen"):  # its number of nodes is found at the first call
+        step = step.chosen(*args)
     if not isinstance(step, VirtualStep):
         raise TypeError(f"profile measures what vnode.virtualize returns, not {step!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
