@@ -237,7 +237,7 @@ class Emission:
                 values = evaluate_recipe(nodes.recipe, env, node)
                 return values[: len(sums)], values[len(sums) :]
 
-            program = loops.NodeProgram(take, compute)
+            program = loops.NodeProgram(take, compute, waves == 1)
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return collectives.combined(sums, totals, axis), kept
@@ -248,8 +248,6 @@ class Emission:
                 case Mode.FAST:
                     totals, kept = loops.counted(program, sums, count[0], room)
                 case Mode.INVARIANT:
-                    if waves == 1:  # or there is nothing to slice, and the node's computation leaves the loop
-                        shard[:] = [jnp.concatenate([v, v], dim) for v, (_, dim) in zip(shard, shards, strict=True)]
                     turns = loops.opaque(count[0])
                     rest, exact, kept = loops.in_tree_order(program, sums, turns, joins[0], plan.depth, self.lane, room)
                     return combine(sums, rest, exact, plan, axis), kept

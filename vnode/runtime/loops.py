@@ -64,10 +64,12 @@ class NodeProgram:
     Attributes:
       take: from a node's position on its device to its parts of batched values.
       compute: from position and parts to the node's contributions and what it keeps.
+      single: whether there is one node at most, so that `take` gives the same whatever the position.
     """
 
     take: Callable[[jax.Array], list[Any]]
     compute: Callable[[jax.Array, list[Any]], tuple[list[Any], list[Any]]]
+    single: bool
 
     def __call__(self, index: jax.Array) -> tuple[list[Any], list[Any]]:
         return self.compute(index, self.take(index))
@@ -214,7 +216,10 @@ def in_tree_order(
         pieces, kept = program.compute(index, state.parts)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
         pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
-        return pieces, State(program.take(index + 1), totals, kept, put(state.room, state.kept, index - 1))
+        parts = program.take(index + 1)
+        if program.single:  # or the parts never change, and what is computed of them leaves the loop
+            parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
+        return pieces, State(parts, totals, kept, put(state.room, state.kept, index - 1))
 
     def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
