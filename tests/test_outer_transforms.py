@@ -282,3 +282,28 @@ def test_checks_for_nan(where: str) -> None:
 def test_a_check_outside_checkify_is_the_users_own_mistake() -> None:
     with pytest.raises(ValueError, match="not functionalized"):
         virtual(checked)(normal(3), normal(BATCH, 3))
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize("outer", ["jit", "scan", "vmap", "grad"])
+def test_arrays_that_an_outer_transform_does_not_see(outer: str) -> None:
+    """A step called with arrays that are there, while jax is tracing what is around it, moves none of them."""
+    weights, batch = jnp.arange(3.0), jnp.arange(24.0).reshape(8, 3)
+
+    def fun(w: Any, x: Any) -> Any:
+        return jnp.sin(x @ w).mean() + jax.random.normal(jax.random.key(1))
+
+    step = vnode.virtualize(fun, virtual_nodes=4).on(jax.devices()[:2])
+
+    def run(f: Callable[..., Any]) -> Any:
+        match outer:
+            case "jit":
+                return jax.jit(lambda: f(weights, batch))()
+            case "scan":
+                return jax.lax.scan(lambda c, x: (c + x, f(weights, batch)), 0.0, jnp.arange(2.0))
+            case "vmap":
+                return jax.vmap(lambda s: s * f(weights, batch))(jnp.arange(2.0))
+            case _:
+                return jax.grad(lambda s: s * f(weights, batch))(2.0)
+
+    jax.tree.map(lambda a, e: np.testing.assert_allclose(a, e, rtol=1e-6), run(step), run(fun))

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.extend
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
@@ -31,20 +32,36 @@ def moved(tree: Any, placement: Placement) -> Any:
       placement: where to.
 
     Returns:
-      The same tree.
+      The same tree; as it is if that would become part of a program that jax is tracing.
     """
+    if tracing():
+        return tree
     here = set(placement.devices)
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, Shares):
             return leaf if leaf.placement == placement else move(leaf.whole())
-        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
+        if not isinstance(leaf, jax.Array):
             return leaf
         if leaf.sharding.device_set != here or typed_sharding(leaf):
             return at_home(leaf, placement)
         return leaf
 
     return jax.tree.map(move, tree, is_leaf=is_shares)
+
+
+with jax.core.eval_context():
+    AT_ONCE = jax.extend.core.get_opaque_trace_state(convention="vnode")
+
+
+def tracing() -> bool:
+    """Whether jax records what is done, instead of doing it; also what is done to arrays that are there.
+
+    Example:
+      >>> tracing(), jax.eval_shape(lambda: jax.numpy.array(tracing())).shape
+      (False, ())
+    """
+    return jax.extend.core.get_opaque_trace_state(convention="vnode") != AT_ONCE
 
 
 def settled_in(leaf: Any, placement: Placement) -> Any:

@@ -21,7 +21,7 @@ from vnode.analysis.schedule import Schedule
 from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.layout import Layout
-from vnode.moving import at_home, home, moved, partition, settled_in, typed_sharding
+from vnode.moving import at_home, home, moved, partition, settled_in, tracing, typed_sharding
 from vnode.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, device_list, even_counts
 from vnode.preparation import Preparation
@@ -307,7 +307,7 @@ class VirtualStep:
         results = self._call(args, kwargs)
         if self._traced:
             self._traced = False
-            if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves((args, kwargs))):
+            if not tracing():
                 self._family.last = described((args, kwargs))
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
         self._seen = {id(results), *map(id, args), *map(id, parts)}
@@ -317,7 +317,7 @@ class VirtualStep:
         """The call on devices of several programs."""
         static, parts = self._split(args, kwargs)
         leaves = [leaf for part in parts for leaf in part]
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if tracing():
             raise PlacementError(
                 layout_message(
                     "a step on groups of devices is several programs, and cannot be part of another one.",
@@ -369,7 +369,7 @@ class VirtualStep:
     def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Places arguments that are not split, so that a state that was never placed meets the same program as the
         state that the step returns. Arguments that were `_seen` in the last call are in place."""
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)):
+        if tracing():
             return args
         placed = list(args)
         for i in self._wholes(len(args)):

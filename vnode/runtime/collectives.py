@@ -26,6 +26,9 @@ from vnode.runtime.tree import Fold, folds
 BUCKET = 1 << 20
 """Bytes up to which values travel together."""
 
+UNROLLED = 32
+"""Blocks up to which additions are written out."""
+
 SMALL = 16 << 10
 """Bytes of a bucket up to which every device adds all of it, with one collective instead of two."""
 
@@ -151,18 +154,16 @@ def across_programs(
     """
     rest = [s for s in sums if not s.exact]
     _, fold = folds(sum(leaves), leaves)
-    added: list[Any] = []
+    sums_of_all: list[Any] = []
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
-
-        def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
-            return [lax.dynamic_index_in_dim(column, index, 0, keepdims=False) for column in columns], state
-
-        joins = jnp.asarray(fold.joins, jnp.int32)
-        left, _ = stacked(piece, rest, opaque(len(fold.joins)), joins, fold.depth, None)
-        added = settled([Place(value, s.shape) for value, s in zip(left.last, rest, strict=True)])
+        rows = range(len(fold.joins))
+        totals = [added(s, column, rows, fold)[0] for s, column in zip(rest, columns, strict=True)]
+        sums_of_all = settled([Place(value, s.shape) for value, s in zip(totals, rest, strict=True)])
     others = [s for s in sums if s.exact]
-    return merged(sums, added, [folded(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)])
+    return merged(
+        sums, sums_of_all, [folded(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)]
+    )
 
 
 def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> list[list[Any]]:
@@ -184,27 +185,51 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
         return [list(blocks) for blocks in rest.blocks(count)] if count > 1 else [[last] for last in rest.last]
     most = max(len(fold.rest) for fold in plan.own)
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
-    order = jnp.asarray(rows, jnp.int32)
-    joins = jnp.asarray(plan.across.joins, jnp.int32)
     blocks = rest.blocks(most)
     results: list[list[Any]] = [[] for _ in sums]
     for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
         held = parcel.send(axis)
-
-        def piece(index: jax.Array, state: None, held: jax.Array = held) -> tuple[list[Any], None]:
-            return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
-
         chunk = Sum(sums[members[0]].monoid, held.shape[1:], held.dtype)
-        added, _ = stacked(piece, [chunk], opaque(len(rows)), joins, plan.across.depth, None)
-        sizes = [math.prod(sums[i].shape) for i in members]
-        starts = [sum(sizes[:k]) if plan.flat else None for k in range(len(sizes))]
-        for part in [added.last[0]] if count == 1 else added.blocks(count)[0]:
+        for part in added(chunk, held, rows, plan.across):
             total = parcel.collect(part, axis)
+            if plan.flat and not parcel.flat:  # as a collective leaves it in memory
+                results[members[0]].append(total)
+                continue
+            sizes = [math.prod(sums[i].shape) for i in members]
+            starts = [sum(sizes[:k]) if parcel.flat else None for k in range(len(sizes))]
             places = [Place(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
             for i, value in zip(members, settled(places), strict=True):
                 results[i].append(value)
     return results
+
+
+def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]:
+    """Adds blocks that are in memory, in tree order; what is made of the result must not be compiled with it.
+
+    Additions of numbers that nothing else is computed of are exact to the last bit in any kernel, as long as it rounds
+    each: compilers keep more bits of narrower ones than these have.
+
+    Args:
+      s: what is added.
+      held: ``[blocks, *shape]``.
+      rows: which of them, in order.
+      fold: how.
+
+    Returns:
+      The blocks that remain.
+    """
+    dtype = np.dtype(s.dtype)
+    if len(rows) <= UNROLLED and dtype in (np.float32, np.float64):
+        return fold.of([held[row] for row in rows], COMBINE[s.monoid])
+    order = jnp.asarray(rows, jnp.int32)
+
+    def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
+        return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
+
+    left, _ = stacked(piece, [s], opaque(len(rows)), jnp.asarray(fold.joins, jnp.int32), fold.depth, None)
+    count = len(fold.rest)
+    return [left.last[0]] if count == 1 else list(left.blocks(count)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,24 +239,26 @@ class Parcel:
     Attributes:
       blocks: ``[blocks, ...]``, every device's own.
       dim: the dimension along which devices take chunks; None if each takes all.
+      flat: whether the values are one after another in one dimension.
     """
 
     blocks: jax.Array
     dim: int | None
+    flat: bool
 
     @staticmethod
     def of(values: Sequence[jax.Array], devices: int, flat: bool) -> Parcel:
-        """Packs stacks ``[blocks, ...]``."""
+        """Packs stacks ``[blocks, ...]``; a single one as it is, if devices can take chunks of it."""
         block = values[0]
+        fitting = [d for d in range(1, block.ndim) if block.shape[d] % devices == 0]
+        if len(values) == 1 and block.nbytes > SMALL and (fitting or not flat):
+            return Parcel(block, fitting[0] if fitting else None, False)
         if flat:
             rows = [value.reshape(len(value), -1) for value in values]
             block = rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)
         if block.nbytes <= SMALL:
-            return Parcel(block, None)
-        if flat:
-            return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1)
-        fitting = [d for d in range(1, block.ndim) if block.shape[d] % devices == 0]
-        return Parcel(block, max(fitting, key=lambda d: block.shape[d], default=None))
+            return Parcel(block, None, flat)
+        return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1, True)
 
     def send(self, axis: str) -> jax.Array:
         """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""

@@ -12,9 +12,11 @@ remaining blocks of one range after another, taken the same way, give what all l
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 Block = tuple[int, int]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,20 @@ class Fold:
     joins: tuple[int, ...]
     rest: tuple[Block, ...]
     depth: int
+
+    def of(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
+        """The values of the remaining blocks, from those of the blocks that come.
+
+        Example:
+          >>> fold(4, [(0, i) for i in range(4)]).of("abcd", "({} + {})".format)
+          ['((a + b) + (c + d))']
+        """
+        stack: list[T] = []
+        for value, joins in zip(values, self.joins, strict=True):
+            for _ in range(joins):
+                value = add(stack.pop(), value)
+            stack.append(value)
+        return stack
 
 
 def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
