@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh, PartitionSpec
 
 import vnode
 from tests import zoo
 from tests.zoo import compare
+from vnode.shares import in_one
 
 STEPS = 20
 
@@ -200,3 +202,33 @@ def test_lanes_are_not_divided() -> None:
 def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
     with pytest.raises(ValueError, match="lanes must be an integer from 1 to virtual_nodes=8"):
         vnode.virtualize(lambda w, x: w, virtual_nodes=8, lanes=lanes)
+
+
+@pytest.mark.parametrize("batch", [8, 13, 16])
+@pytest.mark.parametrize("place", ["even", "uneven", "idle", "mesh", "groups"])
+def test_the_sign_of_zero(place: str, batch: int) -> None:
+    """Zeros keep their sign wherever examples are picked from what devices hold; 1 / -0.0 is not 1 / 0.0."""
+    d = jax.devices()
+    placement = {
+        "even": lambda: vnode.Placement(8, d[:4]),
+        "uneven": lambda: vnode.Placement(8, d[:3], counts=(1, 5, 2)),
+        "idle": lambda: vnode.Placement(8, d[:3], counts=(8, 0, 0)),
+        "mesh": lambda: vnode.Placement(8, mesh=Mesh(np.array(d[:6]).reshape(2, 3), ("model", "vnode"))),
+        "groups": lambda: vnode.Placement(8, groups=[d[:2], d[2:3]], counts=(2, 3, 3)),
+    }[place]()
+
+    def step(w: Any, x: Any) -> Any:
+        mean = x.mean(0)
+        behind = jnp.where(x.sum(1, keepdims=True) > mean.sum() - 99.0, x, mean)
+        return w + mean, {"each": -x, "behind": behind, "reversed": x[::-1], "first": x[0], "moved": x.T}
+
+    x = np.where(np.arange(3 * batch).reshape(batch, 3) % 2, 0.0, -0.0).astype(np.float32)
+    w = np.full(3, -0.0, np.float32)
+    virtual = vnode.virtualize(step, virtual_nodes=8, recompute_budget=9.0).on(placement)
+    expected = jax.tree.map(np.signbit, jax.jit(step)(w, x)[1])
+    spread = jax.sharding.NamedSharding(
+        Mesh(np.array(d[: 8 if batch % 8 == 0 else 1]), ("data",)), PartitionSpec("data")
+    )
+    for given in (x, jax.device_put(x, spread), vnode.data.Batches(x, batch, shuffle=False).load(0, placement)):
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.signbit, virtual(w, given)[1]), expected)
+        np.testing.assert_array_equal(np.signbit(in_one(given)), np.signbit(x))

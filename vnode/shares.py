@@ -66,7 +66,7 @@ class Shares:
         parts = self.parts
         if len(groups) > 1:
             parts = jax.device_put(list(parts), groups[0].sharding())
-        return in_order(tuple(group.slots for group in groups), self.size)(parts)
+        return in_order(tuple(groups), self.size)(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.whole(), dtype)
@@ -88,11 +88,13 @@ class Shares:
 
 
 @functools.lru_cache
-def in_order(slots: tuple[tuple[int, ...], ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
-    """A program that puts together what groups hold, given the slots of each one's nodes."""
+def in_order(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
+    """A program that puts together what groups hold, on the devices of the first."""
+    here = groups[0].sharding()  # whole, or the partitioner would add zeros to what it picks, also to negative ones
 
     def run(parts: tuple[Any, ...]) -> jax.Array:
-        nodes = jnp.concatenate([part[np.array(mine)] for part, mine in zip(parts, slots, strict=True)])
+        held = jax.lax.with_sharding_constraint(parts, here)
+        nodes = jnp.concatenate([part[np.array(group.slots)] for part, group in zip(held, groups, strict=True)])
         return nodes.reshape(-1, *nodes.shape[2:])[:size]
 
     return jax.jit(run)

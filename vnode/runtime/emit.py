@@ -102,7 +102,7 @@ class Emission:
             return atom.val
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
-            value = lax.with_sharding_constraint(value, self.placement.sharding())
+            value = self.everywhere(value)
             if self.mode is Mode.INVARIANT:
                 (value,) = loops.settled([loops.Place(value, value.shape)])
             self.whole[atom] = value
@@ -162,7 +162,12 @@ class Emission:
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
         value = self.collected[var]
-        return value if self.placement.even else value[np.array(self.placement.slots)]
+        return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
+
+    def everywhere(self, value: Any) -> Any:
+        """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
+        changes the sign of a negative zero."""
+        return lax.with_sharding_constraint(value, self.placement.sharding())
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
@@ -189,7 +194,9 @@ class Emission:
             first, last = placement.first, placement.first + placement.nodes - 1
             nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
             rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
-            value = jnp.take(value, np.minimum(rows - first * n, value.shape[axis] - 1), axis=axis, mode="clip")
+            value = jnp.take(
+                self.everywhere(value), np.minimum(rows - first * n, value.shape[axis] - 1), axis=axis, mode="clip"
+            )
         return value, axis
 
     def room(self, var: Var, form: Slice) -> Any:
