@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 COLLECTIVES = (
     "all-reduce",
@@ -198,6 +199,51 @@ def turns_of_trees(module: Module, nodes: int, devices: int) -> dict[str, float]
     return found
 
 
+def additions(module: Module) -> list[str]:
+    """In which order the blocks that an all-to-all brings are added, for each all-gather of the result.
+
+    Args:
+        module: The module.
+
+    Returns:
+        Sums of numbers of blocks, such as ``((0 + 1) + (2 + 3))``.
+    """
+    passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce", "all-gather"}
+
+    def value(name: str, here: dict[str, Instruction], given: list[Any]) -> Any:
+        """A list of the blocks in an array, a list of such for a tuple, or None for anything else."""
+        instruction = here[name]
+        operands = re.findall(r"%([\w.\-]+)", instruction.rest.split(")")[0])
+        match instruction.opcode:
+            case "all-to-all":
+                return [str(k) for k in range(max(_dimensions(instruction.type)[:-1]))]
+            case "parameter":
+                return given[int(instruction.rest.split(")")[0])]
+            case "fusion":
+                inner = {i.name: i for i in module.computations[instruction.called()["calls"][0]]}
+                return value([*inner][-1], inner, [value(operand, here, given) for operand in operands])
+            case "tuple":
+                return [value(operand, here, given) for operand in operands]
+            case "get-tuple-element":
+                return value(operands[0], here, given)[int(re.findall(r"index=(\d+)", instruction.rest)[0])]
+            case "slice" | "slice-start":
+                blocks = value(operands[0], here, given)
+                bounds = re.findall(r"\[(\d+):(\d+)", instruction.rest.split("slice={")[1])
+                start, stop = bounds[_dimensions(here[operands[0]].type).index(len(blocks))]
+                return blocks[int(start) : int(stop)]
+            case "add":
+                return [
+                    f"({' + '.join(pair)})" for pair in zip(*(value(o, here, given) for o in operands), strict=True)
+                ]
+            case opcode if opcode in passing:
+                return value(operands[0], here, given)
+            case _:
+                return None
+
+    entry = {i.name: i for i in module.computations[module.entry]}
+    return [total for i in entry.values() if i.opcode == "all-gather" for total in value(i.name, entry, [])]
+
+
 def canonical(module: Module, name: str) -> str:
     """The text of a computation without names and layouts' memory spaces; what it calls stands in its place."""
     numbers: dict[str, str] = {}
@@ -233,3 +279,7 @@ def _product(dims: str) -> int:
     for d in filter(None, dims.split(",")):
         product *= int(d)
     return product
+
+
+def _dimensions(kind: str) -> list[int]:
+    return [int(n) for n in _SHAPE.findall(kind)[0][1].split(",") if n]

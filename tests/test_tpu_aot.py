@@ -82,7 +82,8 @@ for count in (1, 2, 4, 8):
     fused = lambda name: [
         hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
     ]
-    print(json.dumps({"devices": count, "node": fused(body), "joins": [f for name in inner for f in fused(name)]}))
+    joins = [f for name in inner for f in fused(name)]
+    print(json.dumps({"devices": count, "node": fused(body), "joins": joins, "across": hlo.additions(module)}))
 """
 
 
@@ -98,7 +99,8 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     assert [row["devices"] for row in found] == [1, 2, 4, 8]
-    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|bitcast|copy|constant|parameter)\(")
+    # A single node's examples come by a select, in place of a slice.
+    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
 
     def arithmetic(fusions: list[str]) -> list[str]:
         return sorted(text for text in fusions if any(not moving.search(line) for line in text.splitlines()))
@@ -116,3 +118,10 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
         left, right = re.findall(r" add\((v\d+), (v\d+)\)$", total)[0]
         assert re.search(r"(dynamic-slice|bitcast)\(", lines[left])
         assert lines[right].endswith("parameter(0)")
+    # Across devices, each of which holds a subtree.
+    assert [row["across"] for row in found] == [
+        [],
+        ["(0 + 1)"],
+        ["((0 + 1) + (2 + 3))"],
+        ["(((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))"],
+    ]
