@@ -191,7 +191,29 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int)
                 }
             )
             here = there
-    return rows
+    return [*rows, first_run(model, nodes, places[route[0]])]
+
+
+def first_run(model: models.Model, nodes: int, devices: Sequence[jax.Device]) -> dict:
+    """The same for a scan by hand that stays where it is: what any program takes longer when it runs first."""
+    batch = model.batch(model.size)
+    contender = contenders.by_hand(model, nodes, devices)
+    compiled = contender.function.lower(contender.state, batch).compile()
+    state, batch = jax.device_put((contender.state, batch), compiled.input_shardings[0])
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        state, _ = jax.block_until_ready(compiled(state, batch))
+        times.append(time.perf_counter() - start)
+    return {
+        "round": 0,
+        "move": f"{contender.name}, {len(devices)}",
+        "moving_ms": 0.0,
+        "first_ms": 1e3 * times[0],
+        "step_ms": 1e3 * statistics.median(times[1:]),
+        "bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(state)),
+        "compile_seconds": None,
+    }
 
 
 def dispatch(names: Sequence[str], leaves: int, calls: int, repeats: int) -> dict[str, float]:
