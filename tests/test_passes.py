@@ -314,17 +314,17 @@ def test_one_accumulator_for_gradients_that_are_added() -> None:
 
 @pytest.mark.parametrize(("nodes", "devices"), [(1, 1), (8, 8), (8, 4), (8, 2), (8, 1), (64, 1), (32, 2)])
 def test_buffers_of_an_invariant_reduction(nodes: int, devices: int) -> None:
-    """Besides the one that any accumulation has, as many as log2 of the nodes of a device."""
+    """As many as log2 of the nodes of a device go around the loop, beside what the node itself contributes."""
     params, x = mlp_arguments(2 * nodes)
     jaxpr = program(mlp, params, x, nodes=nodes, devices=devices, reduction="invariant")
     loop = loops(jaxpr)[0]
     for shape in ((3, 5), (5, 2)):
         held = [kept for _, kept in carried(loop) if kept[-2:] == shape]
         buffers = sum(int(np.prod(kept[:-2])) for kept in held)
-        assert buffers == 1 + np.log2(nodes // devices)
+        assert buffers == max(1, np.log2(nodes // devices))
 
 
-@pytest.mark.parametrize(("lanes", "buffers"), [(4, 3), (2, 2), (1, 1)])
+@pytest.mark.parametrize(("lanes", "buffers"), [(8, 3), (4, 2), (2, 1), (1, 1)])
 def test_lanes_save_buffers(lanes: int, buffers: int) -> None:
     params, x = mlp_arguments(32)
     jaxpr = program(mlp, params, x, nodes=16, devices=1, reduction="invariant", lanes=lanes)

@@ -397,7 +397,10 @@ class Reduction:
 
     def depth(self, placement: Placement | Layout) -> int:
         """How many buffers a device needs for each accumulator, besides the accumulator itself."""
-        return 0 if self.mode == "fast" else Plan.of(placement.counts, self.lane, True).depth
+        if self.mode == "fast":
+            return 0
+        plan = Plan.of(placement.counts, self.lane, True)
+        return plan.depth + plan.joining  # the last block stays while the next one is computed
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""

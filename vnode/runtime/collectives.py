@@ -81,6 +81,11 @@ class Plan:
         """Entries of a device's stack."""
         return max(fold.depth for fold in self.own)
 
+    @functools.cached_property
+    def joining(self) -> bool:
+        """Whether a device adds anything by itself."""
+        return any(any(fold.joins) for fold in self.own)
+
     @property
     def joins(self) -> np.ndarray:
         """Of every device's lanes, int32 ``[devices, most lanes]``."""
@@ -227,7 +232,8 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
-    left, _ = stacked(piece, [s], opaque(len(rows)), jnp.asarray(fold.joins, jnp.int32), fold.depth, None)
+    joins = jnp.asarray(fold.joins, jnp.int32)
+    left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, any(fold.joins), None)
     count = len(fold.rest)
     return [left.last[0]] if count == 1 else list(left.blocks(count)[0])
 

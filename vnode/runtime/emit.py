@@ -256,7 +256,9 @@ class Emission:
                     totals, kept = loops.counted(program, sums, count[0], room)
                 case Mode.INVARIANT:
                     turns = loops.opaque(count[0])
-                    rest, exact, kept = loops.in_tree_order(program, sums, turns, joins[0], plan.depth, self.lane, room)
+                    rest, exact, kept = loops.in_tree_order(
+                        program, sums, turns, joins[0], plan.depth, plan.joining, self.lane, room
+                    )
                     return combine(sums, rest, exact, plan, axis), kept
             return collectives.combined(sums, totals, axis), kept
 

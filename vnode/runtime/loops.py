@@ -127,6 +127,7 @@ def stacked(
     count: jax.Array,
     joins: jax.Array,
     depth: int,
+    joining: bool,
     state: Any,
 ) -> tuple[Rest, Any]:
     """Adds pieces in the order of a `Fold`.
@@ -137,6 +138,7 @@ def stacked(
       count: how many pieces there are, int32 scalar.
       joins: int32 ``[at least count]``, as in `Fold`.
       depth: entries of the stack.
+      joining: whether any piece joins another.
       state: passed from piece to piece.
 
     Returns:
@@ -145,18 +147,29 @@ def stacked(
 
     def body(index: jax.Array, carry: tuple[Rest, Any]) -> tuple[Rest, Any]:
         rest, state = carry
-        stack = put(rest.stack, rest.last, rest.height)
-        last, state = pieces(index, state)
+        piece, state = pieces(index, state)
+        joined = joins[index]
 
-        def join(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            last, height = carry
-            left = [lax.dynamic_index_in_dim(entries, height - 1, 0, keepdims=False) for entries in stack]
-            return add_all(sums, left, last), height - 1
+        def put_aside(_: jax.Array, stack: list[Any]) -> list[Any]:
+            return put(stack, rest.last, rest.height)
 
-        height = rest.height + 1
+        def join_last(_: jax.Array, piece: list[Any]) -> list[Any]:
+            return add_all(sums, rest.last, piece)
+
+        def join_stack(k: jax.Array, piece: list[Any]) -> list[Any]:
+            place = rest.height - k  # the first was the last
+            left = [lax.dynamic_index_in_dim(entries, place, 0, keepdims=False) for entries in stack]
+            return add_all(sums, left, piece)
+
+        stack = rest.stack
         if depth:
-            last, height = lax.fori_loop(0, joins[index], join, (last, height))
-        return Rest(stack, height, last), state
+            aside = (joined == 0) & (rest.height >= 0)
+            stack = lax.fori_loop(0, aside.astype(jnp.int32), put_aside, stack)
+        if joining:
+            piece = lax.fori_loop(0, jnp.minimum(joined, 1), join_last, piece)
+        if joining and depth:
+            piece = lax.fori_loop(1, joined, join_stack, piece)
+        return Rest(stack, rest.height + 1 - joined, piece), state
 
     stack = [jnp.zeros((depth, *s.shape), s.dtype) for s in sums] if depth else []
     last = [jnp.zeros(s.shape, s.dtype) for s in sums]
@@ -190,6 +203,7 @@ def in_tree_order(
     count: jax.Array,
     joins: jax.Array,
     depth: int,
+    joining: bool,
     lane: int,
     room: list[Any],
 ) -> tuple[Rest, list[Any], list[Any]]:
@@ -201,6 +215,7 @@ def in_tree_order(
       count: nodes of this device, int32 scalar.
       joins: int32 ``[at least the device's lanes]``, as in `Fold`.
       depth: entries of the stack.
+      joining: whether any lane joins another.
       lane: consecutive nodes that are added one after another.
       room: for what nodes keep.
 
@@ -231,7 +246,7 @@ def in_tree_order(
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in room], room)
     piece = node if lane == 1 else lane_of_nodes
-    remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, first)
+    remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, joining, first)
     return remaining, last.totals, put(last.room, last.kept, count - 1)
 
 
