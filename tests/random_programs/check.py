@@ -214,6 +214,10 @@ EXACT = frozenset(
 """Primitives whose results are not rounded."""
 
 
+SUMS = frozenset(["conv_general_dilated", "cumsum", "dot_general", "reduce_sum", "reduce_window_sum"])
+"""Primitives that add products of their operands' elements."""
+
+
 def inner_jaxpr(params: dict[str, Any]) -> tuple[Jaxpr, Sequence[Any]] | None:
     """The body of a call, where the equation is one."""
     for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
@@ -231,28 +235,40 @@ CALLS = {"jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "ch
 def noisy(
     jaxpr: Jaxpr, consts: Sequence[Any], args: Sequence[Any], rng: np.random.Generator, noise: float
 ) -> list[Any]:
-    """Evaluates a jaxpr with relative `noise` on every rounded result."""
+    """Evaluates a jaxpr with `noise`, relative to what was added, on every rounded result."""
     env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
     for eqn in jaxpr.eqns:
         operands = [atom.val if isinstance(atom, Literal) else env[atom] for atom in eqn.invars]
         inner = inner_jaxpr(eqn.params) if eqn.primitive.name in CALLS else None
+        if eqn.primitive.name == "cond":
+            branches = eqn.params["branches"]
+            chosen = branches[min(max(int(operands[0]), 0), len(branches) - 1)]
+            inner, operands = (chosen.jaxpr, chosen.consts), operands[1:]
         if inner is not None:
             results = noisy(*inner, operands, rng, noise)
         else:
             results = eqn.primitive.bind(*operands, **eqn.params)
             results = results if eqn.primitive.multiple_results else [results]
-            if eqn.primitive.name not in EXACT:
-                results = [perturbed(r, rng, noise) for r in results]
+            if eqn.primitive.name in SUMS:  # as far off as what they add, also where that cancels
+                sizes = eqn.primitive.bind(*map(magnitude, operands), **eqn.params)
+                results = [perturbed(r, rng, noise, size) for r, size in zip(results, [sizes], strict=True)]
+            elif eqn.primitive.name not in EXACT:
+                results = [perturbed(r, rng, noise, r) for r in results]
         env.update(zip(eqn.outvars, results, strict=True))
     return [atom.val if isinstance(atom, Literal) else env[atom] for atom in jaxpr.outvars]
 
 
-def perturbed(value: Any, rng: np.random.Generator, noise: float) -> Any:
+def magnitude(operand: Any) -> Any:
+    return jnp.abs(operand) if jnp.issubdtype(jnp.result_type(operand), jnp.floating) else operand
+
+
+def perturbed(value: Any, rng: np.random.Generator, noise: float, size: Any) -> Any:
+    """A value with noise relative to `size`."""
     if not jnp.issubdtype(value.dtype, jnp.floating):
         return value
-    factor = 1 + noise * rng.uniform(-1, 1, value.shape)
-    return (jnp.asarray(value, jnp.float64) * factor).astype(value.dtype)
+    off = noise * rng.uniform(-1, 1, value.shape)
+    return (jnp.asarray(value, jnp.float64) + jnp.asarray(size, jnp.float64) * off).astype(value.dtype)
 
 
 def steady(program: Program, reference: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> bool:
