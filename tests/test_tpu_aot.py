@@ -55,7 +55,7 @@ def test_a_collective_in_the_loop_would_be_seen():
 
 
 SAME_PROGRAM = """
-import json, sys
+import json, re, sys
 import jax, jax.numpy as jnp
 import vnode
 from benchmarks import hlo, tpu
@@ -83,7 +83,18 @@ for count in (1, 2, 4, 8):
         hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
     ]
     joins = [f for name in inner for f in fused(name)]
-    print(json.dumps({"devices": count, "node": fused(body), "joins": joins, "across": hlo.additions(module)}))
+    lasts = []
+    for name in inner:
+        lines = {i.name: i for i in module.computations[name]}
+        operands = lambda i: re.findall(r"%([\\w.\\-]+)", i.rest.split(")")[0])
+        carried = operands([*lines.values()][-1])
+        for i in lines.values():
+            if i.opcode == "add" and i.type.startswith("f32["):
+                left, right = operands(i)
+                place = lines[right].rest.split("index=")[1].split(",")[0]
+                lasts.append([left in carried, int(place) == carried.index(i.name)])
+    found = {"devices": count, "node": fused(body), "joins": joins, "lasts": lasts, "across": hlo.additions(module)}
+    print(json.dumps(found))
 """
 
 
@@ -109,9 +120,10 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert any("convolution" in text for text in nodes[0])
     assert any("tanh" in text for text in nodes[0])
     assert nodes == [nodes[0]] * 4
-    # A device that holds one node joins nothing by itself. Else: the block from the stack, which is the left one, plus
-    # the one that comes, which the loop carries.
-    assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 2, 0]
+    # A device that holds one node joins nothing by itself. Else: the last block, which is the left one and stays as it
+    # is, plus the one that comes, which the loop carries; and, of more than two nodes, likewise a block from the stack.
+    assert [row["lasts"] for row in found] == [[[True, True]] * 2] * 3 + [[]]
+    assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 0, 0]
     for text in [text for row in found for text in arithmetic(row["joins"])]:
         lines = dict(line.split(" = ", 1) for line in text.splitlines())
         *_, total = lines.values()
