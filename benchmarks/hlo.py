@@ -27,6 +27,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
 _SPACE = re.compile(r"S\(\d+\)")
+_NAMES = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
 
 
@@ -49,6 +50,11 @@ class Instruction:
         """The compiler's estimate for this instruction; 0 where it gives none."""
         found = _CYCLES.search(self.rest)
         return int(found[1]) if found else 0
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions whose results it takes."""
+        return _NAMES.findall(self.rest.split(")")[0])
 
     def called(self) -> dict[str, list[str]]:
         """Names of the computations it calls, by role."""
@@ -114,7 +120,7 @@ class Module:
         condition = self.computations[loop.called()["condition"][0]]
         constants = {i.name: i.rest for i in condition if i.opcode == "constant"}
         root = condition[-1]
-        operands = re.findall(r"%([\w.\-]+)", root.rest.split(")")[0])
+        operands = root.operands
         if root.opcode == "compare" and "direction=LT" in root.rest and operands[-1] in constants:
             return int(constants[operands[-1]].split(")")[0])
         return None
@@ -213,7 +219,7 @@ def additions(module: Module) -> list[str]:
     def value(name: str, here: dict[str, Instruction], given: list[Any]) -> Any:
         """A list of the blocks in an array, a list of such for a tuple, or None for anything else."""
         instruction = here[name]
-        operands = re.findall(r"%([\w.\-]+)", instruction.rest.split(")")[0])
+        operands = instruction.operands
         match instruction.opcode:
             case "all-to-all":
                 return [str(k) for k in range(max(_dimensions(instruction.type)[:-1]))]

@@ -400,7 +400,7 @@ def test_options_that_make_no_sense(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="positive integer"):
         vnode.profile(vnode.virtualize(regression, virtual_nodes=8), arguments(), **options)
     with pytest.raises(TypeError, match="virtualize"):
-        vnode.profile(regression, arguments())  # type: ignore[arg-type]
+        vnode.profile(regression, arguments())
 
 
 def test_a_step_on_objects() -> None:

@@ -4,7 +4,6 @@ Knows the public interface of `vnode.data`, the prefetch, and grain. Must not kn
 written from its paper, nodes counted out one by one, and the data read directly.
 """
 
-import hashlib
 import threading
 from typing import Any
 
@@ -18,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh
 
 import vnode
+from tests.test_invariance import digest
 from tests.test_virtual_step import compilations
 from vnode.data import Batches, Order, permutation
 from vnode.errors import BatchError
@@ -140,13 +140,6 @@ def update(w: Any, batch: Any) -> Any:
     return w - 0.1 * grad, {"loss": loss, "each": y, "sorted": jnp.sort(n), "batch": batch}
 
 
-def hashed(tree: Any) -> str:
-    digest = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
-
-
 def unequal() -> list[vnode.Placement]:
     d = jax.devices()
     return [
@@ -191,9 +184,9 @@ def test_shares_of_another_placement() -> None:
     for placement in homes:
         loaded = batches.load(2, placement)
         for other in [*homes[:3], vnode.Placement(8, mesh=Mesh(np.array(d[:4]), ("vnode",)))]:
-            assert hashed(step.on(other)(weights, loaded)) == hashed(expected)
+            assert digest(step.on(other)(weights, loaded)) == digest(expected)
     loaded, here = batches.load(2, homes[0]), step.on(homes[0])
-    assert hashed(jax.jit(here)(here.put(weights), loaded)) == hashed(expected)
+    assert digest(jax.jit(here)(here.put(weights), loaded)) == digest(expected)
     gradient = jax.grad(lambda w: here(w, loaded)[1]["loss"])(weights)
     np.testing.assert_allclose(gradient, jax.grad(lambda w: update(w, batches.batch(2))[1]["loss"])(weights), rtol=2e-5)
 

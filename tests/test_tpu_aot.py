@@ -55,7 +55,7 @@ def test_a_collective_in_the_loop_would_be_seen():
 
 
 SAME_PROGRAM = """
-import json, re, sys
+import json, sys
 import jax, jax.numpy as jnp
 import vnode
 from benchmarks import hlo, tpu
@@ -86,11 +86,10 @@ for count in (1, 2, 4, 8):
     lasts = []
     for name in inner:
         lines = {i.name: i for i in module.computations[name]}
-        operands = lambda i: re.findall(r"%([\\w.\\-]+)", i.rest.split(")")[0])
-        carried = operands([*lines.values()][-1])
+        carried = [*lines.values()][-1].operands
         for i in lines.values():
             if i.opcode == "add" and i.type.startswith("f32["):
-                left, right = operands(i)
+                left, right = i.operands
                 place = lines[right].rest.split("index=")[1].split(",")[0]
                 lasts.append([left in carried, int(place) == carried.index(i.name)])
     found = {"devices": count, "node": fused(body), "joins": joins, "lasts": lasts, "across": hlo.additions(module)}

@@ -282,10 +282,9 @@ class Batches:
 
             return jax.tree.map(divided, self.take(rows[mine]))
 
-        groups = [group for group in placement.groups if group.nodes]
         made = [
             spread(group.sharding(group.axis), group.size * group.waves, lambda slot, _, g=group: nodes(g, slot))
-            for group in groups
+            for group in placement.working
         ]
         parts = zip(*(leaves for leaves, _ in made), strict=True)
         return jax.tree.unflatten(made[0][1], [Shares(each, size, placement) for each in parts])

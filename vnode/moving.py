@@ -82,9 +82,16 @@ def at_home(leaf: Any, placement: Placement) -> Any:
             mesh = Mesh(np.array(list(sharding.device_set)), (placement.axis,), axis_types=(AxisType.Auto,))
             leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
         elif isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            leaf = arranged(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
-            return arranged(target)(jax.device_put(leaf, placement.sharding()))
+            return arranged(target)(jax.device_put(replicated(leaf), placement.sharding()))
     return jax.device_put(leaf, target)
+
+
+def replicated(leaf: jax.Array) -> jax.Array:
+    """An array whole on each of its devices, if it is sharded over a mesh."""
+    sharding = leaf.sharding
+    if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
+        return leaf
+    return arranged(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
 
 
 @functools.lru_cache

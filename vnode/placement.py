@@ -122,6 +122,11 @@ class Placement(Drawn):
         return self._groups or (self,)
 
     @property
+    def working(self) -> tuple[Placement, ...]:
+        """Those of the groups that hold nodes."""
+        return tuple(group for group in self.groups if group.nodes)
+
+    @property
     def nodes(self) -> int:
         """How many nodes it holds: all of them, unless it is a group."""
         return sum(self.counts)

@@ -62,11 +62,10 @@ class Shares:
 
     def whole(self) -> jax.Array:
         """The batch as one array, whole on each device of the first group."""
-        groups = [group for group in self.placement.groups if group.nodes]
-        parts = self.parts
+        groups, parts = self.placement.working, self.parts
         if len(groups) > 1:
             parts = jax.device_put(list(parts), groups[0].sharding())
-        return in_order(tuple(groups), self.size)(parts)
+        return in_order(groups, self.size)(parts)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.asarray(self.whole(), dtype)
@@ -136,7 +135,6 @@ def expected(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(placement.axis))
     parts = [
         jax.ShapeDtypeStruct((group.size * group.waves, n, *shape[1:]), dtype, sharding=group.sharding(group.axis))
-        for group in placement.groups
-        if group.nodes
+        for group in placement.working
     ]
     return Shares(tuple(parts), size, placement)

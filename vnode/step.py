@@ -210,8 +210,8 @@ class VirtualStep:
         here, wholes = set(self.placement.devices), self._wholes(len(args))
         in_shares = PartitionSpec(self.placement.axis)
 
-        def arrive(leaf: Any, whole: bool) -> Any:
-            if isinstance(leaf, Shares) or (not whole and partition(leaf) == in_shares):
+        def arrive(leaf: Any, whole: bool, split: bool) -> Any:
+            if isinstance(leaf, Shares) or (split and partition(leaf) == in_shares):
                 return expected(leaf.shape, leaf.dtype, self.placement)
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
@@ -222,10 +222,10 @@ class VirtualStep:
             )
 
         placed = [
-            jax.tree.map(functools.partial(arrive, whole=i in wholes), arg, is_leaf=is_shares)
+            jax.tree.map(functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_shares)
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(functools.partial(arrive, whole=False), kwargs)
+        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_shares)
         return self.lower(*placed, **kwargs)
 
     def cut(self, nodes: int, placement: Placement | None, *args: Any) -> tuple[VirtualStep, tuple[Any, ...]]:

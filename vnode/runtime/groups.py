@@ -19,14 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
-from vnode.moving import arranged
+from vnode.moving import replicated
 from vnode.operators.control import Loop, While
 from vnode.placement import Placement
 from vnode.runtime import collectives
@@ -170,7 +169,7 @@ class GroupProgram:
     ) -> None:
         self.schedule = schedule
         self.placement = placement
-        self.groups = [group for group in placement.groups if group.nodes]
+        self.groups = placement.working
         self.mode, self.lane, self.name = mode, lane, name
         outputs = {atom for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
         self.returned = frozenset(i for i, var in enumerate(schedule.flow.program.inputs) if var in outputs)
@@ -384,8 +383,8 @@ def operand(mine: Held, atom: Atom) -> Any:
 def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
     """The part of a batched value that a group's nodes hold; one element at least, of padding."""
     n = int(flow.node_size * form.ratio)
-    if isinstance(value, jax.Array) and not value.sharding.is_fully_replicated:
-        value = in_one_piece(value)
+    if isinstance(value, jax.Array):
+        value = replicated(value)  # picking from a sharded one could change the sign of a zero
     start = min(group.first * n, form.units - 1)
     stop = min(max(start + 1, (group.first + group.nodes) * n), form.units)
     if form.outer == 1:
@@ -397,12 +396,6 @@ def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
         value = runs.reshape(*shape[: form.dim], -1, *shape[form.dim + 1 :])
     fits = form.outer == 1 and group.even and stop - start == group.nodes * n
     return jax.device_put(value, group.sharding(*[None] * form.dim, group.axis) if fits else group.sharding())
-
-
-def in_one_piece(value: jax.Array) -> jax.Array:
-    """A sharded array whole on each of its devices: picking from a sharded one could change the sign of a zero."""
-    sharding = value.sharding
-    return arranged(NamedSharding(sharding.mesh, PartitionSpec()))(value) if hasattr(sharding, "mesh") else value
 
 
 @functools.lru_cache
