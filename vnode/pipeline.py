@@ -37,6 +37,28 @@ from vnode.runtime.groups import GroupProgram
 from vnode.shares import Shares, in_one
 
 
+FROZEN = 10_000
+"""Frozen objects that an interpreter may have of its own. More are the user's, and must not thaw."""
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """Python's cyclic garbage collector would walk the many equations again and again, with nothing to free.
+
+    What was made meanwhile is put with what is old, or the collector would walk it as soon as it goes on.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            if gc.get_freeze_count() < FROZEN:
+                gc.freeze()
+                gc.unfreeze()
+            gc.enable()
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What the user asked of `virtualize`."""
@@ -73,6 +95,7 @@ class Analysis:
     couplings: list[Coupling]
 
 
+@collector_paused()
 def analyse(
     fun: Callable[..., list[Any]], leaves: Sequence[Any], axes: Sequence[int | None], size: int, options: Options
 ) -> Analysis:
@@ -107,6 +130,7 @@ def analyse(
     return Analysis(program, made, follower.couplings)
 
 
+@collector_paused()
 def evaluate(
     fun: Callable[..., list[Any]],
     leaves: Sequence[Any],
@@ -130,19 +154,16 @@ def evaluate(
     Returns:
       The function's results.
     """
-    with collector_paused():
-        made = analyse(fun, leaves, axes, size, options)
+    made = analyse(fun, leaves, axes, size, options)
     check_effects(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     if differentiable or plain or uses_references(made.program):
-        with collector_paused():
-            return emit(made.schedule, placement, leaves, mode, options.lane)
+        return emit(made.schedule, placement, leaves, mode, options.lane)
 
     @jax.custom_jvp
     def step(*values: Any) -> list[Any]:
-        with collector_paused():
-            return emit(made.schedule, placement, values, mode, options.lane)
+        return emit(made.schedule, placement, values, mode, options.lane)
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -183,6 +204,7 @@ def evaluate(
     return step(*leaves)
 
 
+@collector_paused()
 def program_of_groups(
     fun: Callable[..., list[Any]],
     leaves: Sequence[Any],
@@ -209,8 +231,7 @@ def program_of_groups(
     Raises:
       PlacementError: the step has effects, which every group would have.
     """
-    with collector_paused():
-        made = analyse(fun, leaves, axes, size, options)
+    made = analyse(fun, leaves, axes, size, options)
     for eqn in made.program.equations:
         if eqn.effects:
             raise PlacementError(
@@ -225,18 +246,6 @@ def program_of_groups(
     mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, Shares) for leaf in leaves]
     return GroupProgram(made.schedule, placement, mode, options.lane, name, shared)
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector would walk the many equations again and again, with nothing to free."""
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            gc.enable()
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:

@@ -44,7 +44,6 @@ def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> di
       For every such value the level of a pass. Earlier passes may compute it.
     """
     given = set(flow.program.inputs) | set(flow.program.constants)
-    makers = {var: step for step in flow.steps for var in step.eqn.outvars}
     sources: dict[Var, list[Var]] = {}
     kept: dict[Var, int] = {}
 
@@ -59,7 +58,7 @@ def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> di
             if not isinstance(form, Partial) or result not in reads:
                 continue
             sliced = [a for a, f in zip(step.eqn.invars, step.operands, strict=True) if isinstance(f, Slice)]
-            sources[result] = [var for atom in sliced for var in origins(flow, makers, given, atom)]
+            sources[result] = [var for atom in sliced for var in origins(flow, given, atom)]
             if form.monoid in PICKS:
                 picked.append(result)
             elif not any(map(inexact, sources[result])):
@@ -68,7 +67,7 @@ def decisions(flow: Flow, steps: Sequence[Step], reads: Mapping[Var, int]) -> di
     for var in picked:
         if var not in reads:
             continue
-        found = sources[var] if var in sources else list(origins(flow, makers, given, var))
+        found = sources[var] if var in sources else list(origins(flow, given, var))
         held = held_against(flow, steps, found, var)
         for origin in found:
             if held or not inexact(origin):
@@ -81,8 +80,8 @@ def living(flow: Flow) -> list[Step]:
     wanted = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
     steps: list[Step] = []
     for step in reversed(flow.steps):
-        if step.eqn.effects or any(var in wanted for var in step.eqn.outvars):
-            wanted.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
+        if step.eqn.effects or not wanted.isdisjoint(step.eqn.outvars):
+            wanted.update([atom for atom in step.eqn.invars if isinstance(atom, Var)])
             steps.append(step)
     return steps[::-1]
 
@@ -91,7 +90,9 @@ def first_reads(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
     """For every value that nodes read completed, or something made of it once: the level of the first that do."""
     reads: dict[Var, int] = {}
     for step in reversed(steps):
-        behind = min((reads[var] for var in step.eqn.outvars if var in reads), default=math.inf)
+        behind = min([reads[var] for var in step.eqn.outvars if var in reads], default=math.inf)
+        if not step.per_node and behind == math.inf:
+            continue
         for atom, form in zip(step.eqn.invars, step.operands, strict=True):
             if not isinstance(atom, Var):
                 continue
@@ -106,7 +107,7 @@ def first_reads(flow: Flow, steps: Sequence[Step]) -> dict[Var, int]:
     return reads
 
 
-def origins(flow: Flow, makers: dict[Var, Step], given: set[Var], atom: Atom) -> Iterator[Var]:
+def origins(flow: Flow, given: set[Var], atom: Atom) -> Iterator[Var]:
     """The batched values that a value consists of, bit for bit, or that fix its discrete elements."""
     seen: set[Var] = set()
     stack = [atom]
@@ -118,7 +119,7 @@ def origins(flow: Flow, makers: dict[Var, Step], given: set[Var], atom: Atom) ->
         state = flow.states[var]
         if not isinstance(state.form, Slice) or state.given:
             continue
-        step = makers[var]
+        step = flow.steps[flow.position[var]]
         if exact(step):
             stack += step.eqn.invars
         else:

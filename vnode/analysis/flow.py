@@ -7,9 +7,11 @@ beyond what a grain needs, or how anything is evaluated.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -30,13 +32,35 @@ from vnode.analysis.forms import (
 )
 from vnode.analysis.loops import region_step
 from vnode.analysis.program import Program, signature, where
-from vnode.analysis.states import Coupled, Coupling, Flow, Mode, State, Step
+from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step
 from vnode.analysis.view import View
 from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
 
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
+
+
+@dataclasses.dataclass(eq=False)
+class Precedent:
+    """A decision that holds for every equation of the same description whose operands have the same states.
+
+    Of those that split the batch and keep it: what they complete, gather or reduce has a history of its own.
+
+    Attributes:
+      step: what was decided.
+      operands: states of the operands.
+      results: states of the results.
+    """
+
+    step: Step
+    operands: list[State]
+    results: list[State]
+
+    @property
+    def key(self) -> Hashable:
+        """What tells equations that it holds for; a program has each state once."""
+        return (id(self.step.description), *map(id, self.operands))
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,35 +114,60 @@ class Follower:
           UnsupportedPrimitiveError: a batched value meets a primitive without description.
         """
         flow = Flow(program, {}, [])
-        flow.states.update(zip(program.inputs, inputs, strict=True))
-        flow.states.update((var, State(WHOLE)) for var in program.constants)
+        flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
+        flow.states.update((var, NONZERO) for var in program.constants)
         reducers: dict[Var, JaxprEqn] = {}
+        precedents: dict[Any, Precedent] = {}
         for eqn in program.equations:
-            step = self.plain(flow, eqn)
+            step = self.plain(flow, eqn, reducers) or self.alike(flow, eqn, precedents)
             if step is None:
                 view = View(self, flow, eqn, body, reducers)
+                met = len(self.couplings)
                 step = self.step(view)
                 view.record(step)
                 if eqn.effects:
                     keep_order(flow, step)
+                elif step.description is not None and len(self.couplings) == met:
+                    if all(isinstance(form, Slice) for form in step.results):
+                        precedent = Precedent(step, view.states, [flow.states[var] for var in eqn.outvars])
+                        precedents[precedent.key] = precedent
             flow.steps.append(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
         flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
         return flow
 
-    @staticmethod
-    def plain(flow: Flow, eqn: JaxprEqn) -> Step | None:
-        """The quick way for what most equations of an optimizer are: whole values that have nothing of the batch."""
-        states = [flow.states[atom] for atom in eqn.invars if isinstance(atom, Var)]
-        if any(not isinstance(s.form, Whole) or s.level or s.zero or s.examples for s in states):
+    def plain(self, flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
+        """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
+        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)):
             return None
-        if len(states) < len(eqn.invars) and any(flow.state(a).zero for a in eqn.invars if isinstance(a, Literal)):
+        level = local = 0
+        model, source = False, None
+        for atom in eqn.invars:
+            state = flow.state(atom)
+            if state.form is not WHOLE or state.zero or state.examples:
+                return None
+            level, local, model = max(level, state.level), max(local, state.local), model or state.model
+            if source is None and isinstance(atom, Var):
+                source = reducers.get(atom)
+        state = flow.whole(level, local, model)
+        for var in eqn.outvars:
+            flow.states[var] = state
+            if source is not None:
+                reducers[var] = source
+        return Step(eqn, False, level, wholes(len(eqn.invars)), wholes(len(eqn.outvars)))
+
+    def alike(self, flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
+        """The quick way for what most equations of a deep model are: as in an earlier layer."""
+        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)) or region_of(eqn) is not None:
             return None
-        count = len(eqn.outvars)
-        state = State(WHOLE, model=any(s.model for s in states))
-        flow.states.update(dict.fromkeys(eqn.outvars, state))
-        return Step(eqn, False, 0, (WHOLE,) * len(eqn.invars), (WHOLE,) * count)
+        description = flow.program.describe(eqn)
+        precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))
+        if precedent is None:
+            return None
+        flow.states.update(zip(eqn.outvars, precedent.results, strict=True))
+        step = precedent.step
+        return Step(eqn, True, step.level, step.operands, step.results, description, step.location)
 
     def step(self, view: View) -> Step:
         """Decides how one equation is evaluated."""
@@ -319,6 +368,11 @@ class Follower:
             return around_step(self, view, region)
 
 
+@functools.cache
+def wholes(count: int) -> tuple[Whole, ...]:
+    return (WHOLE,) * count
+
+
 def keep_order(flow: Flow, step: Step) -> None:
     """After an equation that reads or writes an array in place (`jax.new_ref`), others do so at its level or later.
 
@@ -339,4 +393,4 @@ def keep_order(flow: Flow, step: Step) -> None:
             )
         )
     for var in references:
-        flow.states[var] = dataclasses.replace(flow.states[var], level=step.level, local=step.level)
+        flow.states[var] = flow.one(dataclasses.replace(flow.states[var], level=step.level, local=step.level))

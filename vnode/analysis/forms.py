@@ -117,6 +117,9 @@ class Location:
     outer: int
     ratio: Fraction
 
+    def __hash__(self) -> int:
+        return hash((self.factor, self.outer))  # as for slices
+
 
 def locate(form: Slice, dims: Dims, sizes: Sizes) -> Location | None:
     """The factor that holds the batch of a sliced operand, or None if it straddles factors.

@@ -9,14 +9,14 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.operators import OperatorDescription, describe
+from vnode.operators import OperatorDescription, describe, kind
 from vnode.operators.control import Body, call_of
 from vnode.operators.indexing import with_batching_dims
 
@@ -43,12 +43,15 @@ class Program:
     custom_derivatives: bool = False
     reverse_only: bool = False
     _descriptions: dict[int, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
+    _kinds: dict[Hashable, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
-        """The description of one of the program's equations, made once."""
+        """The description of one of the program's equations, made once for all of its kind."""
         key = id(eqn)
         if key not in self._descriptions:
-            self._descriptions[key] = describe(eqn)
+            of = kind(eqn)
+            made = self._kinds[of] if of is not None and of in self._kinds else describe(eqn)
+            self._kinds[of] = self._descriptions[key] = made
         return self._descriptions[key]
 
     @functools.cached_property

@@ -10,6 +10,7 @@ as far as they are cheap (`pull`), so that a dropout mask or an iota never exist
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ from vnode.operators.control import Loop, While
 Key = tuple[Var, Form]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # not frozen only because many are made
 class Evaluation:
     """One evaluation of an equation.
 
@@ -131,16 +132,22 @@ def recipe(
     given = set(program.inputs) | set(program.constants)
     leaf = is_leaf or (lambda var, form: var in given and flow.states[var].form == form)
     wanted: dict[Var, dict[Form, None]] = {}
+    waiting: list[int] = []
     leaves: dict[Key, None] = {}
     actions: list[Evaluation | Conversion] = []
     requests = list(requests)
 
     def want(atom: Atom, form: Form) -> None:
-        if isinstance(atom, Var):
-            if leaf(atom, form):
-                leaves[(atom, form)] = None
-            else:
-                wanted.setdefault(atom, {})[form] = None
+        if not isinstance(atom, Var):
+            return
+        if leaf(atom, form):
+            leaves[(atom, form)] = None
+        elif atom in wanted:
+            wanted[atom][form] = None
+        else:
+            wanted[atom] = {form: None}
+            if atom in flow.position:
+                heapq.heappush(waiting, -flow.position[atom])
 
     def convert(var: Var, target: Form) -> None:
         source = flow.states[var].form
@@ -153,7 +160,8 @@ def recipe(
 
     def visit(step: Step, forced: bool) -> None:
         results = step.eqn.outvars
-        if len(results) == 1 and step.region is None and list(wanted.get(results[0], ())) == [step.results[0]]:
+        forms = wanted.get(results[0], ()) if len(results) == 1 else ()
+        if len(forms) == 1 and step.results[0] in forms and step.region is None:
             add(Evaluation(step, step.operands, step.results, step.description, step.location))  # what most are
             return
         native = [step.results[i] in wanted.get(var, ()) for i, var in enumerate(results)]
@@ -187,10 +195,15 @@ def recipe(
 
     for atom, form in requests:
         want(atom, form)
-    forced = set(effects)
-    for step in reversed(flow.steps):
-        if not wanted.keys().isdisjoint(step.eqn.outvars) or step in forced:
-            visit(step, step in forced)
+    forced = {-flow.steps.index(step) for step in effects}
+    for position in forced:
+        heapq.heappush(waiting, position)
+    last = None
+    while waiting:
+        position = heapq.heappop(waiting)
+        if position != last:  # wanted for several results
+            visit(flow.steps[-position], position in forced)
+        last = position
     for var in [*program.inputs, *program.constants]:
         for form in list(wanted.get(var, ())):
             convert(var, form)

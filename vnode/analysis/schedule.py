@@ -143,8 +143,9 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
         steps = living(flow)
         earliest = first_reads(flow, steps)
         kept = keepable(flow), decisions(flow, steps, earliest)
+    known = known_values(flow)
     while True:
-        sweep = Sweep(flow, accumulate_dtype, kept, earliest)
+        sweep = Sweep(flow, accumulate_dtype, kept, earliest, known)
         stages = sweep.run()
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
@@ -167,7 +168,12 @@ class Sweep:
     """
 
     def __init__(
-        self, flow: Flow, accumulate_dtype: Any, kept: tuple[set[Var], dict[Var, int]], earliest: dict[Var, int]
+        self,
+        flow: Flow,
+        accumulate_dtype: Any,
+        kept: tuple[set[Var], dict[Var, int]],
+        earliest: dict[Var, int],
+        known: set[Var],
     ) -> None:
         self.flow = flow
         self.node_size = flow.node_size
@@ -180,9 +186,9 @@ class Sweep:
         self.gathered: dict[Var, Slice] = {}
         self.pending: dict[Var, None] = {}
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
-        self.position = {var: i for i, step in enumerate(flow.steps) for var in step.eqn.outvars}
+        self.position = flow.position
         self.waiting: list[int] = []
-        self.known = known_values(flow)
+        self.known = known
         self.evaluated: set[int] = set()
         self.keepable, self.decided = kept
         self.keeping = False
@@ -292,9 +298,9 @@ class Sweep:
         if step.per_node and step.region is not None:
             action = evaluation(step, needed, self.node_size)
         else:
-            action = Evaluation(
-                step, (WHOLE,) * len(step.eqn.invars), tuple(WHOLE if need else None for need in needed)
-            )
+            operands = step.operands if not step.per_node else (WHOLE,) * len(step.operands)
+            results = step.results if all(needed) and not step.per_node else [WHOLE if n else None for n in needed]
+            action = Evaluation(step, operands, tuple(results))
         for atom, form in zip(step.eqn.invars, action.operands, strict=True):
             if form is not None:
                 self.want_whole(atom)
@@ -495,11 +501,11 @@ def keepable(flow: Flow) -> set[Var]:
     for step in flow.steps:
         if not step.per_node:
             continue
-        before = max((cost.get(atom, 0) for atom in step.eqn.invars if isinstance(atom, Var)), default=0)
+        before = max([cost.get(atom, 0) for atom in step.eqn.invars if isinstance(atom, Var)], default=0)
         spent = before + step.flops
         for var, form in zip(step.eqn.outvars, step.results, strict=True):
             cost[var] = spent
-            if isinstance(form, Slice) and size_of(var) <= room and spent >= KEEP * size_of(var):
+            if isinstance(form, Slice) and size_of(var) <= min(room, spent // KEEP):
                 kept.add(var)
     return kept
 
@@ -515,7 +521,7 @@ def known_values(flow: Flow) -> set[Var]:
         eqn = step.eqn
         if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
             continue
-        if not all(isinstance(atom, Literal) or atom in known for atom in eqn.invars):
+        if any([isinstance(atom, Var) and atom not in known for atom in eqn.invars]):
             continue
         if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
             known.add(eqn.outvars[0])

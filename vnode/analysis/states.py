@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
@@ -61,6 +61,9 @@ class State:
         return isinstance(self.form, Whole | Partial) and self.local < self.whole_level
 
 
+ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
+
+
 @dataclasses.dataclass(frozen=True)
 class Coupling:
     """One place where an example influences another.
@@ -80,7 +83,7 @@ class Coupling:
     source: JaxprEqn | None = None
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)  # not frozen only because many are made
 class Step:
     """How one equation is evaluated.
 
@@ -139,11 +142,33 @@ class Flow:
     batch: Batch = dataclasses.field(default_factory=lambda: Batch(1))
     node_size: int = 1
 
+    _once: dict[State, State] = dataclasses.field(default_factory=lambda: {ZERO: ZERO, NONZERO: NONZERO})
+
+    _wholes: dict[tuple[int, int, bool], State] = dataclasses.field(default_factory=dict)
+
+    def one(self, state: State) -> State:
+        """The one of several equal states that the flow holds, so that they can be told by identity."""
+        return self._once.setdefault(state, state)
+
+    def whole(self, level: int, local: int, model: bool) -> State:
+        """What is known of a value that is computed once and is neither zero nor has examples."""
+        key = (level, local, model)
+        if key not in self._wholes:
+            self._wholes[key] = self.one(State(WHOLE, level, local, model=model))
+        return self._wholes[key]
+
+    @functools.cached_property
+    def position(self) -> dict[Var, int]:
+        """Of the step that defines a variable; inputs and constants have none."""
+        return {var: i for i, step in enumerate(self.steps) for var in step.eqn.outvars}
+
     def state(self, atom: Atom) -> State:
-        if isinstance(atom, Literal):
-            value = np.asarray(atom.val)
-            return State(WHOLE, zero=value.dtype.kind != "V" and bool(np.all(value == 0)))
-        return self.states[atom]
+        return literal_state(atom.val) if isinstance(atom, Literal) else self.states[atom]
+
+
+def literal_state(value: Any) -> State:
+    value = np.asarray(value)
+    return ZERO if value.dtype.kind != "V" and not value.any() else NONZERO
 
 
 class Coupled(Exception):

@@ -108,7 +108,8 @@ class View:
         model = any(state.model for state in self.states)
         if step.around:
             for var, state in zip(self.eqn.outvars, self.results, strict=True):
-                self.flow.states[var] = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
+                state = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
+                self.flow.states[var] = self.flow.one(state)
             if self.coupled is not None:
                 self.follower.couplings.append(Coupling(self.coupled.eqn, "loop", step.level))
             return
@@ -142,7 +143,8 @@ class View:
                     local += not (estimate and self.follower.mode(self.reducers[var]) == "local")
                 case _:
                     local += 1
-            self.flow.states[var] = State(form, step.level, local, zero, model, estimates, False, frozenset(examples))
+            state = State(form, step.level, local, zero, model, estimates, False, frozenset(examples))
+            self.flow.states[var] = self.flow.one(state)
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:

@@ -21,7 +21,8 @@ from vnode.operators.description import (
     OperatorDescription,
     describe,
     evaluate,
+    kind,
     register,
 )
 
-__all__ = ["Factors", "Monoid", "OperatorDescription", "describe", "evaluate", "register"]
+__all__ = ["Factors", "Monoid", "OperatorDescription", "describe", "evaluate", "kind", "register"]

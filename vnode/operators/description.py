@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -147,7 +148,7 @@ class OperatorDescription:
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
 
-    @property
+    @functools.cached_property
     def flops(self) -> int:
         """Scalar operations of the whole equation; none for one that only moves elements."""
         if self.movement:
@@ -229,6 +230,7 @@ class Factors:
 
 Rule = Callable[[JaxprEqn], "OperatorDescription | None"]
 _rules: dict[str, Rule] = {}
+_registered: set[str] = set()
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -277,6 +279,7 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
             return description
 
         _rules[name] = checked
+        _registered.add(name)
         return fun
 
     return add
@@ -293,6 +296,27 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     """
     fun = _rules.get(eqn.primitive.name)
     return None if fun is None else fun(eqn)
+
+
+def kind(eqn: JaxprEqn) -> Hashable | None:
+    """What the description of an equation depends on: equations of a kind share theirs.
+
+    Args:
+      eqn: an equation of any jaxpr.
+
+    Returns:
+      The kind; None if there is no telling, because the rule is a user's or a parameter cannot be hashed.
+    """
+    name = eqn.primitive.name
+    if name in _registered:
+        return None
+    types = [(getattr(a.aval, "shape", None), getattr(a.aval, "dtype", None)) for a in (*eqn.invars, *eqn.outvars)]
+    made = (name, eqn.ctx.threefry_partitionable, tuple(eqn.params.items()), tuple(types))
+    try:
+        hash(made)
+    except TypeError:
+        return None
+    return made
 
 
 def shape_resize(parameter: str) -> Resize:

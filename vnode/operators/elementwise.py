@@ -5,7 +5,6 @@ Knows the names of the elementwise primitives and in which operands each is line
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -84,31 +83,16 @@ def elementwise(
     adds: bool = False,
 ) -> OperatorDescription:
     """The description of an elementwise equation that is linear in the groups `linear`."""
-    groups = tuple(frozenset(group) for group in linear)
-    return elementwise_of(*shapes_of(eqn), len(eqn.outvars), groups, movement, continuous, adds)
-
-
-@functools.lru_cache(maxsize=4096)
-def elementwise_of(
-    shapes: tuple[Sizes, ...],
-    shape: Sizes,
-    results: int,
-    linear: tuple[frozenset[int], ...],
-    movement: bool,
-    continuous: bool,
-    adds: bool,
-) -> OperatorDescription:
-    """The description by shapes: a step has thousands of elementwise equations but few shapes."""
-    f, operands, result = broadcast(shapes, shape)
+    f, operands, result = broadcast(*shapes_of(eqn))
     return OperatorDescription(
         sizes=f.sizes,
         operands=operands,
-        results=(result,) * results,
-        linear=linear,
+        results=(result,) * len(eqn.outvars),
+        linear=tuple(frozenset(group) for group in linear),
         movement=movement,
         continuous=continuous,
         adds=adds,
-        spreads=len(shapes) > 1,
+        spreads=len(set(operands)) > 1,
     )
 
 

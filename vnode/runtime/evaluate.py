@@ -57,6 +57,7 @@ class Known:
 
     def __init__(self, program: Program) -> None:
         self._program = program
+        # With the operands, or another could get the number of one.
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
 
     def evaluate(
@@ -72,35 +73,37 @@ class Known:
         """
         if eqn.effects:
             return run(operands)
-        if len({value.shape for value in operands if isinstance(value, jax.Array)}) > 1:
-            description = self._program.describe(eqn)
-            if description is not None and description.spreads:
-                shape = np.broadcast_shapes(*map(np.shape, operands))
-                operands = [self._spread(value, shape) for value in operands]
+        description = self._program.describe(eqn)
+        if description is not None and description.spreads:
+            shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
+            operands = [self._spread(value, shape) for value in operands]
         settings = eqn.ctx.threefry_partitionable
-        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), tuple(map(identity, operands)))
+        key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
         try:
-            hash(key)
-        except TypeError:
+            found = self._results.get(key)
+        except TypeError:  # a parameter that cannot be hashed
             return run(operands)
-        return self._once(key, operands, lambda: run(list(operands)))
+        if found is None:
+            found = self._results[key] = (run(list(operands)), operands)
+        return found[0]
 
     def _spread(self, value: Any, shape: tuple[int, ...]) -> Any:
         """A value at another shape; jax would spread it where it is used, each use anew."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
-        dims = range(len(shape))[len(shape) - np.ndim(value) :]
-        return self._once((id(value), shape), [value], lambda: [lax.broadcast_in_dim(value, shape, dims)])[0]
-
-    def _once(self, key: Any, operands: list[Any], run: Callable[[], list[Any]]) -> list[Any]:
+        key = (id(value), shape)
         if key not in self._results:
-            self._results[key] = (run(), operands)  # operands are kept, or another could get the number of one
-        return self._results[key][0]
+            dims = range(len(shape))[len(shape) - np.ndim(value) :]
+            self._results[key] = ([lax.broadcast_in_dim(value, shape, dims)], [value])
+        return self._results[key][0][0]
+
+
+SCALARS = (np.ndarray, np.generic, float, int)
 
 
 def identity(value: Any) -> Any:
     """What tells a value from others: itself if it is a constant scalar."""
-    if isinstance(value, np.ndarray | np.generic | float | int) and np.ndim(value) == 0:
+    if isinstance(value, SCALARS) and np.ndim(value) == 0:
         return (type(value), np.asarray(value).dtype.str, np.asarray(value).tobytes())
     return id(value)
 

@@ -21,13 +21,13 @@ from jax import lax
 from vnode.operators import Monoid
 
 COMBINE = {
-    Monoid.SUM: jnp.add,
-    Monoid.PROD: jnp.multiply,
-    Monoid.MAX: jnp.maximum,
-    Monoid.MIN: jnp.minimum,
-    Monoid.AND: jnp.bitwise_and,
-    Monoid.OR: jnp.bitwise_or,
-    Monoid.XOR: jnp.bitwise_xor,
+    Monoid.SUM: lax.add,
+    Monoid.PROD: lax.mul,
+    Monoid.MAX: lax.max,
+    Monoid.MIN: lax.min,
+    Monoid.AND: lax.bitwise_and,
+    Monoid.OR: lax.bitwise_or,
+    Monoid.XOR: lax.bitwise_xor,
 }
 
 
@@ -51,10 +51,10 @@ class Sum:
         return not jnp.issubdtype(self.dtype, jnp.inexact)
 
     def identity(self) -> jax.Array:
-        return jnp.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
+        return lax.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
 
     def add(self, total: Any, piece: Any) -> Any:
-        return COMBINE[self.monoid](total, piece.astype(self.dtype))
+        return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
 
 
 @dataclasses.dataclass(frozen=True)

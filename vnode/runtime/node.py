@@ -48,7 +48,7 @@ class Node:
 
     def local(self, ratio: Fraction) -> int:
         """Elements that a node holds of one run of the batch."""
-        return int(self.size * ratio)
+        return self.size * ratio.numerator // ratio.denominator  # a fraction is slow to multiply
 
     def units(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
         """Global positions of a node's elements in one run (past the end for padding), and the run's length."""
