@@ -41,9 +41,8 @@ def _choices(section: str, options: argparse.Namespace) -> list[dict[str, Any]]:
         return [{"devices": 1, "layers": layers, "repeats": 3 if quick else 5}]
     if section == "resizing":
         return [{"devices": 8, "nodes": 8, "route": [8, 3, 5], "rounds": 2 if quick else 5, "quick": quick}]
-    calls, repeats = (50, 5) if quick else (100, 40)
     return [
-        {"devices": d, "leaves": [4, 100], "calls": calls, "repeats": repeats}
+        {"devices": d, "leaves": [4, 100], "calls": 250 if quick else 4000}
         for d in options.devices
         if d in (options.devices[0], options.devices[-1])
     ]

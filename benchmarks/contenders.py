@@ -22,6 +22,7 @@ from benchmarks.models import Model, Tree, initial_state, optimizer, plain_step
 
 HAND = "scan by hand"
 VNODE = "vnode"
+JITTED = "vnode in jax.jit"
 INVARIANT = "vnode invariant"
 LANES = "vnode 8 lanes"
 MICROBATCH = "optax.microbatch"

@@ -7,6 +7,7 @@ twice in each round: its ratio to itself is the noise of the row.
 This file knows how to measure. It must not know how a contender splits its step, nor how results are shown.
 """
 
+import dataclasses
 import gc
 import statistics
 import time
@@ -216,36 +217,39 @@ def first_run(model: models.Model, nodes: int, devices: Sequence[jax.Device]) ->
     }
 
 
-def dispatch(names: Sequence[str], leaves: int, calls: int, repeats: int) -> dict[str, float]:
+def dispatch(names: Sequence[str], leaves: int, calls: int) -> dict[str, float]:
     """Microseconds from call to return of a step that computes next to nothing, with one node per device.
 
     Args:
-        names: Which contenders.
+        names: Which contenders. That of vnode comes once more inside `jax.jit`: the same program without the call.
         leaves: Number of arrays in the parameters (the state has three times as many).
-        calls: Calls of a contender before it is the next one's turn.
-        repeats: Turns.
+        calls: Calls of each contender, in turn; who is first changes.
     """
     devices = jax.devices()
     model = _tiny(leaves, len(devices))
     batch = model.batch(model.size)
-    times: dict[str, list[float]] = {name: [] for name in names}
     live = {}
     for name in names:
         contender = contenders.FACTORIES[name](model, len(devices), devices)
-        runner = _Runner(contender, batch)
         # The public callable, not the compiled object: its dispatch is what is measured.
-        state, _ = contender.function(runner.state, runner.pieces[0])
-        live[name] = [contender.function, state, runner.pieces[0]]
-    for _ in range(repeats):
-        for name in names:
-            function, state, piece = live[name]
-            for _ in range(calls):
-                start = time.perf_counter()
-                state, _metrics = function(state, piece)
-                times[name].append(time.perf_counter() - start)
-                jax.block_until_ready(state)
-            live[name][1] = state
-    return {name: 1e6 * statistics.median(times[name]) for name in names}
+        functions = {name: contender.function}
+        if name == contenders.VNODE:
+            functions[contenders.JITTED] = jax.jit(contender.function, donate_argnums=0)
+        for key, function in functions.items():
+            runner = _Runner(dataclasses.replace(contender, function=function), batch)
+            state, _ = function(runner.state, runner.pieces[0])
+            live[key] = [function, state, runner.pieces[0]]
+    times: dict[str, list[float]] = {key: [] for key in live}
+    order = list(live)
+    for _ in range(calls):
+        order = [*order[1:], order[0]]
+        for key in order:
+            function, state, piece = live[key]
+            start = time.perf_counter()
+            state, _metrics = function(state, piece)
+            times[key].append(time.perf_counter() - start)
+            live[key][1] = jax.block_until_ready(state)
+    return {key: 1e6 * statistics.median(taken) for key, taken in times.items()}
 
 
 def accumulators(contender: Contender, batch: Any) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def _main(task: dict[str, Any]) -> None:
     elif task["kind"] == "dispatch":
         chosen = [contenders.PLAIN, *(n for n in scans if n != contenders.MICROBATCH)]
         for leaves in task["leaves"]:
-            found = measure.dispatch(chosen, leaves, task["calls"], task["repeats"])
+            found = measure.dispatch(chosen, leaves, task["calls"])
             for name, microseconds in found.items():
                 emit(devices=task["devices"], leaves=leaves, contender=name, microseconds=microseconds)
     else:

@@ -311,9 +311,9 @@ class Sweep:
         flow, level = self.flow, self.level
         moved: list[Evaluation] = []
         completed: list[Var] = []
-        ready = {var for var in self.pending if self.may_wait_for(var, level)}
+        ready = {var: None for var in self.pending if self.may_wait_for(var, level)}  # in order: so is the program
         postponed = self.postponed(ready, self.forced([var for var in ready if flow.states[var].level == level]))
-        ready -= postponed
+        ready = {var: None for var in ready if var not in postponed}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
@@ -324,7 +324,7 @@ class Sweep:
                 late = [v for v in late if v not in postponed and (v in ready or self.may_wait_for(v, level))]
                 if not late:
                     continue
-                ready.update(late)
+                ready.update(dict.fromkeys(late))
                 if self.moves_once(step, late):
                     moved.append(self.whole(step, [var in late for var in step.eqn.outvars]))
                 else:
@@ -397,7 +397,7 @@ class Sweep:
         self.keeping = 2 * work(evaluated(given)) < work(evaluated(anew))
         return given if self.keeping else anew
 
-    def postponed(self, ready: set[Var], base: Recipe) -> set[Var]:
+    def postponed(self, ready: Iterable[Var], base: Recipe) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
 
         What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
