@@ -11,12 +11,10 @@ derivative, which pairwise maxima do not do).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -29,34 +27,13 @@ from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.program import Program, scope, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
+from vnode.collector import collector_paused
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement import Placement
 from vnode.report import coupling_line
 from vnode.runtime.emit import Mode, emit
 from vnode.runtime.groups import GroupProgram
 from vnode.shares import Shares, in_one
-
-
-FROZEN = 10_000
-"""Frozen objects that an interpreter may have of its own. More are the user's, and must not thaw."""
-
-
-@contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector would walk the many equations again and again, with nothing to free.
-
-    What was made meanwhile is put with what is old, or the collector would walk it as soon as it goes on.
-    """
-    running = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if running:
-            if gc.get_freeze_count() < FROZEN:
-                gc.freeze()
-                gc.unfreeze()
-            gc.enable()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.around import around_step
 from vnode.analysis.forms import (
@@ -45,7 +45,7 @@ IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
 class Precedent:
     """A decision that holds for every equation of the same description whose operands have the same states.
 
-    Of those that split the batch and keep it: what they complete, gather or reduce has a history of its own.
+    Only what splits the batch and keeps it is one: what is completed, gathered or reduced has a history of its own.
 
     Attributes:
       step: what was decided.
@@ -57,9 +57,14 @@ class Precedent:
     operands: list[State]
     results: list[State]
 
+    @staticmethod
+    def fits(step: Step) -> bool:
+        """Whether a step that met no coupling is a precedent."""
+        return step.description is not None and all(isinstance(form, Slice) for form in step.results)
+
     @property
     def key(self) -> Hashable:
-        """What tells equations that it holds for; a program has each state once."""
+        """What tells equations that it holds for; a flow holds equal states once."""
         return (id(self.step.description), *map(id, self.operands))
 
 
@@ -127,10 +132,9 @@ class Follower:
                 view.record(step)
                 if eqn.effects:
                     keep_order(flow, step)
-                elif step.description is not None and len(self.couplings) == met:
-                    if all(isinstance(form, Slice) for form in step.results):
-                        precedent = Precedent(step, view.states, [flow.states[var] for var in eqn.outvars])
-                        precedents[precedent.key] = precedent
+                elif len(self.couplings) == met and Precedent.fits(step):
+                    precedent = Precedent(step, view.states, [flow.states[var] for var in eqn.outvars])
+                    precedents[precedent.key] = precedent
             flow.steps.append(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
@@ -159,7 +163,7 @@ class Follower:
 
     def alike(self, flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
         """The quick way for what most equations of a deep model are: as in an earlier layer."""
-        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)) or region_of(eqn) is not None:
+        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)):
             return None
         description = flow.program.describe(eqn)
         precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))

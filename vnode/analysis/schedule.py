@@ -19,7 +19,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
@@ -521,7 +521,7 @@ def known_values(flow: Flow) -> set[Var]:
         eqn = step.eqn
         if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
             continue
-        if any([isinstance(atom, Var) and atom not in known for atom in eqn.invars]):
+        if any(isinstance(atom, Var) and atom not in known for atom in eqn.invars):
             continue
         if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
             known.add(eqn.outvars[0])
