@@ -15,9 +15,10 @@ FROZEN = 10_000
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Python's cyclic garbage collector would walk the many equations again and again, with nothing to free.
+    """A context in which the collector rests: it would walk many equations again and again, with nothing to free.
 
-    What was made meanwhile is put with what is old, or the collector would walk it as soon as it goes on.
+    Afterwards what was made is put with what is old, or the collector would walk it as soon as it goes on. It walks
+    everything once as much has been put there as it walked the last time.
     """
     running = gc.isenabled()
     gc.disable()
@@ -26,6 +27,25 @@ def collector_paused() -> Iterator[None]:
     finally:
         if running:
             if gc.get_freeze_count() < FROZEN:
-                gc.freeze()
-                gc.unfreeze()
+                put_with_old()
             gc.enable()
+
+
+walked: int | None = None
+"""How many objects there were when the collector last walked all of them, as far as is known."""
+
+unwalked = 0
+"""How many have been put with the old ones since."""
+
+
+def put_with_old() -> None:
+    """Has the collector take all objects for old, or walk all of them if many have not been walked since they were."""
+    global walked, unwalked
+    unwalked += gc.get_count()[0]
+    if walked is not None and unwalked > walked:
+        gc.collect()
+        walked, unwalked = None, 0
+    gc.freeze()
+    if walked is None:
+        walked = gc.get_freeze_count()
+    gc.unfreeze()
