@@ -66,8 +66,9 @@ def _main(task: dict[str, Any]) -> None:
                 emit(model=model.name, layers=layers, contender=name, **row)
     elif task["kind"] == "resizing":
         for model in models.bench_models(task["quick"]):
-            for row in measure.resizing(model, task["nodes"], task["route"], task["rounds"]):
-                emit(model=model.name, **row)
+            for rehearsed in (False, True):
+                for row in measure.resizing(model, task["nodes"], task["route"], task["rounds"], rehearsed):
+                    emit(model=model.name, **row)
     elif task["kind"] == "dispatch":
         chosen = [contenders.PLAIN, *(n for n in scans if n != contenders.MICROBATCH)]
         for leaves in task["leaves"]:

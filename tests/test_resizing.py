@@ -132,6 +132,68 @@ def test_what_is_prepared_is_not_compiled_again(given: str) -> None:
     assert not compiled
 
 
+def same(a: Any, b: Any) -> bool:
+    return all(x.tobytes() == y.tobytes() for x, y in zip(leaves(a), leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("donated", [(), 0])
+def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: Any) -> None:
+    never = [virtual()(start(), batch(0))]
+    for i in range(3):
+        never.append(virtual()(never[-1], batch(i)))
+    step = virtual(donate_argnums=donated)
+    state = step.put(start())
+    placements = [jax.devices()[:3], step.placement.resize(jax.devices()[:2], [6, 2]), step.placement]
+    rehearsal = step.rehearse(placements, state, batch(0))
+    state = step(state, batch(0))  # which may donate it while it is rehearsed with
+    assert rehearsal.wait().done()
+    assert same(state, never[0])
+    with compilations("train") as compiled:
+        for i, placement in enumerate(placements):
+            state = step.on(placement)(state, batch(i))
+            assert same(state, never[i + 1])
+    assert not compiled
+
+
+def test_rehearsing_on_groups() -> None:
+    step, state = virtual(), start()
+    groups = vnode.Placement(NODES, groups=[jax.devices()[:1], jax.devices()[1:3]])
+    step.rehearse(groups, state, batch(0)).wait()
+    (program, *_) = next(iter(step.on(groups)._group_programs.values()))
+    compiled = [run._cache_size() for run in program._programs.values()]
+    state = step.on(groups)(state, batch(0))
+    assert compiled == [run._cache_size() for run in program._programs.values()]
+    assert same(state, step(start(), batch(0)))
+
+
+def test_rehearsing_what_mutates_objects() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+
+    def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
+        loss, grads = nnx.value_and_grad(lambda m: jnp.mean(m(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return loss
+
+    def fresh() -> Any:
+        model = nnx.Linear(24, 8, rngs=nnx.Rngs(0))
+        return model, nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
+
+    step = vnode.nnx.virtualize(train, virtual_nodes=NODES, in_axes=(None, None, 0)).on(jax.devices())
+    never, rehearsed = fresh(), fresh()
+    step.rehearse([jax.devices()[:3]], *rehearsed, batch(0)).wait()
+    with compilations("train") as compiled:
+        loss = step.on(jax.devices()[:3])(*rehearsed, batch(0))
+    assert not compiled
+    assert float(loss) == float(step(*never, batch(0)))
+    np.testing.assert_array_equal(rehearsed[0].kernel[...], never[0].kernel[...])
+
+
+def test_rehearsing_takes_arrays() -> None:
+    for args in ((), (jax.ShapeDtypeStruct((3,), jnp.float32), batch(0))):
+        with pytest.raises(vnode.BatchError, match="needs arrays"):
+            virtual().rehearse(jax.devices()[:2], *args)
+
+
 def test_a_call_waits_for_what_is_being_compiled() -> None:
     step = virtual()
     state = step(start(), batch(0))

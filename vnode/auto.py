@@ -131,6 +131,14 @@ class AutoStep:
             )
         return self._chosen(args, kwargs).prepare(placements, *args, **kwargs)
 
+    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs the step there once; see `VirtualStep.rehearse`. Chooses V at once."""
+        return self._chosen(args, kwargs).rehearse(placements, *args, **kwargs)
+
+    def run_apart(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step once with arguments of its own; see `VirtualStep.run_apart`."""
+        return self._chosen(args, kwargs).run_apart(*args, **kwargs)
+
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
         return jax.tree.map(lambda leaf: at_home(leaf, self.template) if is_array(leaf) else leaf, tree)

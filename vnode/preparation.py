@@ -1,15 +1,19 @@
-"""Compiles a step for other placements while training goes on.
+"""Compiles a step for other placements, and runs it there once, while training goes on.
 
-Knows threads and how to ask a step for its compiled program. Must not know how a step is made or called.
+Knows threads and how to ask a step for its compiled program or for a run. Must not know how a step is made or called.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
+
+from vnode.errors import BatchError
 from vnode.placement import Placement
 
 
@@ -43,7 +47,7 @@ class Preparation:
 
         Raises:
           TimeoutError: it takes longer.
-          Exception: what compiling raised.
+          Exception: what compiling (or running) raised.
         """
         until = None if timeout is None else time.monotonic() + timeout
         for future in self._asked(placement):
@@ -70,3 +74,36 @@ def timed(compiler: Callable[[], Any]) -> float:
     start = time.perf_counter()
     compiler()
     return time.perf_counter() - start
+
+
+def rehearsals(
+    runs: Mapping[Placement, Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Placement, Callable[[], Any]]:
+    """What runs a step on each of several placements, with copies of the arguments as they are now.
+
+    Args:
+      runs: by placement; each may donate what it is called with.
+      args: arguments of the step.
+      kwargs: keyword arguments of the step.
+
+    Returns:
+      Callables without arguments, which wait for the run to end.
+
+    Raises:
+      BatchError: there are no arguments, or shapes only.
+    """
+    leaves = jax.tree.leaves((args, kwargs))
+    if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
+        raise BatchError("rehearse runs the step, so it needs arrays: step.rehearse(placements, state, batch)")
+    now = copied((args, kwargs))  # training goes on and donates its own
+
+    def rehearsal(run: Callable[..., Any]) -> None:
+        own_args, own_kwargs = copied(now)
+        jax.block_until_ready(run(*own_args, **own_kwargs))
+
+    return {placement: functools.partial(rehearsal, run) for placement, run in runs.items()}
+
+
+def copied(tree: Any) -> Any:
+    """A tree with copies of its arrays, where they are."""
+    return jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, tree)

@@ -24,7 +24,7 @@ from vnode.layout import Layout
 from vnode.moving import at_home, home, moved, partition, settled_in, tracing, typed_sharding
 from vnode.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
 from vnode.placement import Placement, device_list, even_counts
-from vnode.preparation import Preparation
+from vnode.preparation import Preparation, rehearsals
 from vnode.report import Reduction, Report, report
 from vnode.runtime.groups import GroupProgram
 from vnode.shares import Shares, expected, in_one, is_shares
@@ -171,11 +171,7 @@ class VirtualStep:
           >>> step.prepare(step.placement.resize(jax.devices()[:1])).wait().done()
           True
         """
-        single = isinstance(placements, Placement | jax.sharding.Mesh)
-        wanted = [placements] if single else list(placements)
-        if any(hasattr(entry, "platform") for entry in wanted):
-            wanted = [wanted]
-        steps = [self.on(entry) for entry in wanted]
+        steps = self._members(placements)
         if not args and not kwargs:
             if self._family.last is None:
                 raise BatchError(
@@ -189,6 +185,52 @@ class VirtualStep:
         for step in steps:
             step._preparation = preparation
         return preparation
+
+    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs each program once in the background, with a copy of the arguments.
+
+        XLA leaves some work to a program's first run (kernels for matrix products on CPUs, loading on GPUs), which may
+        take as long as a few steps. What the run returns is thrown away. It takes the memory of another state on the
+        devices in question, and their time; prints and callbacks of the step happen once more.
+
+        Args:
+          placements: what `on` takes, or several such; groups of devices too.
+          *args: arguments of the step, arrays.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          As for `prepare`.
+
+        Raises:
+          BatchError: no arguments are given, or shapes only.
+          PlacementError: as for `on`.
+
+        Example:
+          >>> import jax.numpy as jnp, vnode
+          >>> step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes=4)
+          >>> step.rehearse(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
+          True
+        """
+        steps = self._members(placements)
+        preparation = Preparation(rehearsals({step.placement: step.run_apart for step in steps}, args, kwargs))
+        for step in steps:
+            step._preparation = preparation
+        return preparation
+
+    def _members(self, placements: Any) -> list[VirtualStep]:
+        """The step on each of several placements, or on one."""
+        single = isinstance(placements, Placement | jax.sharding.Mesh)
+        wanted = [placements] if single else list(placements)
+        if any(hasattr(entry, "platform") for entry in wanted):
+            wanted = [wanted]
+        return [self.on(entry) for entry in wanted]
+
+    def run_apart(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
+        if len(self.placement.groups) > 1:
+            return self._on_groups(args, kwargs)
+        self.compile_moved(*args, **kwargs)
+        return self._call(self._placed(args), kwargs)
 
     def compile_moved(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles the step as it will be called; a call with such arguments then finds the program.

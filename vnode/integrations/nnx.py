@@ -15,7 +15,7 @@ from flax.nnx import extract
 from vnode.auto import AutoStep
 from vnode.layout import Layout
 from vnode.placement import Placement
-from vnode.preparation import Preparation
+from vnode.preparation import Preparation, rehearsals
 from vnode.report import Report
 from vnode.step import VirtualStep
 from vnode.transform import virtualize as virtualize_pure
@@ -88,6 +88,25 @@ class ObjectStep:
 
         compilers = [compiler(step) for step in steps]  # which chooses a number of nodes, where there is none
         return Preparation({step.placement: compile for step, compile in zip(steps, compilers, strict=True)})
+
+    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs the step there once with copies of the objects; see `VirtualStep.rehearse`.
+
+        Args:
+          placements: a list of what `on` takes.
+          *args: arguments of the step.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          A handle; see `VirtualStep.prepare`.
+        """
+
+        def run(step: ObjectStep, *pure_args: Any, **pure_kwargs: Any) -> Any:
+            with nnx.update_context(self._tag):
+                return step._step.run_apart(*pure_args, **pure_kwargs)
+
+        runs = {step.placement: functools.partial(run, step) for step in map(self.on, placements)}
+        return Preparation(self.inspect(lambda *a, **k: rehearsals(runs, a, k), args, kwargs))
 
     @property
     def pure(self) -> VirtualStep | AutoStep:

@@ -57,6 +57,18 @@ class Piece:
     nodes: Pass | None = None
     around: Evaluation | None = None
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.completes is None and not self.once and self.nodes is None and self.around is None
+
+    def reads(self) -> Iterator[Var]:
+        """What is read by other than what is evaluated once."""
+        if self.nodes is not None:
+            yield from (var for var, _ in self.nodes.recipe.leaves)
+        if self.around is not None:
+            yield from (atom for atom in self.around.step.eqn.invars if isinstance(atom, Var))
+
     def makes(self, number: int) -> Iterator[Key]:
         """What it could be asked for."""
         if self.completes is not None:
@@ -94,7 +106,31 @@ def cut(schedule: Schedule) -> list[Piece]:
         if stage.nodes is not None:
             close(stage.nodes)
     close()
-    return pieces
+    return put_off(pieces)
+
+
+def put_off(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same with everything that is evaluated once in the first piece that reads it.
+
+    In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
+    """
+    later = list(pieces)
+    for number, piece in reversed(list(enumerate(pieces))):
+        following = next((n for n in range(number + 1, len(later)) if later[n].around is None), None)
+        if piece.around is not None or following is None:
+            continue
+        read = {var for between in later[number:following] for var in between.reads()}
+        here: list[Evaluation] = []
+        there: list[Evaluation] = []
+        for action in reversed(piece.once):
+            if read.isdisjoint(action.step.eqn.outvars):
+                there.append(action)
+            else:
+                here.append(action)
+                read.update(atom for atom in action.step.eqn.invars if isinstance(atom, Var))
+        later[number] = dataclasses.replace(piece, once=tuple(reversed(here)))
+        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
+    return later
 
 
 class Plan:
@@ -224,6 +260,7 @@ class GroupProgram:
                 self.resolve(key, plan, held)
             if piece.around is not None:
                 self.run_around(piece.around, held)
+            if piece.around is not None or piece.idle:
                 continue
             left = [mine["left", piece.completes[0]] for mine in held] if piece.completes else []
             for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
