@@ -134,7 +134,7 @@ def resizing(rows: list[Row]) -> Sheet:
     cells = []
     for model, move in _unique((r["model"], r["move"]) for r in rows):
         found = [r for r in rows if (r["model"], r["move"]) == (model, move)]
-        ratios = {kind: [r["first_ms"] / r["step_ms"] for r in found if r["rehearsed"] == kind] for kind in (False, True)}
+        ratios = {k: [r["first_ms"] / r["step_ms"] for r in found if r["rehearsed"] == k] for k in (False, True)}
         compiling = found[0]["compile_seconds"]
         cells.append(
             [
