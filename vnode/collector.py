@@ -18,7 +18,7 @@ def collector_paused() -> Iterator[None]:
     """A context in which the collector rests: it would walk many equations again and again, with nothing to free.
 
     Afterwards what was made is put with what is old, or the collector would walk it as soon as it goes on. It walks
-    everything once as much has been put there as it walked the last time.
+    everything once twice as much has been put there as it walked the last time.
     """
     running = gc.isenabled()
     gc.disable()
@@ -42,7 +42,7 @@ def put_with_old() -> None:
     """Has the collector take all objects for old, or walk all of them if many have not been walked since they were."""
     global walked, unwalked
     unwalked += gc.get_count()[0]
-    if walked is not None and unwalked > walked:
+    if walked is not None and unwalked > 2 * walked:
         gc.collect()
         walked, unwalked = None, 0
     gc.freeze()
