@@ -86,6 +86,16 @@ def test_same_bits_however_nodes_are_grouped(data: st.DataObject) -> None:
     assert digest(got) == digest(want), (sizes, counts)
 
 
+@pytest.mark.parametrize("name", ["equinox_adamw", "batch_norm_exact_convolution", "ppo_epochs_and_minibatches"])
+def test_same_bits_of_what_is_computed_once(name: str) -> None:
+    """What an update reads of an earlier piece is computed in the update's own, as in one program."""
+    with compare.running_in("float32"):
+        program = compare.build(named(name), "float32")
+        step = vnode.virtualize(program.step, virtual_nodes=V, **program.options)
+        want = program.outer(step.on(jax.devices()[:1]))(*program.args)
+        assert digest(program.outer(step.on(grouped([1, 2])))(*program.args)) == digest(want)
+
+
 def test_a_state_goes_to_groups_and_back() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None))
     places = [jax.devices()[:3], grouped([2, 1]), jax.devices()[:1], grouped([2, 1])]

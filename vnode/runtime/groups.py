@@ -21,7 +21,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.forms import Slice, Whole
-from vnode.analysis.program import Atom
+from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
@@ -67,7 +67,7 @@ class Piece:
         if self.nodes is not None:
             yield from (var for var, _ in self.nodes.recipe.leaves)
         if self.around is not None:
-            yield from (atom for atom in self.around.step.eqn.invars if isinstance(atom, Var))
+            yield from operands_of(self.around)
 
     def makes(self, number: int) -> Iterator[Key]:
         """What it could be asked for."""
@@ -106,31 +106,47 @@ def cut(schedule: Schedule) -> list[Piece]:
         if stage.nodes is not None:
             close(stage.nodes)
     close()
-    return put_off(pieces)
+    return put_off(pieces, schedule.flow.program)
 
 
-def put_off(pieces: Sequence[Piece]) -> list[Piece]:
-    """The same with everything that is evaluated once in the first piece that reads it.
+def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
+    """The same with everything that is evaluated once in the first piece that reads it, and again in others if cheap.
 
     In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
     """
     later = list(pieces)
-    for number, piece in reversed(list(enumerate(pieces))):
+    for number, piece in enumerate(pieces):
         following = next((n for n in range(number + 1, len(later)) if later[n].around is None), None)
         if piece.around is not None or following is None:
             continue
         read = {var for between in later[number:following] for var in between.reads()}
+        wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
+        for behind in later[number + 1 :]:
+            wanted.update(behind.reads(), *(operands_of(action) for action in behind.once))
         here: list[Evaluation] = []
         there: list[Evaluation] = []
-        for action in reversed(piece.once):
-            if read.isdisjoint(action.step.eqn.outvars):
-                there.append(action)
-            else:
+        for action in reversed(later[number].once):
+            stays = not read.isdisjoint(action.step.eqn.outvars)
+            if stays:
                 here.append(action)
-                read.update(atom for atom in action.step.eqn.invars if isinstance(atom, Var))
-        later[number] = dataclasses.replace(piece, once=tuple(reversed(here)))
+                read.update(operands_of(action))
+            if not stays or (cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
+                there.append(action)
+                wanted.update(operands_of(action))
+        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
         later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
     return later
+
+
+def operands_of(action: Evaluation) -> list[Var]:
+    return [atom for atom in action.step.eqn.invars if isinstance(atom, Var)]
+
+
+def cheap(action: Evaluation, program: Program) -> bool:
+    """Whether a compiler might compute something again rather than read it."""
+    eqn = action.step.eqn
+    description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
+    return description is not None and not (description.contraction or description.reduced or description.whole)
 
 
 class Plan:
