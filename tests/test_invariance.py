@@ -160,6 +160,14 @@ def test_every_monoid(monoid: Any, dtype: str) -> None:
         assert len(digests) == 1
 
 
+def test_sums_without_elements() -> None:
+    step = vnode.virtualize(lambda w, x: (w * x[:, :0].sum(0), x.sum()), virtual_nodes=4)
+    x = np.arange(24, dtype=np.float32).reshape(8, 3)
+    for devices in (1, 2, 3, 8):
+        empty, total = step.on(jax.devices()[:devices])(jnp.float32(1), x)
+        assert (empty.shape, total) == ((0,), x.sum())
+
+
 def test_the_order_is_that_of_the_tree() -> None:
     """Of eight numbers, one per node: ((0+1)+(2+3))+((4+5)+(6+7)), which is not their sum in order."""
     rng = np.random.default_rng(1)

@@ -280,10 +280,10 @@ class Parcel:
 def buckets(sums: Sequence[Sum]) -> list[list[int]]:
     """Which values travel together: of one dtype and monoid, up to `BUCKET` bytes."""
     result: list[list[int]] = []
-    room: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
+    room: dict[tuple[Any, Monoid], tuple[float, list[int]]] = {}
     for i, s in enumerate(sums):
         nbytes = math.prod(s.shape) * np.dtype(s.dtype).itemsize
-        used, members = room.get((s.dtype, s.monoid), (BUCKET, []))
+        used, members = room.get((s.dtype, s.monoid), (math.inf, []))
         if used + nbytes > BUCKET:
             used, members = 0, []
             result.append(members)
