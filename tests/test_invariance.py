@@ -161,11 +161,11 @@ def test_every_monoid(monoid: Any, dtype: str) -> None:
 
 
 def test_sums_without_elements() -> None:
-    step = vnode.virtualize(lambda w, x: (w * x[:, :0].sum(0), x.sum()), virtual_nodes=4)
+    step = vnode.virtualize(lambda w, x: (x[:, :0].sum(0), x.sum(), x[:, 3:].sum(0)), virtual_nodes=4)
     x = np.arange(24, dtype=np.float32).reshape(8, 3)
     for devices in (1, 2, 3, 8):
-        empty, total = step.on(jax.devices()[:devices])(jnp.float32(1), x)
-        assert (empty.shape, total) == ((0,), x.sum())
+        empty, total, other = step.on(jax.devices()[:devices])(jnp.float32(1), x)
+        assert (empty.shape, total, other.shape) == ((0,), x.sum(), (0,))
 
 
 def test_the_order_is_that_of_the_tree() -> None:

@@ -98,7 +98,7 @@ def cut(schedule: Schedule) -> list[Piece]:
 
     for stage in schedule.stages:
         for action in stage.once:
-            if action.schedules:
+            if apart(action):
                 close()
                 pieces.append(Piece(around=action))
             else:
@@ -107,6 +107,18 @@ def cut(schedule: Schedule) -> list[Piece]:
             close(stage.nodes)
     close()
     return put_off(pieces, schedule.flow.program)
+
+
+def apart(action: Evaluation) -> bool:
+    """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
+    if not action.schedules:
+        return False
+    inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
+    return (
+        any(made.passes for made in action.schedules)
+        or any(isinstance(form, Slice) for form in (*action.operands, *action.results))
+        or any(map(apart, inner))
+    )
 
 
 def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
