@@ -551,3 +551,19 @@ def test_numpy_and_python_arguments() -> None:
 
     args = ({"a": 2.0, "b": np.float32(3.0), "c": np.ones(3, np.float32)}, np.asarray(normal(BATCH, 3)))
     assert_close(two_devices(step)(*args), jax.jit(step)(*args))
+
+
+def test_the_same_step_becomes_the_same_program() -> None:
+    """In whatever order its values lie in memory, or a cache of compiled programs would not find it again."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        columns = [jnp.tanh(x[:, i] * w[i]) for i in range(8)]
+        centred = [column - column.mean() for column in columns]
+        return [(column, column.max()) for column in centred]
+
+    w, x = jnp.ones(8), jnp.ones((16, 8))
+    texts = set()
+    for _ in range(4):
+        jax.clear_caches()
+        texts.add(vnode.virtualize(step, virtual_nodes=4, recompute_budget=9.0).lower(w, x).as_text())
+    assert len(texts) == 1
