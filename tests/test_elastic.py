@@ -456,6 +456,34 @@ def test_changed_by_signals_and_threads() -> None:
     assert [(change.step, change.after.counts) for change in result.resizes] == [(4, (3, 3, 2)), (9, (1, 5, 2))]
 
 
+@pytest.mark.parametrize("counts", [None, [5, 3], "groups"])
+def test_rehearsed_while_training_goes_on(counts: Any) -> None:
+    """The program that ran in the background is the one that the run goes on with."""
+    there: Any = vnode.Placement(8, jax.devices()[:2], counts=[5, 3] if counts else None)
+    if counts == "groups":
+        there = vnode.Placement(8, groups=[jax.devices()[:1], jax.devices()[1:2]])
+    def where(number: int) -> Any:
+        for thread in threading.enumerate() if number == STEPS - 2 else ():
+            if thread.name.startswith("vnode-prepare"):
+                thread.join()
+        return there if number >= 3 else None
+
+    with compilations("step") as compiled:
+        result = run(
+            step.on(jax.devices()[:1]), initial(), BATCHES, steps=STEPS, devices=where, compile_ahead="rehearse"
+        )
+    check(result)
+    (change,) = result.resizes
+    assert change.step > 3
+    assert change.after == there
+    assert counts == "groups" or len(compiled) <= 2  # each placement once
+
+
+def test_compiled_ahead_or_not() -> None:
+    with pytest.raises(ValueError, match='False, True or "rehearse", not \'later\''):
+        run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=1, compile_ahead="later")  # type: ignore[arg-type]
+
+
 def test_compiled_while_training_goes_on() -> None:
     """The change comes when the program is there, at the latest before the last step is waited for."""
     devices = Devices(jax.devices()[:1])

@@ -24,7 +24,7 @@ import traceback
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -181,7 +181,7 @@ def run(
     *,
     steps: int,
     devices: Any = None,
-    compile_ahead: bool = False,
+    compile_ahead: bool | Literal["rehearse"] = False,
     prefetch: int = 2,
     keep_every: int | None = 100,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -205,7 +205,8 @@ def run(
       devices: a sequence of devices, a `Placement`, a `Devices`, or a function of the step number that returns one of
         the first two, or None for no change. The step's own placement by default.
       compile_ahead: whether to go on on the devices that there are until the step is compiled for those that are asked
-        for, in a background thread. Otherwise they are changed before the next step, which waits for its program.
+        for, in a background thread; with "rehearse" until it has also run there once, with copies
+        (`VirtualStep.rehearse`). Otherwise they are changed before the next step, which waits for its program.
       prefetch: batches to load ahead in a background thread; 0 for none.
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
@@ -245,6 +246,8 @@ def run(
     for name, value in (("keep_every", keep_every), ("checkpoint_every", checkpoint_every)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None, not {value!r}")
+    if compile_ahead not in (False, True, "rehearse"):
+        raise ValueError(f'compile_ahead must be False, True or "rehearse", not {compile_ahead!r}')
     if metrics_every < 1:
         raise ValueError(f"metrics_every must be at least 1, not {metrics_every!r}")
     with contextlib.ExitStack() as stack:
@@ -292,7 +295,7 @@ class Driver:
         self.callback: Callable[[int, Any], Any] | None = None
         self.alive: Callable[[Any], bool] = responds
         self.facts: dict[str, Any] = {}
-        self.compile_ahead = False
+        self.compile_ahead: bool | str = False
         self.compiling: dict[Placement, Preparation] = {}
         self.number = 0
         self.state: Any = None
@@ -409,10 +412,17 @@ class Driver:
 
     def compiled(self, placement: Placement) -> bool:
         """Whether the program for a placement is there, or cannot be had; it is compiled in the background if not."""
-        if len(placement.groups) > 1 or placement == self.step.placement or self.number == (self.resumed or 0):
+        rehearsing = self.compile_ahead == "rehearse"
+        if placement == self.step.placement or self.number == (self.resumed or 0):
             return True  # nothing can be compiled before the first step has told shapes
+        if len(placement.groups) > 1 and not rehearsing:
+            return True
         if placement not in self.compiling:
-            self.compiling[placement] = self.step.prepare(placement)
+            self.compiling[placement] = (
+                self.step.rehearse(placement, self.state, self.feed.aside(self.number, placement))
+                if rehearsing
+                else self.step.prepare(placement)
+            )
         return self.compiling[placement].done()
 
     def changed(self, step: Any, change: Resize) -> None:

@@ -32,6 +32,7 @@ class Prefetch:
         self.load = load
         self.depth = depth
         self.stop = stop
+        self.turn = threading.Lock()
         self.changed = threading.Condition()
         self.ready: dict[int, tuple[Any, BaseException | None]] = {}
         self.asked = -1
@@ -49,7 +50,7 @@ class Prefetch:
           Exception: what loading it raised.
         """
         if self.depth < 1:
-            return self.load(step, placement)
+            return self.aside(step, placement)
         with self.changed:
             if self.closed:
                 raise RuntimeError("the prefetch is closed")
@@ -74,6 +75,15 @@ class Prefetch:
             raise error
         return value
 
+    def aside(self, step: int, placement: Any) -> Any:
+        """The same, loaded now, by itself; what is loaded ahead stays.
+
+        Raises:
+          Exception: what loading it raised.
+        """
+        with self.turn:
+            return self.load(step, placement)
+
     def work(self) -> None:
         """The background thread."""
         while True:
@@ -87,7 +97,7 @@ class Prefetch:
                 self.next += 1
             value, error = None, None
             try:
-                value = self.load(step, placement)
+                value = self.aside(step, placement)
             except BaseException as caught:  # whatever it is, it belongs to the step that asks
                 error = caught
             with self.changed:
