@@ -462,6 +462,7 @@ def test_rehearsed_while_training_goes_on(counts: Any) -> None:
     there: Any = vnode.Placement(8, jax.devices()[:2], counts=[5, 3] if counts else None)
     if counts == "groups":
         there = vnode.Placement(8, groups=[jax.devices()[:1], jax.devices()[1:2]])
+
     def where(number: int) -> Any:
         for thread in threading.enumerate() if number == STEPS - 2 else ():
             if thread.name.startswith("vnode-prepare"):
@@ -480,7 +481,7 @@ def test_rehearsed_while_training_goes_on(counts: Any) -> None:
 
 
 def test_compiled_ahead_or_not() -> None:
-    with pytest.raises(ValueError, match='False, True or "rehearse", not \'later\''):
+    with pytest.raises(ValueError, match="False, True or \"rehearse\", not 'later'"):
         run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=1, compile_ahead="later")  # type: ignore[arg-type]
 
 
