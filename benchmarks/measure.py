@@ -151,8 +151,8 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
         model: The model.
         nodes: V.
         route: Numbers of devices, gone through in a circle.
-        rounds: How often; the first round meets programs that were prepared and never run, unless
-        rehearsed: they were run once in the background as well.
+        rounds: How often; the first round meets programs that were prepared and never run.
+        rehearsed: Whether they were run once in the background as well.
 
     Returns:
         For each move of each round: milliseconds of moving the state, of the first step, and of a step after it;

@@ -482,7 +482,7 @@ def test_rehearsed_while_training_goes_on(counts: Any) -> None:
 
 def test_compiled_ahead_or_not() -> None:
     with pytest.raises(ValueError, match="False, True or \"rehearse\", not 'later'"):
-        run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=1, compile_ahead="later")  # type: ignore[arg-type]
+        run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=1, compile_ahead="later")
 
 
 def test_compiled_while_training_goes_on() -> None:

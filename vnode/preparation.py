@@ -8,7 +8,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -77,12 +77,12 @@ def timed(compiler: Callable[[], Any]) -> float:
 
 
 def rehearsals(
-    runs: Mapping[Placement, Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[Placement, Callable[[], Any]]:
-    """What runs a step on each of several placements, with copies of the arguments as they are now.
+    runs: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[Callable[[], None]]:
+    """Tasks that call each of several functions with copies of the arguments as they are now.
 
     Args:
-      runs: by placement; each may donate what it is called with.
+      runs: each may donate what it is called with.
       args: arguments of the step.
       kwargs: keyword arguments of the step.
 
@@ -101,7 +101,7 @@ def rehearsals(
         own_args, own_kwargs = copied(now)
         jax.block_until_ready(run(*own_args, **own_kwargs))
 
-    return {placement: functools.partial(rehearsal, run) for placement, run in runs.items()}
+    return [functools.partial(rehearsal, run) for run in runs]
 
 
 def copied(tree: Any) -> Any:

@@ -180,11 +180,7 @@ class VirtualStep:
                 )
             args, kwargs = self._family.last
         args, kwargs = described((args, kwargs))
-        compilers = {step.placement: functools.partial(step.compile_moved, *args, **kwargs) for step in steps}
-        preparation = Preparation(compilers)
-        for step in steps:
-            step._preparation = preparation
-        return preparation
+        return prepared(steps, [functools.partial(step.compile_moved, *args, **kwargs) for step in steps])
 
     def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
@@ -212,10 +208,7 @@ class VirtualStep:
           True
         """
         steps = self._members(placements)
-        preparation = Preparation(rehearsals({step.placement: step.run_apart for step in steps}, args, kwargs))
-        for step in steps:
-            step._preparation = preparation
-        return preparation
+        return prepared(steps, rehearsals([step.run_apart for step in steps], args, kwargs))
 
     def _members(self, placements: Any) -> list[VirtualStep]:
         """The step on each of several placements, or on one."""
@@ -611,6 +604,14 @@ class Family:
 
     members: dict[Placement, VirtualStep] = dataclasses.field(default_factory=dict)
     last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+
+def prepared(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
+    """Does a task for each of several steps in the background; a call of one of them waits for its own."""
+    preparation = Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
+    for step in steps:
+        step._preparation = preparation
+    return preparation
 
 
 def described(tree: Any) -> Any:

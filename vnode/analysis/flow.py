@@ -124,7 +124,9 @@ class Follower:
         reducers: dict[Var, JaxprEqn] = {}
         precedents: dict[Any, Precedent] = {}
         for eqn in program.equations:
-            step = self.plain(flow, eqn, reducers) or self.alike(flow, eqn, precedents)
+            step = None
+            if not eqn.effects and self.sums.isdisjoint(eqn.outvars):
+                step = self.plain(flow, eqn, reducers) or self.alike(flow, eqn, precedents)
             if step is None:
                 view = View(self, flow, eqn, body, reducers)
                 met = len(self.couplings)
@@ -141,10 +143,9 @@ class Follower:
         flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
         return flow
 
-    def plain(self, flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
+    @staticmethod
+    def plain(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
         """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
-        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)):
-            return None
         level = local = 0
         model, source = False, None
         for atom in eqn.invars:
@@ -161,10 +162,9 @@ class Follower:
                 reducers[var] = source
         return Step(eqn, False, level, wholes(len(eqn.invars)), wholes(len(eqn.outvars)))
 
-    def alike(self, flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
+    @staticmethod
+    def alike(flow: Flow, eqn: JaxprEqn, precedents: Mapping[Any, Precedent]) -> Step | None:
         """The quick way for what most equations of a deep model are: as in an earlier layer."""
-        if eqn.effects or (self.sums and not self.sums.isdisjoint(eqn.outvars)):
-            return None
         description = flow.program.describe(eqn)
         precedent = precedents.get((id(description), *[id(flow.state(atom)) for atom in eqn.invars]))
         if precedent is None:

@@ -50,8 +50,12 @@ class Program:
         key = id(eqn)
         if key not in self._descriptions:
             of = kind(eqn)
-            made = self._kinds[of] if of is not None and of in self._kinds else describe(eqn)
-            self._kinds[of] = self._descriptions[key] = made
+            if of is None:
+                self._descriptions[key] = describe(eqn)
+            else:
+                if of not in self._kinds:
+                    self._kinds[of] = describe(eqn)
+                self._descriptions[key] = self._kinds[of]
         return self._descriptions[key]
 
     @functools.cached_property

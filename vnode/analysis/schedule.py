@@ -298,9 +298,9 @@ class Sweep:
         if step.per_node and step.region is not None:
             action = evaluation(step, needed, self.node_size)
         else:
-            operands = step.operands if not step.per_node else (WHOLE,) * len(step.operands)
-            results = step.results if all(needed) and not step.per_node else [WHOLE if n else None for n in needed]
-            action = Evaluation(step, operands, tuple(results))
+            action = Evaluation(
+                step, (WHOLE,) * len(step.eqn.invars), tuple(WHOLE if need else None for need in needed)
+            )
         for atom, form in zip(step.eqn.invars, action.operands, strict=True):
             if form is not None:
                 self.want_whole(atom)

@@ -105,8 +105,10 @@ class ObjectStep:
             with nnx.update_context(self._tag):
                 return step._step.run_apart(*pure_args, **pure_kwargs)
 
-        runs = {step.placement: functools.partial(run, step) for step in map(self.on, placements)}
-        return Preparation(self.inspect(lambda *a, **k: rehearsals(runs, a, k), args, kwargs))
+        steps = [self.on(entry) for entry in placements]
+        runs = [functools.partial(run, step) for step in steps]
+        tasks = self.inspect(lambda *a, **k: rehearsals(runs, a, k), args, kwargs)
+        return Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
 
     @property
     def pure(self) -> VirtualStep | AutoStep:
