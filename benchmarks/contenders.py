@@ -42,6 +42,7 @@ class Contender:
         pieces: Cuts the host's global batch into what the successive calls of one step receive (mostly one piece).
         traceable: The same function before `jax.jit`, for looking at its jaxpr.
         held: Bytes of accumulators that live in the state between calls, so that they do not show as temporaries.
+        lanes: Of an invariant reduction; None: one for each node.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Contender:
     pieces: Callable[[Tree], list[Tree]]
     traceable: Callable
     held: int = 0
+    lanes: int | None = None
 
 
 def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -179,8 +181,9 @@ def invariant(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Conten
 
 def invariant_in_lanes(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
     """The same, with the bits of up to eight devices only."""
-    made = virtualized(model, nodes, devices, reduction="invariant", lanes=min(8, nodes))
-    return replace(made, name=LANES)
+    lanes = min(8, nodes)
+    made = virtualized(model, nodes, devices, reduction="invariant", lanes=lanes)
+    return replace(made, name=LANES, lanes=lanes)
 
 
 FACTORIES: dict[str, Callable[..., Contender]] = {

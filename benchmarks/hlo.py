@@ -26,6 +26,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SPACE = re.compile(r"S\(\d+\)")
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
@@ -177,31 +178,14 @@ def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -
     return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
 
 
-def turns_of_trees(module: Module, nodes: int, devices: int) -> dict[str, float]:
-    """How often the loops of run-time length run that add in the order of a tree.
-
-    The loop that multiplies matrices takes the nodes of a device, one after another; another one with a loop in it
-    takes a block of every device; one without copies its value, in one turn. Of n turns in which blocks are put on a
-    stack, the loop in them joins n - 1.
-
-    Args:
-        module: The module.
-        nodes: Nodes of a device.
-        devices: How many there are.
-    """
-    found: dict[str, float] = {}
+def named_loops(module: Module) -> dict[str, tuple[str, ...]]:
+    """Of every loop the names that its program gives to it and to those around it."""
+    found = {}
     for visit in module.walk():
-        loop = visit.instruction
-        if loop.opcode != "while" or module._trips(loop) is not None:
-            continue
-        around = [name for name, _ in visit.loops if name in found]
-        if around:
-            found[loop.name] = (found[around[-1]] - 1) / found[around[-1]]
-            continue
-        (body,) = loop.called()["body"]
-        inside = {v.instruction.opcode for v in Module(body, module.computations).walk()}
-        multiplies = bool(inside & {"convolution", "dot"})
-        found[loop.name] = nodes if multiplies else devices if "while" in inside else 1
+        name = _OP_NAME.search(visit.instruction.rest)
+        if visit.instruction.opcode == "while" and name:
+            path = name[1].split("/")
+            found[visit.instruction.name] = tuple(path[i - 1] for i in range(1, len(path)) if path[i] == "while")
     return found
 
 

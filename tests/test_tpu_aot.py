@@ -83,16 +83,16 @@ for count in (1, 2, 4, 8):
         hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
     ]
     joins = [f for name in inner for f in fused(name)]
-    lasts = []
+    firsts = []
     for name in inner:
         lines = {i.name: i for i in module.computations[name]}
         carried = [*lines.values()][-1].operands
         for i in lines.values():
             if i.opcode == "add" and i.type.startswith("f32["):
                 left, right = i.operands
-                place = lines[right].rest.split("index=")[1].split(",")[0]
-                lasts.append([left in carried, int(place) == carried.index(i.name)])
-    found = {"devices": count, "node": fused(body), "joins": joins, "lasts": lasts, "across": hlo.additions(module)}
+                place = lines[left].rest.split("index=")[1].split(",")[0]
+                firsts.append([int(place) == carried.index(i.name), right in carried])
+    found = {"devices": count, "node": fused(body), "joins": joins, "firsts": firsts, "across": hlo.additions(module)}
     print(json.dumps(found))
 """
 
@@ -119,9 +119,10 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert any("convolution" in text for text in nodes[0])
     assert any("tanh" in text for text in nodes[0])
     assert nodes == [nodes[0]] * 4
-    # A device that holds one node joins nothing by itself. Else: the last block, which is the left one and stays as it
-    # is, plus the one that comes, which the loop carries; and, of more than two nodes, likewise a block from the stack.
-    assert [row["lasts"] for row in found] == [[[True, True]] * 2] * 3 + [[]]
+    # A device that holds one node joins nothing by itself. Else: the first block, which the loop carries and which is the
+    # left one, plus the one that comes, which stays as it is; and, of more than two nodes, a block from the stack plus
+    # the one that comes, which that loop carries.
+    assert [row["firsts"] for row in found] == [[[True, True]] * 2] * 3 + [[]]
     assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 0, 0]
     for text in [text for row in found for text in arithmetic(row["joins"])]:
         lines = dict(line.split(" = ", 1) for line in text.splitlines())

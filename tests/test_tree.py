@@ -26,18 +26,14 @@ def whole_tree(leaves: int) -> str:
 
 
 def carried_out(plan: Fold, pieces: list[str]) -> list[str]:
-    """What remains when pieces are added as a fold says, the last one beside a stack no deeper than it says."""
+    """What remains when pieces are added as a fold says, with a stack no deeper than it says."""
     stack: list[str] = []
-    last: list[str] = []
     for piece, joins in zip(pieces, plan.joins, strict=True):
-        if not joins:
-            stack += last
+        for _ in range(joins):
+            piece = f"({stack.pop()}+{piece})"
+        stack.append(piece)
         assert len(stack) <= plan.depth
-        for left in [*last, *reversed(stack)][:joins]:
-            piece = f"({left}+{piece})"
-        del stack[len(stack) - max(joins - 1, 0) :]
-        last = [piece]
-    return stack + last
+    return stack
 
 
 @hypothesis.given(st.integers(1, 70), st.data())
@@ -58,9 +54,8 @@ def test_any_cut_of_the_leaves_gives_the_same_sum(leaves: int, data: st.DataObje
 
 @hypothesis.given(st.integers(0, 10))
 def test_a_full_tree_needs_as_many_buffers_as_levels(levels: int) -> None:
-    """One of them is that of the last block."""
     plan = fold(2**levels, [(0, i) for i in range(2**levels)])
-    assert 1 + plan.depth == max(levels, 1)
+    assert plan.depth == max(levels, 1)
     assert plan.rest == ((levels, 0),)
 
 

@@ -400,7 +400,7 @@ class Reduction:
         if self.mode == "fast":
             return 0
         plan = Plan.of(placement.counts, self.lane, True)
-        return plan.depth + plan.joining  # the last block stays while the next one is computed
+        return plan.depth if plan.depth > 1 or plan.most else 0  # in place of the accumulator; and the node's own
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""

@@ -82,9 +82,9 @@ class Plan:
         return max(fold.depth for fold in self.own)
 
     @functools.cached_property
-    def joining(self) -> bool:
-        """Whether a device adds anything by itself."""
-        return any(any(fold.joins) for fold in self.own)
+    def most(self) -> int:
+        """Blocks that any lane is joined by on its device."""
+        return max(max(fold.joins, default=0) for fold in self.own)
 
     @property
     def joins(self) -> np.ndarray:
@@ -187,7 +187,7 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
     if not sums:
         return []
     if len(plan.own) == 1:
-        return [list(blocks) for blocks in rest.blocks(count)] if count > 1 else [[last] for last in rest.last]
+        return [list(blocks) for blocks in rest.blocks(count)] if count > 1 else [[block] for block in rest.first]
     most = max(len(fold.rest) for fold in plan.own)
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
     blocks = rest.blocks(most)
@@ -233,9 +233,10 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
     joins = jnp.asarray(fold.joins, jnp.int32)
-    left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, any(fold.joins), None)
+    with jax.named_scope("blocks"):
+        left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, max(fold.joins), None)
     count = len(fold.rest)
-    return [left.last[0]] if count == 1 else list(left.blocks(count)[0])
+    return list(left.first) if count == 1 else list(left.blocks(count)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,7 +271,11 @@ class Parcel:
         """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
         if self.dim is None:
             return lax.all_gather(self.blocks, axis, tiled=True)
-        return lax.all_to_all(self.blocks, axis, self.dim, 0, tiled=True)
+        # A dimension of their own for the chunks, or compilers bring the whole into another layout first.
+        dim, shape, devices = self.dim, self.blocks.shape, lax.axis_size(axis)
+        chunks = self.blocks.reshape(*shape[:dim], devices, shape[dim] // devices, *shape[dim + 1 :])
+        received = jnp.moveaxis(lax.all_to_all(chunks, axis, dim, dim, tiled=True), dim, 0)
+        return received.reshape(devices * shape[0], *received.shape[2:])
 
     def collect(self, chunk: jax.Array, axis: str) -> jax.Array:
         """The whole from every device's chunk."""

@@ -257,7 +257,7 @@ class Emission:
                 case Mode.INVARIANT:
                     turns = loops.opaque(count[0])
                     rest, exact, kept = loops.in_tree_order(
-                        program, sums, turns, joins[0], plan.depth, plan.joining, self.lane, room
+                        program, sums, turns, joins[0], plan.depth, plan.most, self.lane, room
                     )
                     return combine(sums, rest, exact, plan, axis), kept
             return collectives.combined(sums, totals, axis), kept

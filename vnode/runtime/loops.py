@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
@@ -52,6 +53,11 @@ class Sum:
 
     def identity(self) -> jax.Array:
         return lax.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
+
+    def nothing(self) -> jax.Array:
+        """What changes no bit of what is added to it, not even the sign of a zero."""
+        identity = np.asarray(self.monoid.identity(self.dtype), self.dtype)
+        return lax.full(self.shape, -identity if self.monoid is Monoid.SUM and not self.exact else identity)
 
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
@@ -127,10 +133,12 @@ def stacked(
     count: jax.Array,
     joins: jax.Array,
     depth: int,
-    joining: bool,
+    most: int,
     state: Any,
 ) -> tuple[Rest, Any]:
     """Adds pieces in the order of a `Fold`.
+
+    Blocks join the piece, which then is put on the stack, but for the first block, which the piece joins.
 
     Args:
       pieces: from a position and the state to a contribution per sum and the next state.
@@ -138,7 +146,7 @@ def stacked(
       count: how many pieces there are, int32 scalar.
       joins: int32 ``[at least count]``, as in `Fold`.
       depth: entries of the stack.
-      joining: whether any piece joins another.
+      most: blocks that any piece is joined by.
       state: passed from piece to piece.
 
     Returns:
@@ -146,55 +154,52 @@ def stacked(
     """
 
     def body(index: jax.Array, carry: tuple[Rest, Any]) -> tuple[Rest, Any]:
-        rest, state = carry
+        (first, others, height), state = carry
         piece, state = pieces(index, state)
-        joined = joins[index]
+        if depth == 1 and not most:
+            return Rest(piece, others, height + 1), state
+        place = height - joins[index]
+        bottom = (place == 0).astype(jnp.int32)
 
-        def put_aside(_: jax.Array, stack: list[Any]) -> list[Any]:
-            return put(stack, rest.last, rest.height)
+        def join(turn: jax.Array, piece: list[Any]) -> list[Any]:
+            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
+            return add_all(sums, last, piece)
 
-        def join_last(_: jax.Array, piece: list[Any]) -> list[Any]:
-            return add_all(sums, rest.last, piece)
+        def join_first(_: jax.Array, first: list[Any]) -> list[Any]:
+            return add_all(sums, first, piece)
 
-        def join_stack(k: jax.Array, piece: list[Any]) -> list[Any]:
-            place = rest.height - k  # the first was the last
-            left = [lax.dynamic_index_in_dim(entries, place, 0, keepdims=False) for entries in stack]
-            return add_all(sums, left, piece)
+        def put_aside(turn: jax.Array, others: list[Any]) -> list[Any]:
+            return put(others, piece, place - 1 + turn)
 
-        stack = rest.stack
-        if depth:
-            aside = (joined == 0) & (rest.height >= 0)
-            stack = lax.fori_loop(0, aside.astype(jnp.int32), put_aside, stack)
-        if joining:
-            piece = lax.fori_loop(0, jnp.minimum(joined, 1), join_last, piece)
-        if joining and depth:
-            piece = lax.fori_loop(1, joined, join_stack, piece)
-        return Rest(stack, rest.height + 1 - joined, piece), state
+        if depth > 1 and most:
+            piece = named_loop("join", 0, joins[index] - bottom, join, piece)
+        first = named_loop("join_first", 0, bottom, join_first, first)
+        if depth > 1:
+            others = named_loop("put_aside", 0, 1 - bottom, put_aside, others)
+        return Rest(first, others, place + 1), state
 
-    stack = [jnp.zeros((depth, *s.shape), s.dtype) for s in sums] if depth else []
-    last = [jnp.zeros(s.shape, s.dtype) for s in sums]
-    return lax.fori_loop(0, count, body, (Rest(stack, jnp.int32(-1), last), state))
+    others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
+    return lax.fori_loop(0, count, body, (Rest([s.nothing() for s in sums], others, jnp.int32(0)), state))
 
 
 class Rest(NamedTuple):
     """What remains of pieces that were added: of each sum some blocks.
 
     Attributes:
-      stack: of each sum all blocks but the last, ``[depth, *shape]``; nothing if there cannot be others.
-      height: how many there are besides the last.
-      last: of each sum the last block.
+      first: of each sum the first block, a buffer of its own: what reads it must not be compiled with a slice.
+      others: of each sum the blocks after it, ``[depth - 1, *shape]``; nothing if there cannot be others.
+      height: how many there are in all.
     """
 
-    stack: list[Any]
+    first: list[Any]
+    others: list[Any]
     height: jax.Array
-    last: list[Any]
 
     def blocks(self, most: int) -> list[Any]:
         """Of each sum the blocks, ``[most, *shape]``."""
         if most == 1:
-            return [last[None] for last in self.last]
-        room = [jnp.concatenate([s[: most - 1], last[None]]) for s, last in zip(self.stack, self.last, strict=True)]
-        return put(room, self.last, self.height)
+            return [block[None] for block in self.first]
+        return [jnp.concatenate([block[None], s[: most - 1]]) for block, s in zip(self.first, self.others, strict=True)]
 
 
 def in_tree_order(
@@ -203,7 +208,7 @@ def in_tree_order(
     count: jax.Array,
     joins: jax.Array,
     depth: int,
-    joining: bool,
+    most: int,
     lane: int,
     room: list[Any],
 ) -> tuple[Rest, list[Any], list[Any]]:
@@ -215,7 +220,7 @@ def in_tree_order(
       count: nodes of this device, int32 scalar.
       joins: int32 ``[at least the device's lanes]``, as in `Fold`.
       depth: entries of the stack.
-      joining: whether any lane joins another.
+      most: blocks that any lane is joined by.
       lane: consecutive nodes that are added one after another.
       room: for what nodes keep.
 
@@ -242,11 +247,12 @@ def in_tree_order(
             return add_all(rest, carry[0], pieces), state
 
         length = jnp.minimum(lane, count - index * lane)
-        return lax.fori_loop(0, length, body, ([s.identity() for s in rest], state))
+        return named_loop("lane", 0, length, body, ([s.identity() for s in rest], state))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in room], room)
     piece = node if lane == 1 else lane_of_nodes
-    remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, joining, first)
+    with jax.named_scope("nodes"):
+        remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, most, first)
     return remaining, last.totals, put(last.room, last.kept, count - 1)
 
 
@@ -267,6 +273,12 @@ class State(NamedTuple):
     totals: list[Any]
     kept: list[Any]
     room: list[Any]
+
+
+def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+    """A loop of run-time length that is recognized in profiles and compiled programs."""
+    with jax.named_scope(name):
+        return lax.fori_loop(start, stop, body, init)
 
 
 def opaque(count: Any) -> jax.Array:
@@ -293,4 +305,4 @@ def settled(places: Sequence[Place]) -> list[Any]:
             for place in places
         ]
 
-    return lax.fori_loop(0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places])
+    return named_loop("settled", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places])

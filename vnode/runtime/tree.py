@@ -4,10 +4,10 @@ Knows numbers of leaves and ranges of them. Must not know values, devices or pro
 
 Block ``(k, j)`` of a tree over n leaves stands for the leaves from ``j * 2**k`` up to ``(j + 1) * 2**k`` or n. Its
 value is that of its left half plus that of its right half, or that of its left half where the right one is beyond n. A
-range of leaves that are taken one after another is added with a stack, beside which the last block stays: the blocks
-before a new one that are left halves to it join it, the last one first; if there is none, the last is put on the stack.
-What remains are the largest blocks within the range, in order; the remaining blocks of one range after another, taken
-the same way, give what all leaves taken one after another give.
+range of leaves that are taken one after another is added with a stack: the blocks on it that are left halves to a new
+one join it, the last one first, and what that gives is put on the stack. What remains are the largest blocks within the
+range, in order; the remaining blocks of one range after another, taken the same way, give what all leaves taken one
+after another give.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class Fold:
 
     Attributes:
       joins: for every block how many of those before join it, one at a time.
-      rest: the blocks that remain, in order; all but the last are on the stack.
-      depth: entries that the stack needs: one less than log2 of the leaves of a full tree.
+      rest: the blocks that remain, in order.
+      depth: entries that the stack needs: log2 of the leaves of a full tree, but at least one.
     """
 
     joins: tuple[int, ...]
@@ -61,13 +61,13 @@ def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
 
     Example:
       >>> fold(8, [(0, i) for i in range(3, 8)])
-      Fold(joins=(0, 0, 1, 0, 2), rest=((0, 3), (2, 1)), depth=2)
+      Fold(joins=(0, 0, 1, 0, 2), rest=((0, 3), (2, 1)), depth=3)
     """
     stack: list[Block] = []
     joins: list[int] = []
     depth = 0
     for level, index in blocks:
-        before, joined = len(stack), 0
+        joined = 0
         while True:
             if index % 2 and stack and stack[-1] == (level, index - 1):
                 stack.pop()
@@ -75,9 +75,9 @@ def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
             elif index % 2 or index == 0 or (index + 1) << level < leaves:
                 break
             level, index = level + 1, index // 2
-        depth = depth if joined else max(depth, before)
         joins.append(joined)
         stack.append((level, index))
+        depth = max(depth, len(stack))
     return Fold(tuple(joins), tuple(stack), depth)
 
 
