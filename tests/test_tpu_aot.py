@@ -119,9 +119,9 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert any("convolution" in text for text in nodes[0])
     assert any("tanh" in text for text in nodes[0])
     assert nodes == [nodes[0]] * 4
-    # A device that holds one node joins nothing by itself. Else: the first block, which the loop carries and which is the
-    # left one, plus the one that comes, which stays as it is; and, of more than two nodes, a block from the stack plus
-    # the one that comes, which that loop carries.
+    # A device that holds one node joins nothing by itself. Else: the first block, which is the left one and which the
+    # loop carries, plus the one that comes, which stays as it is; and, of more than two nodes, a block from the stack
+    # plus the one that comes, which that loop carries.
     assert [row["firsts"] for row in found] == [[[True, True]] * 2] * 3 + [[]]
     assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 0, 0]
     for text in [text for row in found for text in arithmetic(row["joins"])]:
