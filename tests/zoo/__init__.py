@@ -44,7 +44,7 @@ FAMILIES = (
 Outer = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _unchanged(step: Callable[..., Any]) -> Callable[..., Any]:
+def unchanged(step: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
@@ -66,7 +66,7 @@ class Program:
     step: Callable[..., Any]
     args: tuple[Any, ...]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    outer: Outer = _unchanged
+    outer: Outer = unchanged
     jit: Callable[..., Any] = jax.jit
     reference: Callable[[int], Callable[..., Any]] | None = None
 
