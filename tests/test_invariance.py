@@ -131,13 +131,23 @@ def chosen() -> list[str]:
     return names if os.environ.get("VNODE_TEST_ALL") == "1" else names[5::24]
 
 
-@pytest.mark.parametrize("name", chosen())
+KNOWN = pytest.mark.xfail(strict=True, reason="what is computed once differs in its last bits on 4, 5 and 8 devices")
+FAULTY = {"views_that_are_centred_again_and_again"}
+"""Steps for which the promise is broken: docs/same-bits.md names them."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=KNOWN) if n in FAULTY else n for n in chosen()])
 def test_any_step(name: str) -> None:
     case = named(name)
     nodes = 8 if case.nodes is None or 8 in case.nodes else case.nodes[-1]
     with compare.running_in("float32"):
         program = compare.build(case, "float32")
-        digests = {d: digest(compare.call(case, program, nodes, d)) for d in (1, 3, 8)}
+        try:
+            digests = {d: digest(compare.call(case, program, nodes, d)) for d in (1, 3, 8)}
+        except vnode.VnodeError:
+            if case.may_refuse:  # and so has no bits
+                return
+            raise
     assert len(set(digests.values())) == 1, digests
 
 
