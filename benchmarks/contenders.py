@@ -9,6 +9,8 @@ This file knows how a step is split by each library. It must not know how anythi
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.models import Model, Tree, initial_state, optimizer, plain_step
+from vnode.runtime.tree import fold
 
 HAND = "scan by hand"
 VNODE = "vnode"
@@ -42,7 +45,7 @@ class Contender:
         pieces: Cuts the host's global batch into what the successive calls of one step receive (mostly one piece).
         traceable: The same function before `jax.jit`, for looking at its jaxpr.
         held: Bytes of accumulators that live in the state between calls, so that they do not show as temporaries.
-        lanes: Of an invariant reduction; None: one for each node.
+        turns: How often its loops of run-time length run, by their names and for each turn of the loops around them.
     """
 
     name: str
@@ -51,7 +54,7 @@ class Contender:
     pieces: Callable[[Tree], list[Tree]]
     traceable: Callable
     held: int = 0
-    lanes: int | None = None
+    turns: Callable[[], dict[tuple[str, ...], float]] = dict
 
 
 def device_mesh(devices: Sequence[jax.Device]) -> Mesh:
@@ -176,14 +179,29 @@ def virtualized(model: Model, nodes: int, devices: Sequence[jax.Device], **optio
 def invariant(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
     """The same, with sums in the order of a tree."""
     made = virtualized(model, nodes, devices, reduction="invariant")
-    return replace(made, name=INVARIANT)
+    return replace(made, name=INVARIANT, turns=partial(turns_of_trees, nodes, len(devices), nodes))
 
 
 def invariant_in_lanes(model: Model, nodes: int, devices: Sequence[jax.Device]) -> Contender:
     """The same, with the bits of up to eight devices only."""
     lanes = min(8, nodes)
     made = virtualized(model, nodes, devices, reduction="invariant", lanes=lanes)
-    return replace(made, name=LANES, lanes=lanes)
+    return replace(made, name=LANES, turns=partial(turns_of_trees, nodes, len(devices), lanes))
+
+
+def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...], float]:
+    """The turns of the loops that add in the order of a tree, where devices hold whole subtrees."""
+    own = fold(lanes, [(0, i) for i in range(lanes // devices)])
+    ((level, _),) = own.rest
+    across = fold(lanes, [(level, i) for i in range(devices)])
+    turns: dict[tuple[str, ...], float] = {("nodes", "lane"): nodes / lanes, ("settled",): 1}
+    for name, joins in (("nodes", own.joins), ("blocks", across.joins)):
+        first = sum(i == gone for i, gone in enumerate(accumulate(joins)))
+        turns[name,] = len(joins)
+        turns[name, "join"] = (sum(joins) - (first - 1)) / len(joins)  # what reaches the first block joins that
+        turns[name, "join_first"] = first / len(joins)
+        turns[name, "put_aside"] = 1 - first / len(joins)
+    return turns
 
 
 FACTORIES: dict[str, Callable[..., Contender]] = {

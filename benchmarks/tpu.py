@@ -14,7 +14,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,52 +70,17 @@ def topology(name: str) -> list[Any]:
     return topologies.get_topology_desc(name, platform="tpu").devices
 
 
-def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...], float]:
-    """How often the loops of run-time length run that add in the order of a tree, for each turn of those around them.
-
-    Args:
-        nodes: Nodes of a device.
-        devices: How many there are, all with whole subtrees.
-        lanes: Of all devices.
-    """
-    from vnode.runtime.tree import fold
-
-    def turns(name: str, joins: Sequence[int]) -> dict[tuple[str, ...], float]:
-        height, first, joined = 0, 0, 0
-        for count in joins:
-            place = height - count
-            first += place == 0
-            joined += max(0, count - (place == 0))
-            height = place + 1
-        asides = len(joins) - first
-        each = {"join": joined, "join_first": first, "put_aside": asides}
-        return {(name,): len(joins), **{(name, inner): total / len(joins) for inner, total in each.items()}}
-
-    own = fold(lanes, [(0, i) for i in range(lanes // devices)])
-    ((level, _),) = own.rest
-    across = fold(lanes, [(level, i) for i in range(devices)])
-    return {
-        **turns("nodes", own.joins),
-        **turns("blocks", across.joins),
-        ("nodes", "lane"): nodes * devices // lanes,
-        ("settled",): 1,
-    }
-
-
-def figures(compiled: Any, nodes: int, devices: int, lanes: int) -> Figures:
+def figures(compiled: Any, known: Mapping[tuple[str, ...], float]) -> Figures:
     """Reads a compiled step.
 
     Args:
         compiled: The result of `lowered.compile()`.
-        nodes: Nodes of a device.
-        devices: How many there are.
-        lanes: Of an invariant reduction.
+        known: Turns of loops of run-time length, by their names: `Contender.turns`.
     """
     from benchmarks import hlo
 
     module = hlo.parse(compiled.as_text())
     found = hlo.collectives(module)
-    known = turns_of_trees(nodes, devices, lanes)
     turns = {loop: known[names] for loop, names in hlo.named_loops(module).items() if names in known}
     memory = compiled.memory_analysis()
     return Figures(
@@ -150,7 +115,7 @@ def compile_contender(make: Callable, model: Any, name: str, nodes_per_device: i
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    measured = dataclasses.asdict(figures(compiled, nodes_per_device, len(devices), contender.lanes or nodes))
+    measured = dataclasses.asdict(figures(compiled, contender.turns()))
     measured["cycles"] *= len(pieces)
     return {
         "topology": name,

@@ -187,7 +187,7 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
     if not sums:
         return []
     if len(plan.own) == 1:
-        return [list(blocks) for blocks in rest.blocks(count)] if count > 1 else [[block] for block in rest.first]
+        return rest.each(count)
     most = max(len(fold.rest) for fold in plan.own)
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
     blocks = rest.blocks(most)
@@ -235,8 +235,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     joins = jnp.asarray(fold.joins, jnp.int32)
     with jax.named_scope("blocks"):
         left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, max(fold.joins), None)
-    count = len(fold.rest)
-    return list(left.first) if count == 1 else list(left.blocks(count)[0])
+    return left.each(len(fold.rest))[0]
 
 
 @dataclasses.dataclass(frozen=True)

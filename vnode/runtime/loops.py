@@ -195,6 +195,11 @@ class Rest(NamedTuple):
     others: list[Any]
     height: jax.Array
 
+    def each(self, count: int) -> list[list[Any]]:
+        """Of each sum so many blocks, one by one."""
+        others = self.others or [[]] * len(self.first)
+        return [[block, *(rest[i] for i in range(count - 1))] for block, rest in zip(self.first, others, strict=True)]
+
     def blocks(self, most: int) -> list[Any]:
         """Of each sum the blocks, ``[most, *shape]``."""
         if most == 1:
