@@ -129,7 +129,7 @@ class Module:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective: its opcode, its bytes, and whether a loop is around it."""
+    """One collective: its opcode, the bytes that a device receives in it, and whether a loop is around it."""
 
     opcode: str
     bytes: int
@@ -162,8 +162,20 @@ def collectives(module: Module) -> list[Collective]:
     for visit in module.walk():
         opcode = visit.instruction.opcode.removesuffix("-start")
         if opcode in COLLECTIVES:
-            found.append(Collective(opcode, visit.instruction.bytes, bool(visit.loops)))
+            found.append(Collective(opcode, _received(visit.instruction, opcode), bool(visit.loops)))
     return found
+
+
+def _received(instruction: Instruction, opcode: str) -> int:
+    """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
+    groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", instruction.rest)
+    if opcode in ("collective-permute", "collective-broadcast"):
+        return instruction.bytes
+    if groups is None:
+        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
+    members = int(groups[2]) if groups[2] else len(groups[1].split(","))
+    others = {"all-reduce": 2 * (members - 1) / members, "reduce-scatter": members - 1}
+    return round(instruction.bytes * others.get(opcode, (members - 1) / members))
 
 
 def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
@@ -189,49 +201,72 @@ def named_loops(module: Module) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def additions(module: Module) -> list[str]:
-    """In which order the blocks that an all-to-all brings are added, for each all-gather of the result.
+def additions(module: Module, devices: int) -> list[str]:
+    """In which order the blocks of all devices are added, wherever one sum of them all is complete.
+
+    Blocks are brought by an all-to-all, by an all-gather of what is no sum yet, or added by reduce-scatters.
 
     Args:
         module: The module.
+        devices: How many of them hold a block.
 
     Returns:
         Sums of numbers of blocks, such as ``((0 + 1) + (2 + 3))``.
     """
-    passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce", "all-gather"}
+    passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce", "select"}
+    blocks_of_all = [str(k) for k in range(devices)]
+
+    def scattered(held: list[str], groups: str) -> list[str]:
+        sums = list(held)
+        for members in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
+            for d in members:
+                sums[d] = f"({' + '.join(held[m] for m in members)})"
+        return sums
 
     def value(name: str, here: dict[str, Instruction], given: list[Any]) -> Any:
-        """A list of the blocks in an array, a list of such for a tuple, or None for anything else."""
+        """Blocks in an array, sums of every device, a list of such for a tuple, or None for anything else."""
         instruction = here[name]
-        operands = instruction.operands
-        match instruction.opcode:
+        opcode = instruction.opcode
+        if opcode == "parameter":
+            return given[int(instruction.rest.split(")")[0])] if given else None
+        operands = [value(operand, here, given) for operand in instruction.operands if operand in here]
+        match opcode:
             case "all-to-all":
-                return [str(k) for k in range(max(_dimensions(instruction.type)[:-1]))]
-            case "parameter":
-                return given[int(instruction.rest.split(")")[0])]
+                return blocks_of_all
+            case "reduce-scatter":
+                return scattered(
+                    operands[0] or blocks_of_all, re.findall(r"replica_groups={(.*?})}", instruction.rest)[0]
+                )
+            case "all-gather":
+                return operands[0] or blocks_of_all
             case "fusion":
                 inner = {i.name: i for i in module.computations[instruction.called()["calls"][0]]}
-                return value([*inner][-1], inner, [value(operand, here, given) for operand in operands])
+                return value([*inner][-1], inner, operands)
             case "tuple":
-                return [value(operand, here, given) for operand in operands]
-            case "get-tuple-element":
-                return value(operands[0], here, given)[int(re.findall(r"index=(\d+)", instruction.rest)[0])]
-            case "slice" | "slice-start":
-                blocks = value(operands[0], here, given)
+                return operands
+            case "get-tuple-element" if operands[0]:
+                return operands[0][int(re.findall(r"index=(\d+)", instruction.rest)[0])]
+            case "slice" | "slice-start" if operands[0]:
                 bounds = re.findall(r"\[(\d+):(\d+)", instruction.rest.split("slice={")[1])
-                start, stop = bounds[_dimensions(here[operands[0]].type).index(len(blocks))]
-                return blocks[int(start) : int(stop)]
-            case "add":
-                return [
-                    f"({' + '.join(pair)})" for pair in zip(*(value(o, here, given) for o in operands), strict=True)
-                ]
-            case opcode if opcode in passing:
-                return value(operands[0], here, given)
+                start, stop = bounds[_dimensions(here[instruction.operands[0]].type).index(len(operands[0]))]
+                return operands[0][int(start) : int(stop)]
+            case "add" if all(operands):
+                return [f"({' + '.join(pair)})" for pair in zip(*operands, strict=True)]
+            case "select":
+                return operands[2]
+            case _ if opcode in passing:
+                return operands[0]
             case _:
                 return None
 
     entry = {i.name: i for i in module.computations[module.entry]}
-    return [total for i in entry.values() if i.opcode == "all-gather" for total in value(i.name, entry, [])]
+    sums = {name: value(name, entry, []) for name in entry}
+
+    def complete(name: str) -> set[str]:
+        found = sums.get(name) or []
+        return {s for s in found if isinstance(s, str) and len(re.findall(r"\d+", s)) == devices > 1}
+
+    return [total for i in entry.values() for total in sorted(complete(i.name)) if not any(map(complete, i.operands))]
 
 
 def canonical(module: Module, name: str) -> str:

@@ -42,8 +42,8 @@ class Figures:
         loop_cycles: Those of them that are spent in loops.
         inside: Collectives in a loop.
         outside: Collectives outside every loop.
-        outside_bytes: Bytes of the results of the latter.
-        inside_bytes: Bytes of the results of the former, once per turn of the loop.
+        outside_bytes: Bytes that a device receives in the latter.
+        inside_bytes: Bytes that a device receives in the former, once per turn of the loop.
         loops: Trip counts of the outermost loops; None where they are run-time values.
     """
 

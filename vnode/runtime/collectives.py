@@ -2,8 +2,9 @@
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-Sums whose order counts are reduced by chunks: every device is sent one chunk of all, adds it in tree order, and sends
-the result to all. That is the traffic of a ring all-reduce, once per block that a device holds.
+Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, by pairs of devices, pairs
+of pairs and so on; elsewhere every device is sent one chunk of all, adds it in tree order, and sends the result to all.
+Both are the traffic of a ring all-reduce, once per block that a device holds.
 """
 
 from __future__ import annotations
@@ -26,8 +27,14 @@ from vnode.runtime.tree import Fold, folds
 BUCKET = 1 << 20
 """Bytes up to which values travel together."""
 
+ALONE = 128 << 10
+"""Bytes from which a value travels alone: packing it costs more than another collective."""
+
 UNROLLED = 32
 """Blocks up to which additions are written out."""
+
+ROUNDED_EACH = (np.float32, np.float64)
+"""Types that additions written out are rounded to, each: compilers keep more bits of narrower ones."""
 
 SMALL = 16 << 10
 """Bytes of a bucket up to which every device adds all of it, with one collective instead of two."""
@@ -85,6 +92,13 @@ class Plan:
     def most(self) -> int:
         """Blocks that any lane is joined by on its device."""
         return max(max(fold.joins, default=0) for fold in self.own)
+
+    @property
+    def paired(self) -> bool:
+        """Whether each device has a block of one full tree, whose values may be divided."""
+        devices = len(self.own)
+        levels = tuple((d & -d).bit_length() - 1 for d in range(1, devices + 1))  # of 1, 2, 3, 4, ...: 0, 1, 0, 2, ...
+        return self.flat and devices & (devices - 1) == 0 and self.across.joins == levels
 
     @property
     def joins(self) -> np.ndarray:
@@ -194,10 +208,7 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
     results: list[list[Any]] = [[] for _ in sums]
     for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
-        held = parcel.send(axis)
-        chunk = Sum(sums[members[0]].monoid, held.shape[1:], held.dtype)
-        for part in added(chunk, held, rows, plan.across):
-            total = parcel.collect(part, axis)
+        for total in parcel.added(sums[members[0]].monoid, rows, plan, axis):
             if plan.flat and not parcel.flat:  # as a collective leaves it in memory
                 results[members[0]].append(total)
                 continue
@@ -224,9 +235,10 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     Returns:
       The blocks that remain.
     """
-    dtype = np.dtype(s.dtype)
-    if len(rows) <= UNROLLED and dtype in (np.float32, np.float64):
-        return fold.of([held[row] for row in rows], COMBINE[s.monoid])
+    if len(rows) == 1:
+        return [held[rows[0]]]
+    if len(rows) <= UNROLLED and s.dtype in ROUNDED_EACH:
+        return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
     order = jnp.asarray(rows, jnp.int32)
 
     def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
@@ -236,6 +248,29 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     with jax.named_scope("blocks"):
         left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, max(fold.joins), None)
     return left.each(len(fold.rest))[0]
+
+
+def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str) -> jax.Array:
+    """Adds a block of each of 2**k devices, and gives all of them the sum.
+
+    Reduce-scatters within pairs of devices, of pairs of pairs, and so on: each device keeps half of what it had, down
+    to its chunk, and gathers come back the same way. A sum of two is the tree's, whichever is added to the other.
+
+    Args:
+      s: what is added.
+      value: the device's block.
+      dim: its dimension that is divided, a multiple of the devices.
+      devices: how many there are.
+      axis: of the mesh, over which they are numbered.
+    """
+    strides = [1 << k for k in range(devices.bit_length() - 1)]
+    levels = [[[d, d | stride] for d in range(devices) if not d & stride] for stride in strides]
+    for pairs in levels:
+        value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=pairs, tiled=True)
+    value = s.from_zero(value)
+    for pairs in reversed(levels):
+        value = lax.all_gather(value, axis, axis=dim, axis_index_groups=pairs, tiled=True)
+    return value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,6 +301,15 @@ class Parcel:
             return Parcel(block, None, flat)
         return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1, True)
 
+    def added(self, monoid: Monoid, rows: Sequence[int], plan: Plan, axis: str) -> list[Any]:
+        """What remains of all devices' blocks, of which `rows` count."""
+        s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
+        if plan.paired and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
+            return [added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis)]
+        held = self.send(axis)
+        parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
+        return [self.collect(part, axis) for part in parts]
+
     def send(self, axis: str) -> jax.Array:
         """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
         if self.dim is None:
@@ -282,13 +326,16 @@ class Parcel:
 
 
 def buckets(sums: Sequence[Sum]) -> list[list[int]]:
-    """Which values travel together: of one dtype and monoid, up to `BUCKET` bytes."""
+    """Which values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
     result: list[list[int]] = []
-    room: dict[tuple[Any, Monoid], tuple[float, list[int]]] = {}
+    room: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i, s in enumerate(sums):
         nbytes = math.prod(s.shape) * np.dtype(s.dtype).itemsize
-        used, members = room.get((s.dtype, s.monoid), (math.inf, []))
-        if used + nbytes > BUCKET:
+        if nbytes >= ALONE:
+            result.append([i])
+            continue
+        used, members = room.get((s.dtype, s.monoid), (0, []))
+        if not members or used + nbytes > BUCKET:
             used, members = 0, []
             result.append(members)
         members.append(i)

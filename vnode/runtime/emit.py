@@ -93,8 +93,10 @@ class Emission:
     def run_once(self, action: Evaluation) -> None:
         values = self.run_around(action) if action.schedules else evaluate_once(action, self.read, self.known)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
-            if form is not None:
-                (self.batched if isinstance(form, Slice) else self.whole)[var] = value
+            if isinstance(form, Slice):
+                self.batched[var] = value if action.schedules else self.as_computed_once(value)
+            elif form is not None:
+                self.whole[var] = value
 
     def read(self, atom: Atom) -> Any:
         """The whole value of an atom."""
@@ -124,7 +126,18 @@ class Emission:
         operands = [settle(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
         def body(made: Schedule, *inputs: Any) -> list[Any]:
-            return emit(made, self.placement, inputs, self.mode, self.lane)
+            flow = made.flow
+
+            def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
+                if flow.batch == self.flow.batch:
+                    return list(values)
+                return [  # a batch of the body's own exists whole around it
+                    self.as_computed_once(value) if isinstance(flow.state(atom).form, Slice) else value
+                    for atom, value in zip(atoms, values, strict=True)
+                ]
+
+            outputs = emit(made, self.placement, bounded(flow.program.inputs, inputs), self.mode, self.lane)
+            return bounded(flow.program.outputs, outputs)
 
         match action.step.region:
             case Loop() as loop:
@@ -168,6 +181,11 @@ class Emission:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
         changes the sign of a negative zero."""
         return lax.with_sharding_constraint(value, self.placement.sharding())
+
+    def as_computed_once(self, value: Any) -> Any:
+        """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
+        round those differently."""
+        return self.everywhere(value) if self.mode is Mode.INVARIANT else value
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
