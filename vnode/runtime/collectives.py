@@ -330,14 +330,13 @@ def buckets(sums: Sequence[Sum]) -> list[list[int]]:
     result: list[list[int]] = []
     room: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i, s in enumerate(sums):
-        nbytes = math.prod(s.shape) * np.dtype(s.dtype).itemsize
-        if nbytes >= ALONE:
+        if s.nbytes >= ALONE:
             result.append([i])
             continue
         used, members = room.get((s.dtype, s.monoid), (0, []))
-        if not members or used + nbytes > BUCKET:
+        if not members or used + s.nbytes > BUCKET:
             used, members = 0, []
             result.append(members)
         members.append(i)
-        room[(s.dtype, s.monoid)] = (used + nbytes, members)
+        room[(s.dtype, s.monoid)] = (used + s.nbytes, members)
     return result

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
@@ -29,6 +30,10 @@ COMBINE = {
     Monoid.OR: lax.bitwise_or,
     Monoid.XOR: lax.bitwise_xor,
 }
+
+
+LARGE = 64 << 10
+"""Bytes of sums from which no compiler takes the loop over nodes for a small one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +54,10 @@ class Sum:
     def exact(self) -> bool:
         """Whether the order of contributions cannot show."""
         return not jnp.issubdtype(self.dtype, jnp.inexact)
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
     def identity(self) -> jax.Array:
         return lax.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
@@ -177,7 +186,7 @@ def stacked(
         return Rest(first, others, place + 1), state
 
     others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    return loop_of_nodes(0, count, body, (Rest([s.identity() for s in sums], others, jnp.int32(0)), state))
+    return loop_of_nodes(count, sums, body, (Rest([s.identity() for s in sums], others, jnp.int32(0)), state))
 
 
 class Rest(NamedTuple):
@@ -251,7 +260,7 @@ def in_tree_order(
 
         length = jnp.minimum(lane, count - index * lane)
         with jax.named_scope("lane"):
-            return loop_of_nodes(0, length, body, ([s.identity() for s in rest], state))
+            return loop_of_nodes(length, rest, body, ([s.identity() for s in rest], state))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in room], room)
     piece = node if lane == 1 else lane_of_nodes
@@ -285,21 +294,24 @@ def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any]
         return lax.fori_loop(start, stop, body, init)
 
 
-def loop_of_nodes(start: Any, stop: Any, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
-    """A loop of run-time length in which nodes are computed, compiled alike however many nodes a device holds.
+def loop_of_nodes(count: Any, sums: Sequence[Sum], body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+    """A loop of run-time length in which nodes contribute to sums, compiled alike however many a device holds.
 
-    XLA's CPU backend compiles a loop that touches less than a KiB as one function, in which it contracts and vectorizes
-    other instructions together than elsewhere; and how much is touched depends on the number of nodes. A loop that
-    sorts is never taken for such a one.
+    XLA's CPU backend compiles a loop that touches less than a KiB or so as one function, in which it contracts and
+    vectorizes other instructions together than elsewhere; and how much is touched depends on the number of nodes. A
+    loop that sorts is never taken for such a one.
     """
+    count = jnp.asarray(count, jnp.int32)
 
-    def by_sorting(index: jax.Array, stop: jax.Array) -> jax.Array:
-        return lax.sort(jnp.stack([index, stop]))[0] < stop
+    def by_sorting(index: jax.Array, count: jax.Array) -> jax.Array:
+        return lax.sort(jnp.stack([index, count]))[0] < count
 
     def more(carry: tuple[jax.Array, Any]) -> jax.Array:
-        return lax.platform_dependent(carry[0], jnp.int32(stop), cpu=by_sorting, default=lax.lt)
+        if sum(s.nbytes for s in sums) >= LARGE:
+            return carry[0] < count
+        return lax.platform_dependent(carry[0], count, cpu=by_sorting, default=lax.lt)
 
-    return lax.while_loop(more, lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(start), init))[1]
+    return lax.while_loop(more, lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), init))[1]
 
 
 def opaque(count: Any) -> jax.Array:
