@@ -254,6 +254,8 @@ def additions(module: Module, devices: int) -> list[str]:
                 return [f"({' + '.join(pair)})" for pair in zip(*operands, strict=True)]
             case "select":
                 return operands[2]
+            case "dynamic-update-slice":
+                return operands[1]
             case _ if opcode in passing:
                 return operands[0]
             case _:

@@ -95,6 +95,9 @@ for count in (1, 2, 4, 8):
     across = hlo.additions(module, count)
     found = {"devices": count, "node": fused(body), "joins": joins, "firsts": firsts, "across": across}
     print(json.dumps(found))
+three = vnode.virtualize(step, virtual_nodes=3).on(devices[:3])
+text = three.lower(w, jax.ShapeDtypeStruct((24, 128), jnp.float32)).compile().as_text()
+print(json.dumps(hlo.additions(hlo.parse(text), 3)))
 """
 
 
@@ -138,3 +141,4 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
         ["((0 + 1) + (2 + 3))"] * 2,
         ["(((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7)))"] * 2,
     ]
+    assert json.loads(done.stdout.splitlines()[-1]) == ["((0 + 1) + 2)"] * 2  # one of them by an all-to-all
