@@ -168,14 +168,23 @@ def collectives(module: Module) -> list[Collective]:
 
 def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
-    groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", instruction.rest)
     if opcode in ("collective-permute", "collective-broadcast"):
         return instruction.bytes
-    if groups is None:
-        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
-    members = int(groups[2]) if groups[2] else len(groups[1].split(","))
+    members = _members(instruction)
     others = {"all-reduce": 2 * (members - 1) / members, "reduce-scatter": members - 1}
     return round(instruction.bytes * others.get(opcode, (members - 1) / members))
+
+
+def _members(instruction: Instruction) -> int:
+    """How many devices a group of a collective has: of three notations."""
+    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] *\{(.*?)\})", instruction.rest)
+    if found is None:
+        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
+    listed, size, mesh, axes = found.groups()
+    if mesh is None:
+        return len(listed.split(",")) if listed else int(size)
+    sizes = dict(axis.split("=") for axis in mesh.split(","))
+    return math.prod(int(sizes[axis]) for axis in axes.split(","))
 
 
 def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:

@@ -184,7 +184,8 @@ def tpu(rows: list[Row]) -> Sheet:
     heads += ["outside", "compile s"]
     note = (
         "The compiler's own estimates, nothing is run: cycles are compute only, as often as the loops turn "
-        "(for optax.MultiSteps, as often as it is called); bytes of collectives are what a device receives, in a loop per turn."
+        "(for optax.MultiSteps, as often as it is called); bytes of collectives are what a device receives, "
+        "in a loop per turn."
     )
     return Sheet("12-layer transformer on Cloud TPU, compiled without a TPU", heads, cells, note)
 
