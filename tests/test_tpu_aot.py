@@ -50,6 +50,14 @@ def test_reduces_across_devices_once_and_outside_the_loop(topology, devices):
     assert times * gradient <= found["outside_bytes"] <= times * (gradient + 64)
 
 
+def test_sums_in_tree_order_travel_once():
+    """On 256 devices, small sums too; chunks of odd sizes twice, as the TPU compiler gathers them by an all-reduce."""
+    found = compile_for("v5e:16x16", contenders.INVARIANT, layers=2)
+    fast = compile_for("v5e:16x16", contenders.VNODE, layers=2)
+    assert found["inside"] == 0
+    assert fast["outside_bytes"] <= found["outside_bytes"] <= 2 * fast["outside_bytes"]
+
+
 def test_a_collective_in_the_loop_would_be_seen():
     found = compile_for("v5e:2x4", contenders.MICROBATCH, layers=1)
     assert found["inside"] > 0

@@ -37,7 +37,7 @@ ROUNDED_EACH = (np.float32, np.float64)
 """Types that additions written out are rounded to, each: compilers keep more bits of narrower ones."""
 
 SMALL = 16 << 10
-"""Bytes of a bucket up to which every device adds all of it, with one collective instead of two."""
+"""Bytes of a bucket up to which every device adds all of it, with one collective; not of very many devices."""
 
 
 def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]:
@@ -297,7 +297,7 @@ class Parcel:
         if flat:
             rows = [value.reshape(len(value), -1) for value in values]
             block = rows[0] if len(rows) == 1 else jnp.concatenate(rows, 1)
-        if block.nbytes <= SMALL:
+        if block.nbytes <= SMALL and (devices <= UNROLLED or not flat):
             return Parcel(block, None, flat)
         return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1, True)
 
