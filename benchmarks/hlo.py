@@ -222,7 +222,7 @@ def additions(module: Module, devices: int) -> list[str]:
     Returns:
         Sums of numbers of blocks, such as ``((0 + 1) + (2 + 3))``.
     """
-    passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce", "select"}
+    passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce"}
     blocks_of_all = [str(k) for k in range(devices)]
 
     def scattered(held: list[str], groups: str) -> list[str]:
@@ -232,32 +232,35 @@ def additions(module: Module, devices: int) -> list[str]:
                 sums[d] = f"({' + '.join(held[m] for m in members)})"
         return sums
 
-    def value(name: str, here: dict[str, Instruction], given: list[Any]) -> Any:
-        """Blocks in an array, sums of every device, a list of such for a tuple, or None for anything else."""
-        instruction = here[name]
-        opcode = instruction.opcode
-        if opcode == "parameter":
-            return given[int(instruction.rest.split(")")[0])] if given else None
-        operands = [value(operand, here, given) for operand in instruction.operands if operand in here]
-        match opcode:
+    def values(computation: str, given: list[Any]) -> dict[str, Any]:
+        """Blocks in arrays, sums of every device, lists of such for tuples, or None, by name, the result last."""
+        here: dict[str, Any] = {}
+        types = {i.name: i.type for i in module.computations[computation]}
+        for instruction in module.computations[computation]:
+            operands = [here[operand] for operand in instruction.operands if operand in here]
+            here[instruction.name] = value(instruction, operands, types, given)
+        return here
+
+    def value(instruction: Instruction, operands: list[Any], types: dict[str, str], given: list[Any]) -> Any:
+        match instruction.opcode:
+            case "parameter" if given:
+                return given[int(instruction.rest.split(")")[0])]
             case "all-to-all":
                 return blocks_of_all
             case "reduce-scatter":
-                return scattered(
-                    operands[0] or blocks_of_all, re.findall(r"replica_groups={(.*?})}", instruction.rest)[0]
-                )
+                groups = re.findall(r"replica_groups={(.*?})}", instruction.rest)[0]
+                return scattered(operands[0] or blocks_of_all, groups)
             case "all-gather":
                 return operands[0] or blocks_of_all
             case "fusion":
-                inner = {i.name: i for i in module.computations[instruction.called()["calls"][0]]}
-                return value([*inner][-1], inner, operands)
+                return [*values(instruction.called()["calls"][0], operands).values()][-1]
             case "tuple":
                 return operands
             case "get-tuple-element" if operands[0]:
                 return operands[0][int(re.findall(r"index=(\d+)", instruction.rest)[0])]
             case "slice" | "slice-start" if operands[0]:
                 bounds = re.findall(r"\[(\d+):(\d+)", instruction.rest.split("slice={")[1])
-                start, stop = bounds[_dimensions(here[instruction.operands[0]].type).index(len(operands[0]))]
+                start, stop = bounds[_dimensions(types[instruction.operands[0]]).index(len(operands[0]))]
                 return operands[0][int(start) : int(stop)]
             case "add" if all(operands):
                 return [f"({' + '.join(pair)})" for pair in zip(*operands, strict=True)]
@@ -265,19 +268,23 @@ def additions(module: Module, devices: int) -> list[str]:
                 return operands[2]
             case "dynamic-update-slice":
                 return operands[1]
-            case _ if opcode in passing:
+            case opcode if opcode in passing:
                 return operands[0]
             case _:
                 return None
 
-    entry = {i.name: i for i in module.computations[module.entry]}
-    sums = {name: value(name, entry, []) for name in entry}
+    sums = values(module.entry, [])
 
     def complete(name: str) -> set[str]:
         found = sums.get(name) or []
         return {s for s in found if isinstance(s, str) and len(re.findall(r"\d+", s)) == devices > 1}
 
-    return [total for i in entry.values() for total in sorted(complete(i.name)) if not any(map(complete, i.operands))]
+    return [
+        total
+        for i in module.computations[module.entry]
+        for total in sorted(complete(i.name))
+        if not any(map(complete, i.operands))
+    ]
 
 
 def canonical(module: Module, name: str) -> str:
