@@ -194,13 +194,13 @@ def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...]
     own = fold(lanes, [(0, i) for i in range(lanes // devices)])
     ((level, _),) = own.rest
     across = fold(lanes, [(level, i) for i in range(devices)])
-    turns: dict[tuple[str, ...], float] = {("nodes", "lane"): nodes / lanes, ("settled",): 1}
-    for name, joins in (("nodes", own.joins), ("blocks", across.joins)):
-        first = sum(i == gone for i, gone in enumerate(accumulate(joins)))
-        turns[name,] = len(joins)
-        turns[name, "join"] = (sum(joins) - (first - 1)) / len(joins)  # what reaches the first block joins that
-        turns[name, "join_first"] = first / len(joins)
-        turns[name, "put_aside"] = 1 - first / len(joins)
+    turns: dict[tuple[str, ...], float] = {("nodes", "lane"): nodes / lanes, ("materialized",): 1}
+    for name, merges in (("nodes", own.merges), ("blocks", across.merges)):
+        first = sum(i == gone for i, gone in enumerate(accumulate(merges)))
+        turns[name,] = len(merges)
+        turns[name, "merge"] = (sum(merges) - (first - 1)) / len(merges)  # what reaches the first block merges that
+        turns[name, "merge_first"] = first / len(merges)
+        turns[name, "push"] = 1 - first / len(merges)
     return turns
 
 

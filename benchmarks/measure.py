@@ -163,7 +163,7 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
     step = vnode.virtualize(models.plain_step(model), virtual_nodes=nodes, donate_argnums=0).on(places[route[0]])
     state, _ = step(models.initial_state(model), batch)
     others = [places[d] for d in dict.fromkeys(route[1:])]
-    prepared = (step.rehearse(others, state, batch) if rehearsed else step.prepare(others)).wait()
+    prepared = (step.warm_up(others, state, batch) if rehearsed else step.prepare(others)).wait()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
     rows, here = [], route[0]
     for number in range(rounds):

@@ -19,10 +19,10 @@ from jax.sharding import Mesh
 import vnode
 from tests.test_invariance import digest
 from tests.test_virtual_step import compilations
-from vnode.data import Batches, Order, permutation
+from vnode.data.batches import Batches, Order, permutation
+from vnode.data.prefetch import Prefetch
 from vnode.errors import BatchError
-from vnode.prefetch import Prefetch
-from vnode.shares import Shares, is_shares
+from vnode.placement.sharded import ShardedBatch, is_sharded_batch
 
 sizes = st.tuples(st.integers(1, 40), st.integers(1, 50), st.integers(0, 3), st.booleans())
 
@@ -125,7 +125,7 @@ def test_each_device_loads_its_examples(placement: vnode.Placement, batch_size: 
         shares = [share + [rows[-1]] * (n - len(share)) for share, n in zip(shares, room, strict=True)]
     assert sorted(asked) == sorted(share for share in shares if share)  # each once, however many devices share it
     first = loaded["nested"][0]
-    held = first.parts[0] if isinstance(first, Shares) else first
+    held = first.parts[0] if isinstance(first, ShardedBatch) else first
     for shard in held.addressable_shards:
         place = np.argwhere(placement.mesh.devices == shard.device)[0][placement.mesh.axis_names.index("vnode")]
         assert np.asarray(shard.data).reshape(-1).tolist()[: len(shares[place])] == shares[place]
@@ -162,7 +162,7 @@ def test_a_step_on_shares(placement: vnode.Placement, batch_size: int) -> None:
     weights = jnp.arange(3.0)
     expected = step.on(jax.devices()[:1])(weights, batches.batch(2))
     loaded = batches.load(2, placement)
-    assert all(isinstance(leaf, Shares) for leaf in jax.tree.leaves(loaded, is_leaf=is_shares))
+    assert all(isinstance(leaf, ShardedBatch) for leaf in jax.tree.leaves(loaded, is_leaf=is_sharded_batch))
     actual = step.on(placement)(weights, loaded)
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)

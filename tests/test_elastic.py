@@ -26,9 +26,9 @@ from jax.sharding import Mesh
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.elastic import DeviceLost, Devices, responds, run
+from vnode.elastic.run import DeviceLost, Devices, responds, run, without, words
 from vnode.errors import CheckpointError, PlacementError, VnodeError
-from vnode.runtime.state import HostCopy, abstract
+from vnode.placement.host import HostCopy, abstract
 
 STEPS = 12
 OPTIMIZER = optax.adamw(1e-2)
@@ -309,7 +309,7 @@ def test_lost_device_of_a_mesh(shape: tuple[int, int]) -> None:
     for axis in (0, 1):
         names = ("vnode", "model") if axis == 0 else ("model", "vnode")
         placement = vnode.Placement(8, mesh=Mesh(devices, names))
-        left = vnode.elastic.without(placement, {devices[1, 1]})
+        left = without(placement, {devices[1, 1]})
         assert left.devices.tolist() == np.delete(devices, 1, axis).tolist()
         assert left.axis_names == names
 
@@ -347,7 +347,7 @@ def test_copies(way: str, tmp_path: Path) -> None:
         copy = HostCopy.of(state)
         restore = functools.partial(copy.on, smaller)
     else:
-        from vnode.integrations.orbax import Checkpoints
+        from vnode.elastic.checkpoints import Checkpoints
 
         checkpoints = Checkpoints(tmp_path, keep=1)
         checkpoints.save(5, state, {"note": [1]})
@@ -471,7 +471,7 @@ def test_rehearsed_while_training_goes_on(counts: Any) -> None:
 
     with compilations("step") as compiled:
         result = run(
-            step.on(jax.devices()[:1]), initial(), BATCHES, steps=STEPS, devices=where, compile_ahead="rehearse"
+            step.on(jax.devices()[:1]), initial(), BATCHES, steps=STEPS, devices=where, compile_ahead="warm_up"
         )
     check(result)
     (change,) = result.resizes
@@ -481,7 +481,7 @@ def test_rehearsed_while_training_goes_on(counts: Any) -> None:
 
 
 def test_compiled_ahead_or_not() -> None:
-    with pytest.raises(ValueError, match="False, True or \"rehearse\", not 'later'"):
+    with pytest.raises(ValueError, match="False, True or \"warm_up\", not 'later'"):
         run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=1, compile_ahead="later")
 
 
@@ -547,6 +547,6 @@ def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
         run(step.on(jax.devices()[:1]), initial(), BATCHES, steps=STEPS, devices=change.get, progress=wanted)
         printed = capsys.readouterr().err
         assert ("step 4: 1 -> 3 devices" in printed) == ("12/12" in printed) == (wanted is True)
-    assert vnode.elastic.words({"loss": np.float32(1.5), "all": np.ones(3)}, step.on(jax.devices()[:3]).placement) == (
+    assert words({"loss": np.float32(1.5), "all": np.ones(3)}, step.on(jax.devices()[:3]).placement) == (
         "loss 1.5  3 devices x 3/2 nodes"
     )

@@ -62,7 +62,7 @@ def test_mlp_is_one_pass_with_an_accumulator_per_parameter_and_loss() -> None:
     report = explain(mlp, *mlp_arguments())
     (only,) = report.passes
     assert sizes(only.accumulators) == sorted(FLOAT * n for n in (IN * HIDDEN, HIDDEN, HIDDEN * OUT, OUT, 1))
-    assert not only.collected and not report.couplings and not report.gathered and not report.around
+    assert not only.collected and not report.couplings and not report.gathered and not report.nested
     assert report.recomputed == 0
 
 
@@ -275,7 +275,7 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
 
     report = explain(step, normal(IN, OUT), normal(B, IN), **LARGE)
     assert not report.passes
-    (inner,) = report.around
+    (inner,) = report.nested
     (only,) = inner.passes
     assert sizes(only.accumulators) == [FLOAT, FLOAT * IN * OUT]
     assert "around passes of its own:" in str(report)

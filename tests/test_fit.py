@@ -25,8 +25,8 @@ import pytest
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.memory import byte_count, device_memory, program_memory
-from vnode.search import Trial, candidates, search, smallest
+from vnode.plan.nodes.memory import byte_count, device_memory, program_memory
+from vnode.plan.nodes.search import Trial, candidates, search, smallest
 
 BATCH = 16
 LENGTH = 32
@@ -338,7 +338,7 @@ def test_a_refusal_of_the_compiler_is_too_much() -> None:
         def with_nodes(self, nodes: int, template: Any) -> Any:
             return Refused(nodes)
 
-        def compile_moved(self, *args: Any) -> Any:
+        def compile_for(self, *args: Any) -> Any:
             if self.nodes < 4:
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.0G of 15.75G hbm.")
             return jax.jit(lambda x: x).lower(1.0).compile()
@@ -391,8 +391,8 @@ TPU_PROGRAM = """
 import json
 import jax, jax.numpy as jnp
 import vnode
-from vnode.fitting import TOPOLOGIES, described_devices
-from vnode.memory import planned
+from vnode.plan.nodes.fit import TOPOLOGIES, described_devices
+from vnode.plan.nodes.memory import planned
 
 limits = {}
 for name in ("v2:2x2", *TOPOLOGIES):

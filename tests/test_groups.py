@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 import vnode
 from tests.test_invariance import digest, named
 from tests.zoo import compare
-from vnode.placement import by_kind
+from vnode.placement.placement import neighbours_of_one_kind
 
 V = 8
 
@@ -202,8 +202,8 @@ def test_groups_by_kind() -> None:
             self.platform, self.device_kind = platform, kind
 
     a, b, c = Device("gpu", "V100"), Device("gpu", "P100"), Device("gpu", "P100")
-    assert by_kind([a, b, c]) == [[a], [b, c]]
-    assert by_kind([b, a, c]) == [[b], [a], [c]]
+    assert neighbours_of_one_kind([a, b, c]) == [[a], [b, c]]
+    assert neighbours_of_one_kind([b, a, c]) == [[b], [a], [c]]
     with pytest.raises(vnode.PlacementError, match="devices of one kind"):
         vnode.Placement(V, groups=[[a, b]])
 

@@ -20,7 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests import zoo
 from tests.zoo import compare
-from vnode.shares import in_one
+from vnode.placement.sharded import whole_batches
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
@@ -279,4 +279,4 @@ def test_the_sign_of_zero(place: str, batch: int) -> None:
     )
     for given in (x, jax.device_put(x, spread), vnode.data.Batches(x, batch, shuffle=False).load(0, placement)):
         jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.signbit, virtual(w, given)[1]), expected)
-        np.testing.assert_array_equal(np.signbit(in_one(given)), np.signbit(x))
+        np.testing.assert_array_equal(np.signbit(whole_batches(given)), np.signbit(x))

@@ -144,9 +144,9 @@ def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: An
     step = virtual(donate_argnums=donated)
     state = step.put(start())
     placements = [jax.devices()[:3], step.placement.resize(jax.devices()[:2], [6, 2]), step.placement]
-    rehearsal = step.rehearse(placements, state, batch(0))
+    warm_up_once = step.warm_up(placements, state, batch(0))
     state = step(state, batch(0))  # which may donate it while it is rehearsed with
-    assert rehearsal.wait().done()
+    assert warm_up_once.wait().done()
     assert same(state, never[0])
     with compilations("train") as compiled:
         for i, placement in enumerate(placements):
@@ -158,7 +158,7 @@ def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: An
 def test_rehearsing_on_groups() -> None:
     step, state = virtual(), start()
     groups = vnode.Placement(NODES, groups=[jax.devices()[:1], jax.devices()[1:3]])
-    step.rehearse(groups, state, batch(0)).wait()
+    step.warm_up(groups, state, batch(0)).wait()
     (program, *_) = next(iter(step.on(groups)._group_programs.values()))
     compiled = [run._cache_size() for run in program._programs.values()]
     state = step.on(groups)(state, batch(0))
@@ -180,7 +180,7 @@ def test_rehearsing_what_mutates_objects() -> None:
 
     step = vnode.nnx.virtualize(train, virtual_nodes=NODES, in_axes=(None, None, 0)).on(jax.devices())
     never, rehearsed = fresh(), fresh()
-    step.rehearse([jax.devices()[:3]], *rehearsed, batch(0)).wait()
+    step.warm_up([jax.devices()[:3]], *rehearsed, batch(0)).wait()
     with compilations("train") as compiled:
         loss = step.on(jax.devices()[:3])(*rehearsed, batch(0))
     assert not compiled
@@ -191,7 +191,7 @@ def test_rehearsing_what_mutates_objects() -> None:
 def test_rehearsing_takes_arrays() -> None:
     for args in ((), (jax.ShapeDtypeStruct((3,), jnp.float32), batch(0))):
         with pytest.raises(vnode.BatchError, match="needs arrays"):
-            virtual().rehearse(jax.devices()[:2], *args)
+            virtual().warm_up(jax.devices()[:2], *args)
 
 
 def test_a_call_waits_for_what_is_being_compiled() -> None:

@@ -24,7 +24,7 @@ from hypothesis import given
 from rich.console import Console
 
 import vnode
-from vnode.placement import even_counts
+from vnode.placement.placement import even_counts
 from vnode.show import html as drawing
 from vnode.show.grid import MOST_ROWS, Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table

@@ -91,7 +91,7 @@ for count in (1, 2, 4, 8):
     fused = lambda name: [
         hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
     ]
-    joins = [f for name in inner for f in fused(name)]
+    merges = [f for name in inner for f in fused(name)]
     firsts = []
     for name in inner:
         lines = {i.name: i for i in module.computations[name]}
@@ -102,7 +102,7 @@ for count in (1, 2, 4, 8):
                 place = lines[left].rest.split("index=")[1].split(",")[0]
                 firsts.append([int(place) == carried.index(i.name), right in carried])
     across = hlo.additions(module, count)
-    found = {"devices": count, "node": fused(body), "joins": joins, "firsts": firsts, "across": across}
+    found = {"devices": count, "node": fused(body), "merges": merges, "firsts": firsts, "across": across}
     print(json.dumps(found))
 three = vnode.virtualize(step, virtual_nodes=3).on(devices[:3])
 text = three.lower(w, jax.ShapeDtypeStruct((24, 128), jnp.float32)).compile().as_text()
@@ -132,12 +132,12 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert any("convolution" in text for text in nodes[0])
     assert any("tanh" in text for text in nodes[0])
     assert nodes == [nodes[0]] * 4
-    # A device that holds one node joins nothing by itself. Else: the first block, which is the left one and which the
+    # A device that holds one node merges nothing by itself. Else: the first block, which is the left one and which the
     # loop carries, plus the one that comes, which stays as it is; and, of more than two nodes, a block from the stack
     # plus the one that comes, which that loop carries.
     assert [row["firsts"] for row in found] == [[[True, True]] * 2] * 3 + [[]]
-    assert [len(arithmetic(row["joins"])) for row in found] == [2, 2, 0, 0]
-    for text in [text for row in found for text in arithmetic(row["joins"])]:
+    assert [len(arithmetic(row["merges"])) for row in found] == [2, 2, 0, 0]
+    for text in [text for row in found for text in arithmetic(row["merges"])]:
         lines = dict(line.split(" = ", 1) for line in text.splitlines())
         *_, total = lines.values()
         left, right = re.findall(r" add\((v\d+), (v\d+)\)$", total)[0]

@@ -28,8 +28,8 @@ def whole_tree(leaves: int) -> str:
 def carried_out(plan: Fold, pieces: list[str]) -> list[str]:
     """What remains when pieces are added as a fold says, with a stack no deeper than it says."""
     stack: list[str] = []
-    for piece, joins in zip(pieces, plan.joins, strict=True):
-        for _ in range(joins):
+    for piece, merges in zip(pieces, plan.merges, strict=True):
+        for _ in range(merges):
             piece = f"({stack.pop()}+{piece})"
         stack.append(piece)
         assert len(stack) <= plan.depth
@@ -63,4 +63,4 @@ def test_a_full_tree_needs_as_many_buffers_as_levels(levels: int) -> None:
 def test_devices_with_aligned_ranges_keep_one_block_each(levels: int, more: int) -> None:
     own, across = folds(2 ** (levels + more), [2**levels] * 2**more)
     assert [plan.rest for plan in own] == [((levels, d),) for d in range(2**more)]
-    assert sum(across.joins) == 2**more - 1
+    assert sum(across.merges) == 2**more - 1

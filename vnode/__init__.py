@@ -4,8 +4,6 @@ import importlib
 from typing import Any
 
 from vnode import operators
-from vnode.auto import AutoStep
-from vnode.compare import explain
 from vnode.errors import (
     BatchError,
     CouplingError,
@@ -15,12 +13,14 @@ from vnode.errors import (
     UnsupportedPrimitiveError,
     VnodeError,
 )
-from vnode.fitting import Fit, fit
-from vnode.placement import Placement
-from vnode.plan.balance import Balance, balance
-from vnode.plan.measure import profile
-from vnode.plan.profiles import Measurement, Profile, Profiles
-from vnode.step import VirtualStep
+from vnode.placement.placement import Placement
+from vnode.plan.balance.balance import Balance, balance
+from vnode.plan.balance.measure import profile
+from vnode.plan.balance.profiles import Measurement, Profile, Profiles
+from vnode.plan.compare import explain
+from vnode.plan.nodes.auto import AutoStep
+from vnode.plan.nodes.fit import Fit, fit
+from vnode.step.virtual import VirtualStep
 from vnode.transform import virtualize
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
 LAZY = {
     "data": "vnode.data",
     "elastic": "vnode.elastic",
-    "grain": "vnode.integrations.grain",
+    "grain": "vnode.data.grain",
     "nnx": "vnode.integrations.nnx",
 }
 """Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.auto import AutoStep
 from vnode.errors import PlacementError
-from vnode.memory import byte_count
-from vnode.pipeline import Options
-from vnode.placement import Placement, node_count
-from vnode.step import VirtualStep
+from vnode.placement.placement import Placement, node_count
+from vnode.plan.nodes.auto import AutoStep
+from vnode.plan.nodes.memory import byte_count
+from vnode.step.pipeline import Options
+from vnode.step.virtual import VirtualStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")

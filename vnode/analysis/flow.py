@@ -15,7 +15,6 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.around import around_step
 from vnode.analysis.forms import (
     VARYING,
     WHOLE,
@@ -31,6 +30,7 @@ from vnode.analysis.forms import (
     stands_in,
 )
 from vnode.analysis.loops import region_step
+from vnode.analysis.nested import nested_step
 from vnode.analysis.program import Program, signature, where
 from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step
 from vnode.analysis.view import View
@@ -184,7 +184,7 @@ class Follower:
             if not any(state.examples for state in view.states):
                 return view.once()
             if region is not None:
-                return around_step(self, view, region)
+                return nested_step(self, view, region)
             description = view.flow.program.describe(eqn)
             return view.once() if description is None else self.described_step(view, description)
         if region is not None:
@@ -369,7 +369,7 @@ class Follower:
                 raise
             view.forms[:], view.level = kept
             view.coupled = coupled
-            return around_step(self, view, region)
+            return nested_step(self, view, region)
 
 
 @functools.cache
@@ -384,7 +384,7 @@ def keep_order(flow: Flow, step: Step) -> None:
       UnsupportedPrimitiveError: nodes would do so.
     """
     references = [atom for atom in step.eqn.invars if isinstance(atom, Var) and hasattr(atom.aval, "inner_aval")]
-    if references and (step.per_node or step.around):
+    if references and (step.per_node or step.nested):
         raise UnsupportedPrimitiveError(
             layout_message(
                 f"{step.eqn.primitive.name!r} mutates an array in place with what depends on single examples.",

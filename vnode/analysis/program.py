@@ -70,7 +70,7 @@ def barrier_equation() -> JaxprEqn:
     return jax.make_jaxpr(jax.lax.optimization_barrier)(0.0).jaxpr.eqns[0]
 
 
-def inline(jaxpr: Jaxpr, constants: Sequence[Any], around: JaxprEqn | None = None) -> Program:
+def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = None) -> Program:
     """Inlines every call in `jaxpr`, at any depth, with fresh variables.
 
     Name stacks are joined, so that profiles and errors name the scopes that the user opened. A rematerialized body
@@ -79,12 +79,12 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], around: JaxprEqn | None = Non
     Args:
       jaxpr: an open jaxpr.
       constants: values of its constant variables.
-      around: the loop or branch whose body it is; stands for equations that know no line of the user's.
+      within: the loop or branch whose body it is; stands for equations that know no line of the user's.
 
     Returns:
       The program.
     """
-    caller = around and around.source_info.replace(name_stack=source_info_util.new_name_stack())
+    caller = within and within.source_info.replace(name_stack=source_info_util.new_name_stack())
     program = Program([], {}, [], [])
 
     def walk(body: Body, operands: Sequence[Atom] | None, caller: Any) -> list[Atom]:

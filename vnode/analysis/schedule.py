@@ -277,7 +277,7 @@ class Sweep:
             self.evaluated.add(position)
             step = self.flow.steps[-position]
             wanted = [
-                var in self.needed and (isinstance(form, Whole) or step.around)
+                var in self.needed and (isinstance(form, Whole) or step.nested)
                 for var, form in zip(step.eqn.outvars, step.results, strict=True)
             ]
             self.made.update((var, self.level) for var in step.eqn.outvars)
@@ -287,7 +287,7 @@ class Sweep:
 
     def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
         """The evaluation of an equation on whole values, its operands wanted."""
-        if step.around:
+        if step.nested:
             inner = tuple(schedule(flow, self.accumulate_dtype) for flow in step.bodies)
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
                 if isinstance(form, Slice) and isinstance(self.flow.state(atom).form, Slice):

@@ -98,7 +98,7 @@ class Step:
       region: the loop or branch that the equation is.
       bodies: batch flow of the region's bodies, in the order of the region's fields.
       over_batch: the region is a loop that takes the examples one after another.
-      around: the region is evaluated once, around passes of its own; its batched operands and results exist for all
+      nested: the region is evaluated once, around passes of its own; its batched operands and results exist for all
         nodes at once.
     """
 
@@ -112,7 +112,7 @@ class Step:
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
     over_batch: bool = False
-    around: bool = False
+    nested: bool = False
 
     @functools.cached_property
     def flops(self) -> int:

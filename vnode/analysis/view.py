@@ -52,7 +52,7 @@ class View:
                     self.flow.gathered.add(atom)
             self.forms[i] = WHOLE
 
-    def around(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
+    def nested(self, region: Region, bodies: tuple[Flow, ...], results: Sequence[State]) -> Step:
         """The equation is evaluated once, around passes of its own; a batch of their own is not known outside."""
         level = max((state.whole_level for state in self.states), default=0)
         self.results = [self.known_outside(state) for state in results]
@@ -64,7 +64,7 @@ class View:
             tuple(state.form for state in self.results),
             region=region,
             bodies=bodies,
-            around=True,
+            nested=True,
         )
 
     def known_outside(self, state: State) -> State:
@@ -106,7 +106,7 @@ class View:
     def record(self, step: Step) -> None:
         """Writes the states of the results, and the couplings met."""
         model = any(state.model for state in self.states)
-        if step.around:
+        if step.nested:
             for var, state in zip(self.eqn.outvars, self.results, strict=True):
                 state = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
                 self.flow.states[var] = self.flow.one(state)

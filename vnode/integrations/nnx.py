@@ -12,12 +12,12 @@ from typing import Any
 from flax import nnx
 from flax.nnx import extract
 
-from vnode.auto import AutoStep
-from vnode.layout import Layout
-from vnode.placement import Placement
-from vnode.preparation import Preparation, rehearsals
-from vnode.report import Report
-from vnode.step import VirtualStep
+from vnode.placement.layout import Layout
+from vnode.placement.placement import Placement
+from vnode.plan.nodes.auto import AutoStep
+from vnode.report.report import Report
+from vnode.step.ahead import Preparation, warm_ups
+from vnode.step.virtual import VirtualStep
 from vnode.transform import virtualize as virtualize_pure
 
 
@@ -83,14 +83,14 @@ class ObjectStep:
         steps = [self.on(entry) for entry in placements]
 
         def compiler(step: ObjectStep) -> Callable[[], Any]:
-            lowered = self.inspect(step._step.lower_moved, args, kwargs)
+            lowered = self.inspect(step._step.lower_for, args, kwargs)
             return lambda: step._prepared.append(lowered.compile())
 
         compilers = [compiler(step) for step in steps]  # which chooses a number of nodes, where there is none
         return Preparation({step.placement: compile for step, compile in zip(steps, compilers, strict=True)})
 
-    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
-        """As `prepare`, and runs the step there once with copies of the objects; see `VirtualStep.rehearse`.
+    def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs the step there once with copies of the objects; see `VirtualStep.warm_up`.
 
         Args:
           placements: a list of what `on` takes.
@@ -103,11 +103,11 @@ class ObjectStep:
 
         def run(step: ObjectStep, *pure_args: Any, **pure_kwargs: Any) -> Any:
             with nnx.update_context(self._tag):
-                return step._step.run_apart(*pure_args, **pure_kwargs)
+                return step._step.run_copy(*pure_args, **pure_kwargs)
 
         steps = [self.on(entry) for entry in placements]
         runs = [functools.partial(run, step) for step in steps]
-        tasks = self.inspect(lambda *a, **k: rehearsals(runs, a, k), args, kwargs)
+        tasks = self.inspect(lambda *a, **k: warm_ups(runs, a, k), args, kwargs)
         return Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
 
     @property

@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.loops import COMBINE, Place, Rest, Sum, opaque, settled, stacked
+from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, materialized, opaque, stacked
 from vnode.runtime.tree import Fold, folds
 
 BUCKET = 1 << 20
@@ -70,12 +70,12 @@ def folded(monoid: Monoid, values: jax.Array) -> jax.Array:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """How devices add what their nodes contribute, in tree order.
 
     Attributes:
       own: the folds of the devices, over their lanes.
-      across: the fold of what remains of them.
+      across: the fold of what partial_blocks of them.
       flat: whether values may be flattened to travel together: not if they are sharded over other axes of the mesh.
     """
 
@@ -91,39 +91,41 @@ class Plan:
     @functools.cached_property
     def most(self) -> int:
         """Blocks that any lane is joined by on its device."""
-        return max(max(fold.joins, default=0) for fold in self.own)
+        return max(max(fold.merges, default=0) for fold in self.own)
 
     @property
     def paired(self) -> bool:
         """Whether each device has a block of one full tree, whose values may be divided."""
         devices = len(self.own)
         levels = tuple((d & -d).bit_length() - 1 for d in range(1, devices + 1))  # of 1, 2, 3, 4, ...: 0, 1, 0, 2, ...
-        return self.flat and devices & (devices - 1) == 0 and self.across.joins == levels
+        return self.flat and devices & (devices - 1) == 0 and self.across.merges == levels
 
     @property
-    def joins(self) -> np.ndarray:
+    def merges(self) -> np.ndarray:
         """Of every device's lanes, int32 ``[devices, most lanes]``."""
-        table = np.zeros((len(self.own), max(len(fold.joins) for fold in self.own)), np.int32)
+        table = np.zeros((len(self.own), max(len(fold.merges) for fold in self.own)), np.int32)
         for row, fold in zip(table, self.own, strict=True):
-            row[: len(fold.joins)] = fold.joins
+            row[: len(fold.merges)] = fold.merges
         return table
 
     @staticmethod
     @functools.lru_cache
-    def of(counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None) -> Plan:
+    def of(
+        counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
+    ) -> ReductionPlan:
         """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
         lanes = [-(-count // lane) for count in counts]
         leaves = sum(lanes) if nodes is None else -(-nodes // lane)
         own, across = folds(leaves, lanes, first // lane)
-        return Plan(tuple(own), across, one_axis)
+        return ReductionPlan(tuple(own), across, one_axis)
 
 
-def totals(sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, axis: str) -> list[Any]:
+def totals(sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan: ReductionPlan, axis: str) -> list[Any]:
     """Combines what `loops.in_tree_order` leaves on the devices, which hold all nodes.
 
     Args:
       sums: what is added.
-      rest: what remains of sums that are not exact.
+      rest: what partial_blocks of sums that are not exact.
       exact: the totals of those that are.
       plan: how devices add.
       axis: of the mesh, over which devices are numbered.
@@ -131,12 +133,12 @@ def totals(sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, ax
     Returns:
       The totals of all.
     """
-    blocks, exact = remains(sums, rest, exact, plan, axis)
+    blocks, exact = partial_blocks(sums, rest, exact, plan, axis)
     return merged(sums, [block for (block,) in blocks], exact)
 
 
-def remains(
-    sums: Sequence[Sum], rest: Rest, exact: Sequence[Any], plan: Plan, axis: str
+def partial_blocks(
+    sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan: ReductionPlan, axis: str
 ) -> tuple[list[list[Any]], list[Any]]:
     """The same for devices that may hold only some of the nodes.
 
@@ -164,7 +166,7 @@ def across_programs(
 
     Args:
       sums: what is added.
-      blocks: of each program, in order, what `remains` gave.
+      blocks: of each program, in order, what `partial_blocks` gave.
       exact: likewise.
       leaves: how many of the tree's leaves each program has.
 
@@ -176,21 +178,21 @@ def across_programs(
     sums_of_all: list[Any] = []
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
-        rows = range(len(fold.joins))
+        rows = range(len(fold.merges))
         totals = [added(s, column, rows, fold)[0] for s, column in zip(rest, columns, strict=True)]
-        sums_of_all = settled([Place(value, s.shape) for value, s in zip(totals, rest, strict=True)])
+        sums_of_all = materialized([BufferPart(value, s.shape) for value, s in zip(totals, rest, strict=True)])
     others = [s for s in sums if s.exact]
     return merged(
         sums, sums_of_all, [folded(s.monoid, jnp.stack(column)) for s, *column in zip(others, *exact, strict=True)]
     )
 
 
-def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> list[list[Any]]:
-    """Adds what remains on the devices.
+def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan, axis: str) -> list[list[Any]]:
+    """Adds what partial_blocks on the devices.
 
     Args:
       sums: what is added, none of them exact.
-      rest: what remains on this device.
+      rest: what partial_blocks on this device.
       plan: how.
       axis: of the mesh, over which devices are numbered.
 
@@ -214,8 +216,8 @@ def in_tree_order(sums: Sequence[Sum], rest: Rest, plan: Plan, axis: str) -> lis
                 continue
             sizes = [math.prod(sums[i].shape) for i in members]
             starts = [sum(sizes[:k]) if parcel.flat else None for k in range(len(sizes))]
-            places = [Place(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
-            for i, value in zip(members, settled(places), strict=True):
+            places = [BufferPart(total, sums[i].shape, start) for i, start in zip(members, starts, strict=True)]
+            for i, value in zip(members, materialized(places), strict=True):
                 results[i].append(value)
     return results
 
@@ -244,9 +246,9 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
-    joins = jnp.asarray(fold.joins, jnp.int32)
+    merges = jnp.asarray(fold.merges, jnp.int32)
     with jax.named_scope("blocks"):
-        left, _ = stacked(piece, [s], opaque(len(rows)), joins, fold.depth, max(fold.joins), None)
+        left, _ = stacked(piece, [s], opaque(len(rows)), merges, fold.depth, max(fold.merges), None)
     return left.each(len(fold.rest))[0]
 
 
@@ -301,8 +303,8 @@ class Parcel:
             return Parcel(block, None, flat)
         return Parcel(jnp.pad(block, ((0, 0), (0, -block.shape[1] % devices))), 1, True)
 
-    def added(self, monoid: Monoid, rows: Sequence[int], plan: Plan, axis: str) -> list[Any]:
-        """What remains of all devices' blocks, of which `rows` count."""
+    def added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
+        """What partial_blocks of all devices' blocks, of which `rows` count."""
         s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
         if plan.paired and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
             return [added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis)]
@@ -328,15 +330,15 @@ class Parcel:
 def buckets(sums: Sequence[Sum]) -> list[list[int]]:
     """Which values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
     result: list[list[int]] = []
-    room: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
+    filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
     for i, s in enumerate(sums):
         if s.nbytes >= ALONE:
             result.append([i])
             continue
-        used, members = room.get((s.dtype, s.monoid), (0, []))
+        used, members = filling.get((s.dtype, s.monoid), (0, []))
         if not members or used + s.nbytes > BUCKET:
             used, members = 0, []
             result.append(members)
         members.append(i)
-        room[(s.dtype, s.monoid)] = (used + s.nbytes, members)
+        filling[(s.dtype, s.monoid)] = (used + s.nbytes, members)
     return result

@@ -22,11 +22,11 @@ from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
 from vnode.operators.control import Loop, While
-from vnode.placement import Placement
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe, run_while, settle
+from vnode.runtime.evaluate import Env, Known, as_array, evaluate_once, evaluate_recipe, run_while
 from vnode.runtime.node import Node, arrange
-from vnode.shares import Shares
 
 
 class Mode(enum.Enum):
@@ -44,7 +44,7 @@ def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: 
       schedule: the step.
       placement: where its nodes live.
       inputs: values of the program's inputs, whole and batched alike at their global shapes; batched ones may be
-        `Shares` of this placement.
+        `ShardedBatch` of this placement.
       mode: what is asked of the emission.
       lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
 
@@ -72,7 +72,7 @@ class Emission:
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
-            if isinstance(value, Shares):
+            if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
             elif isinstance(self.flow.states[var].form, Slice):
                 self.batched[var] = value
@@ -91,7 +91,7 @@ class Emission:
         return outputs
 
     def run_once(self, action: Evaluation) -> None:
-        values = self.run_around(action) if action.schedules else evaluate_once(action, self.read, self.known)
+        values = self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
                 self.batched[var] = value if action.schedules else self.as_computed_once(value)
@@ -106,7 +106,7 @@ class Emission:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
             if self.mode is Mode.INVARIANT:
-                (value,) = loops.settled([loops.Place(value, value.shape)])
+                (value,) = loops.materialized([loops.BufferPart(value, value.shape)])
             self.whole[atom] = value
         return self.whole[atom]
 
@@ -116,14 +116,14 @@ class Emission:
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
-    def run_around(self, action: Evaluation) -> list[Any]:
+    def run_nested(self, action: Evaluation) -> list[Any]:
         """Evaluates a loop or branch whose bodies have passes of their own."""
         eqn = action.step.eqn
         operands = [
             self.output(atom) if isinstance(form, Slice) else self.read(atom)
             for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
-        operands = [settle(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+        operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
         def body(made: Schedule, *inputs: Any) -> list[Any]:
             flow = made.flow
@@ -217,7 +217,7 @@ class Emission:
             )
         return value, axis
 
-    def room(self, var: Var, form: Slice) -> Any:
+    def buffers(self, var: Var, form: Slice) -> Any:
         """Where a device puts a value of each of its nodes."""
         n = form.outer * int(self.flow.node_size * form.ratio)
         shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
@@ -227,7 +227,7 @@ class Emission:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices.
 
         Returns:
-          The totals; or, if other programs hold other nodes, what `collectives.remains` gives.
+          The totals; or, if other programs hold other nodes, what `collectives.partial_blocks` gives.
         """
         placement, size = self.placement, self.flow.node_size
         axis, waves = placement.axis, placement.waves
@@ -238,11 +238,13 @@ class Emission:
         slots = [var in self.collected for var, _ in sliced]
         sums = sums_of(nodes)
         one_axis = placement.size == len(placement.devices)
-        plan = collectives.Plan.of(placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes)
-        combine = collectives.totals if self.alone else collectives.remains
+        plan = collectives.ReductionPlan.of(
+            placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes
+        )
+        combine = collectives.totals if self.alone else collectives.partial_blocks
 
         def device_program(
-            start: jax.Array, count: jax.Array, joins: jax.Array, whole: list[Any], shard: list[Any]
+            start: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             def take(index: jax.Array) -> list[Any]:
                 parts = []
@@ -266,16 +268,16 @@ class Emission:
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return collectives.combined(sums, totals, axis), kept
-            room = [self.room(var, form) for var, form in nodes.collected]
+            buffers = [self.buffers(var, form) for var, form in nodes.collected]
             match self.mode:
                 case Mode.DIFFERENTIABLE:
-                    totals, kept = loops.skipping(program, sums, count[0], waves, room)
+                    totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
                 case Mode.FAST:
-                    totals, kept = loops.counted(program, sums, count[0], room)
+                    totals, kept = loops.counted(program, sums, count[0], buffers)
                 case Mode.INVARIANT:
                     turns = loops.opaque(count[0])
                     rest, exact, kept = loops.in_tree_order(
-                        program, sums, turns, joins[0], plan.depth, plan.most, self.lane, room
+                        program, sums, turns, merges[0], plan.depth, plan.most, self.lane, buffers
                     )
                     return combine(sums, rest, exact, plan, axis), kept
             return collectives.combined(sums, totals, axis), kept
@@ -300,7 +302,7 @@ class Emission:
         totals, kept = run(
             jnp.asarray(placement.starts, jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
-            jnp.asarray(plan.joins),
+            jnp.asarray(plan.merges),
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )

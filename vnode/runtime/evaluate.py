@@ -147,7 +147,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
         if not isinstance(form, Slice | Partial):
             return atom.val
         assert node is not None
-        return node.convert(settle(atom.val, atom), WHOLE, form, flow.state(atom).zero)
+        return node.convert(as_array(atom.val, atom), WHOLE, form, flow.state(atom).zero)
 
     known = Known(flow.program)
     for action in recipe.actions:
@@ -165,7 +165,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
     return [read(atom, form) for atom, form in recipe.requests]
 
 
-def settle(value: Any, like: Atom) -> Any:
+def as_array(value: Any, like: Atom) -> Any:
     """Gives a Python or NumPy scalar the dtype of `like`, as an array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
 
@@ -238,7 +238,7 @@ def outputs(recipe: Recipe, values: dict[int, Any], node: Node | None) -> list[A
     positions = {var: i for i, var in enumerate(recipe.flow.program.inputs)}
     env = {(var, form): values[positions[var]] for var, form in recipe.leaves if var in positions}
     results = evaluate_recipe(recipe, env, node)
-    return [settle(value, atom) for value, (atom, _) in zip(results, recipe.requests, strict=True)]
+    return [as_array(value, atom) for value, (atom, _) in zip(results, recipe.requests, strict=True)]
 
 
 def evaluate_loop(action: Evaluation, loop: Loop, operands: list[Any], node: Node | None) -> list[Any]:
@@ -264,7 +264,7 @@ def evaluate_loop(action: Evaluation, loop: Loop, operands: list[Any], node: Nod
             kept = [jnp.where(xs[1], new, old) for new, old in zip(kept, carry, strict=True)]
         return kept, out[len(carried) :]
 
-    init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
+    init = [as_array(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
     carry, ys = lax.scan(iteration, init, (scanned, real), length, loop.reverse, loop.unroll)
     for i, value in zip(carried, carry, strict=True):
         results[i] = value
@@ -291,7 +291,7 @@ def evaluate_while(action: Evaluation, loop: While, operands: list[Any], node: N
 
     tested = {i: value for i, value in outer.items() if i < split}
     used = {i: value for i, value in outer.items() if i >= split}
-    init = [settle(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
+    init = [as_array(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
     final = run_while(action.step.eqn, condition, iterate, tested, used, init)
     results: list[Any] = [None] * len(action.results)
     for i, value in zip(carried, final, strict=True):

@@ -25,13 +25,13 @@ from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
-from vnode.moving import replicated
 from vnode.operators.control import Loop, While
-from vnode.placement import Placement
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch
+from vnode.placement.transfer import replicated
 from vnode.runtime import collectives
 from vnode.runtime.emit import Emission, Mode, sums_of
-from vnode.runtime.evaluate import settle
-from vnode.shares import Shares
+from vnode.runtime.evaluate import as_array
 
 Key = tuple[str, Any]
 """Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
@@ -49,25 +49,25 @@ class Piece:
       completes: the number of the piece whose pass is completed first, and the pass.
       once: evaluated then.
       nodes: the pass that follows.
-      around: in place of all that, a loop or branch with passes of its own.
+      nested: in place of all that, a loop or branch with passes of its own.
     """
 
     completes: tuple[int, Pass] | None = None
     once: tuple[Evaluation, ...] = ()
     nodes: Pass | None = None
-    around: Evaluation | None = None
+    nested: Evaluation | None = None
 
     @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
-        return self.completes is None and not self.once and self.nodes is None and self.around is None
+        return self.completes is None and not self.once and self.nodes is None and self.nested is None
 
     def reads(self) -> Iterator[Var]:
         """What is read by other than what is evaluated once."""
         if self.nodes is not None:
             yield from (var for var, _ in self.nodes.recipe.leaves)
-        if self.around is not None:
-            yield from operands_of(self.around)
+        if self.nested is not None:
+            yield from operands_of(self.nested)
 
     def makes(self, number: int) -> Iterator[Key]:
         """What it could be asked for."""
@@ -100,7 +100,7 @@ def cut(schedule: Schedule) -> list[Piece]:
         for action in stage.once:
             if apart(action):
                 close()
-                pieces.append(Piece(around=action))
+                pieces.append(Piece(nested=action))
             else:
                 once.append(action)
         if stage.nodes is not None:
@@ -128,8 +128,8 @@ def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
     """
     later = list(pieces)
     for number, piece in enumerate(pieces):
-        following = next((n for n in range(number + 1, len(later)) if later[n].around is None), None)
-        if piece.around is not None or following is None:
+        following = next((n for n in range(number + 1, len(later)) if later[n].nested is None), None)
+        if piece.nested is not None or following is None:
             continue
         read = {var for between in later[number:following] for var in between.reads()}
         wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
@@ -161,7 +161,7 @@ def cheap(action: Evaluation, program: Program) -> bool:
     return description is not None and not (description.contraction or description.reduced or description.whole)
 
 
-class Plan:
+class ProgramPlan:
     """The pieces of a schedule, what each is given and what it hands on."""
 
     def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
@@ -192,8 +192,8 @@ class Plan:
                 if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
                     yield self.whole(atom)
             known.update(action.step.eqn.outvars)
-        if piece.around is not None:
-            for atom in piece.around.step.eqn.invars:
+        if piece.nested is not None:
+            for atom in piece.nested.step.eqn.invars:
                 if isinstance(atom, Var):
                     yield self.whole(atom)
         if piece.nodes is not None:
@@ -222,7 +222,7 @@ class GroupProgram:
       mode: what is asked of the emission.
       lane: as for `emit`.
       name: what compilers and profiles call the programs.
-      shared: for each input whether it is given in `Shares`.
+      shared: for each input whether it is given in `ShardedBatch`.
 
     Attributes:
       returned: which inputs are outputs as they are.
@@ -240,7 +240,7 @@ class GroupProgram:
         self.alike = len({group.kinds for group in self.groups}) == 1
         inputs = zip(schedule.flow.program.inputs, shared, strict=True)
         collected: list[Key] = [("collected", var) for var, is_shared in inputs if is_shared]
-        self._plans: dict[Schedule, Plan] = {schedule: Plan(schedule, collected)}
+        self._plans: dict[Schedule, ProgramPlan] = {schedule: ProgramPlan(schedule, collected)}
         self._programs: dict[tuple[Schedule, int | Var, int], Callable[..., Any]] = {}
         self._replicas = Replicas()
 
@@ -258,7 +258,7 @@ class GroupProgram:
         for var, value in zip(flow.program.inputs, inputs, strict=True):
             form = flow.states[var].form
             for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
-                if isinstance(value, Shares):
+                if isinstance(value, ShardedBatch):
                     mine["collected", var] = value.parts[g]
                     continue
                 if not isinstance(form, Slice):
@@ -281,14 +281,14 @@ class GroupProgram:
     def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
         """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""
         if schedule not in self._plans:
-            self._plans[schedule] = Plan(schedule)
+            self._plans[schedule] = ProgramPlan(schedule)
         plan = self._plans[schedule]
         for number, piece in enumerate(plan.pieces):
             for key in plan.reads[number]:
                 self.resolve(key, plan, held)
-            if piece.around is not None:
-                self.run_around(piece.around, held)
-            if piece.around is not None or piece.idle:
+            if piece.nested is not None:
+                self.run_nested(piece.nested, held)
+            if piece.nested is not None or piece.idle:
                 continue
             left = [mine["left", piece.completes[0]] for mine in held] if piece.completes else []
             for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
@@ -305,7 +305,7 @@ class GroupProgram:
             outputs.append([mine[key] for mine in held])
         return outputs
 
-    def resolve(self, key: Key, plan: Plan, held: list[Held]) -> None:
+    def resolve(self, key: Key, plan: ProgramPlan, held: list[Held]) -> None:
         """Puts a batched value together from the parts that groups hold, or divides it, if it is not there so."""
         kind, var = key
         if key in held[0] or kind not in ("full", "batched"):
@@ -323,7 +323,7 @@ class GroupProgram:
             else:
                 mine[key] = part(mine["full", var], form, plan.schedule.flow, group)
 
-    def program(self, plan: Plan, number: int, g: int) -> Callable[..., list[Any]]:
+    def program(self, plan: ProgramPlan, number: int, g: int) -> Callable[..., list[Any]]:
         """What group `g` runs for a piece: from what passes left, and what it reads, to what it hands on."""
         key = (plan.schedule, number, g)
         if key in self._programs:
@@ -361,7 +361,7 @@ class GroupProgram:
         self._programs[key] = jax.jit(run)
         return self._programs[key]
 
-    def in_order(self, plan: Plan, var: Var, g: int) -> Callable[[Any], Any]:
+    def in_order(self, plan: ProgramPlan, var: Var, g: int) -> Callable[[Any], Any]:
         """What group `g` runs to bring a collected value into the order of the batch."""
         key = (plan.schedule, var, g)
         if key not in self._programs:
@@ -388,7 +388,7 @@ class GroupProgram:
         real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
         return join_along(form.dim, form.outer)(jax.device_put(real, group.sharding()))
 
-    def run_around(self, action: Evaluation, held: list[Held]) -> None:
+    def run_nested(self, action: Evaluation, held: list[Held]) -> None:
         """Runs a loop or branch whose bodies have passes of their own, on batched values as a whole."""
         eqn = action.step.eqn
         operands = [[operand(mine, atom) for mine in held] for atom in eqn.invars]
@@ -441,7 +441,7 @@ class GroupProgram:
 def operand(mine: Held, atom: Atom) -> Any:
     """The value of an atom, all of it."""
     if isinstance(atom, Literal):
-        return settle(atom.val, atom)
+        return as_array(atom.val, atom)
     return mine["full", atom] if ("full", atom) in mine else mine["whole", atom]
 
 

@@ -103,19 +103,19 @@ def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list
 
 
 def counted(
-    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, room: list[Any]
+    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
-    """The same where devices hold different numbers of nodes: of run-time length, and `room` for what nodes keep."""
+    """The same where devices hold different numbers of nodes: of run-time length, and `buffers` for what nodes keep."""
 
     def body(index: jax.Array, state: tuple[list[Any], list[Any]]) -> tuple[list[Any], list[Any]]:
         pieces, kept = program(index)
         return add_all(sums, state[0], pieces), put(state[1], kept, index)
 
-    return lax.fori_loop(0, count, body, ([s.identity() for s in sums], room))
+    return lax.fori_loop(0, count, body, ([s.identity() for s in sums], buffers))
 
 
 def skipping(
-    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, waves: int, room: list[Any]
+    program: NodeProgram, sums: Sequence[Sum], count: jax.Array, waves: int, buffers: list[Any]
 ) -> tuple[list[Any], list[Any]]:
     """The same with as many turns as the fullest device needs, skipping those of nodes that are not there."""
 
@@ -124,73 +124,73 @@ def skipping(
         return add_all(sums, totals, pieces), kept
 
     def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
-        return lax.cond(index < count, there, lambda totals, _: (totals, [r[0] for r in room]), totals, index)
+        return lax.cond(index < count, there, lambda totals, _: (totals, [r[0] for r in buffers]), totals, index)
 
     return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
 
 
-def put(room: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
+def put(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
     """Writes values to a place in buffers ``[places, ...]``, if there are any."""
-    return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(room, values, strict=False)]
+    return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(buffers, values, strict=False)]
 
 
 def stacked(
     pieces: Callable[[jax.Array, Any], tuple[list[Any], Any]],
     sums: Sequence[Sum],
     count: jax.Array,
-    joins: jax.Array,
+    merges: jax.Array,
     depth: int,
     most: int,
     state: Any,
-) -> tuple[Rest, Any]:
+) -> tuple[PartialBlocks, Any]:
     """Adds pieces in the order of a `Fold`.
 
-    Blocks join the piece, which then is put on the stack, but for the first block, which the piece joins.
+    Blocks are merged into the piece, which then is pushed; the piece is merged into the first block.
 
     Args:
       pieces: from a position and the state to a contribution per sum and the next state.
       sums: what is added.
       count: how many pieces there are, int32 scalar.
-      joins: int32 ``[at least count]``, as in `Fold`.
+      merges: int32 ``[at least count]``, as in `Fold`.
       depth: entries of the stack.
       most: blocks that any piece is joined by.
       state: passed from piece to piece.
 
     Returns:
-      What remains, and the last state.
+      What partial_blocks, and the last state.
     """
 
-    def body(index: jax.Array, carry: tuple[Rest, Any]) -> tuple[Rest, Any]:
+    def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
         (first, others, height), state = carry
         piece, state = pieces(index, state)
         if depth == 1 and not most:
-            return Rest(piece, others, height + 1), state
-        place = height - joins[index]
+            return PartialBlocks(piece, others, height + 1), state
+        place = height - merges[index]
         bottom = (place == 0).astype(jnp.int32)
 
-        def join(turn: jax.Array, piece: list[Any]) -> list[Any]:
+        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
             last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
             return add_all(sums, last, piece)
 
-        def join_first(_: jax.Array, first: list[Any]) -> list[Any]:
+        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
             return add_all(sums, first, piece)
 
-        def put_aside(turn: jax.Array, others: list[Any]) -> list[Any]:
+        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
             return put(others, piece, place - 1 + turn)
 
         if depth > 1 and most:
-            piece = named_loop("join", 0, joins[index] - bottom, join, piece)
-        first = named_loop("join_first", 0, bottom, join_first, first)
+            piece = named_loop("merge", 0, merges[index] - bottom, merge, piece)
+        first = named_loop("merge_first", 0, bottom, merge_first, first)
         if depth > 1:
-            others = named_loop("put_aside", 0, 1 - bottom, put_aside, others)
-        return Rest(first, others, place + 1), state
+            others = named_loop("push", 0, 1 - bottom, push, others)
+        return PartialBlocks(first, others, place + 1), state
 
     others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    return loop_of_nodes(count, sums, body, (Rest([s.identity() for s in sums], others, jnp.int32(0)), state))
+    return loop_of_nodes(count, sums, body, (PartialBlocks([s.identity() for s in sums], others, jnp.int32(0)), state))
 
 
-class Rest(NamedTuple):
-    """What remains of pieces that were added: of each sum some blocks.
+class PartialBlocks(NamedTuple):
+    """What partial_blocks of pieces that were added: of each sum some blocks.
 
     Attributes:
       first: of each sum the first block, a buffer of its own: what reads it must not be compiled with a slice.
@@ -218,26 +218,26 @@ def in_tree_order(
     program: NodeProgram,
     sums: Sequence[Sum],
     count: jax.Array,
-    joins: jax.Array,
+    merges: jax.Array,
     depth: int,
     most: int,
     lane: int,
-    room: list[Any],
-) -> tuple[Rest, list[Any], list[Any]]:
+    buffers: list[Any],
+) -> tuple[PartialBlocks, list[Any], list[Any]]:
     """Adds what nodes contribute in the order of a tree over lanes.
 
     Args:
       program: of a node.
       sums: what nodes contribute to.
       count: nodes of this device, int32 scalar.
-      joins: int32 ``[at least the device's lanes]``, as in `Fold`.
+      merges: int32 ``[at least the device's lanes]``, as in `Fold`.
       depth: entries of the stack.
       most: blocks that any lane is joined by.
       lane: consecutive nodes that are added one after another.
-      room: for what nodes keep.
+      buffers: for what nodes keep.
 
     Returns:
-      What remains of the sums that are not exact, the totals of those that are, and what is kept.
+      What partial_blocks of the sums that are not exact, the totals of those that are, and what is kept.
     """
     ordered = [i for i, s in enumerate(sums) if not s.exact]
     others = [i for i, s in enumerate(sums) if s.exact]
@@ -251,7 +251,7 @@ def in_tree_order(
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
             parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
-        return pieces, State(parts, totals, kept, put(state.room, state.kept, index - 1))
+        return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
 
     def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
@@ -262,11 +262,11 @@ def in_tree_order(
         with jax.named_scope("lane"):
             return loop_of_nodes(length, rest, body, ([s.identity() for s in rest], state))
 
-    first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in room], room)
+    first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
     piece = node if lane == 1 else lane_of_nodes
     with jax.named_scope("nodes"):
-        remaining, last = stacked(piece, rest, -(-count // lane), joins, depth, most, first)
-    return remaining, last.totals, put(last.room, last.kept, count - 1)
+        remaining, last = stacked(piece, rest, -(-count // lane), merges, depth, most, first)
+    return remaining, last.totals, put(last.buffers, last.kept, count - 1)
 
 
 class State(NamedTuple):
@@ -279,13 +279,13 @@ class State(NamedTuple):
       parts: of the node whose turn it is.
       totals: of exact sums.
       kept: by the node before.
-      room: for what all nodes of the device keep.
+      buffers: for what all nodes of the device keep.
     """
 
     parts: list[Any]
     totals: list[Any]
     kept: list[Any]
-    room: list[Any]
+    buffers: list[Any]
 
 
 def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
@@ -319,7 +319,7 @@ def opaque(count: Any) -> jax.Array:
     return lax.optimization_barrier(jnp.asarray(count, jnp.int32))
 
 
-class Place(NamedTuple):
+class BufferPart(NamedTuple):
     """Where a value is: the whole of a buffer, or elements of a flat one from `start` on."""
 
     buffer: Any
@@ -327,7 +327,7 @@ class Place(NamedTuple):
     start: int | None = None
 
 
-def settled(places: Sequence[Place]) -> list[Any]:
+def materialized(places: Sequence[BufferPart]) -> list[Any]:
     """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
 
     def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
@@ -338,4 +338,6 @@ def settled(places: Sequence[Place]) -> list[Any]:
             for place in places
         ]
 
-    return named_loop("settled", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places])
+    return named_loop(
+        "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
+    )

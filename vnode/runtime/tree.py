@@ -25,12 +25,12 @@ class Fold:
     """How blocks that come one after another are added.
 
     Attributes:
-      joins: for every block how many of those before join it, one at a time.
+      merges: for every block how many of those before join it, one at a time.
       rest: the blocks that remain, in order.
       depth: entries that the stack needs: log2 of the leaves of a full tree, but at least one.
     """
 
-    joins: tuple[int, ...]
+    merges: tuple[int, ...]
     rest: tuple[Block, ...]
     depth: int
 
@@ -42,8 +42,8 @@ class Fold:
           ['((a + b) + (c + d))']
         """
         stack: list[T] = []
-        for value, joins in zip(values, self.joins, strict=True):
-            for _ in range(joins):
+        for value, merges in zip(values, self.merges, strict=True):
+            for _ in range(merges):
                 value = add(stack.pop(), value)
             stack.append(value)
         return stack
@@ -61,10 +61,10 @@ def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
 
     Example:
       >>> fold(8, [(0, i) for i in range(3, 8)])
-      Fold(joins=(0, 0, 1, 0, 2), rest=((0, 3), (2, 1)), depth=3)
+      Fold(merges=(0, 0, 1, 0, 2), rest=((0, 3), (2, 1)), depth=3)
     """
     stack: list[Block] = []
-    joins: list[int] = []
+    merges: list[int] = []
     depth = 0
     for level, index in blocks:
         joined = 0
@@ -75,10 +75,10 @@ def fold(leaves: int, blocks: Iterable[Block]) -> Fold:
             elif index % 2 or index == 0 or (index + 1) << level < leaves:
                 break
             level, index = level + 1, index // 2
-        joins.append(joined)
+        merges.append(joined)
         stack.append((level, index))
         depth = max(depth, len(stack))
-    return Fold(tuple(joins), tuple(stack), depth)
+    return Fold(tuple(merges), tuple(stack), depth)
 
 
 def folds(leaves: int, counts: Sequence[int], start: int = 0) -> tuple[list[Fold], Fold]:
@@ -94,7 +94,7 @@ def folds(leaves: int, counts: Sequence[int], start: int = 0) -> tuple[list[Fold
 
     Example:
       >>> own, across = folds(8, [4, 4])
-      >>> [fold.rest for fold in own], across.joins
+      >>> [fold.rest for fold in own], across.merges
       ([((2, 0),), ((2, 1),)], (0, 1))
     """
     own = []

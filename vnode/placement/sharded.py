@@ -17,12 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.placement import Placement
+from vnode.placement.placement import Placement
 
 
 @jax.tree_util.register_pytree_node_class
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shares:
+class ShardedBatch:
     """A batched array laid out for a placement: a step on that placement takes it as it is, others put it together.
 
     `vnode.data.Batches.load` makes them. In a pytree it is a node, whose children are `parts`.
@@ -74,14 +74,14 @@ class Shares:
         return self.size
 
     def __repr__(self) -> str:
-        return f"Shares({np.dtype(self.dtype)}{list(self.shape)} on {self.placement})"
+        return f"ShardedBatch({np.dtype(self.dtype)}{list(self.shape)} on {self.placement})"
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[int, Placement]]:
         """For jax."""
         return self.parts, (self.size, self.placement)
 
     @classmethod
-    def tree_unflatten(cls, rest: tuple[int, Placement], parts: tuple[Any, ...]) -> Shares:
+    def tree_unflatten(cls, rest: tuple[int, Placement], parts: tuple[Any, ...]) -> ShardedBatch:
         """For jax."""
         return cls(tuple(parts), *rest)
 
@@ -99,14 +99,14 @@ def in_order(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, .
     return jax.jit(run)
 
 
-def is_shares(leaf: Any) -> bool:
+def is_sharded_batch(leaf: Any) -> bool:
     """Whether something is a batch in shares; for ``is_leaf``."""
-    return isinstance(leaf, Shares)
+    return isinstance(leaf, ShardedBatch)
 
 
-def in_one(tree: Any) -> Any:
+def whole_batches(tree: Any) -> Any:
     """A tree with batches in shares as one array each."""
-    return jax.tree.map(lambda leaf: leaf.whole() if is_shares(leaf) else leaf, tree, is_leaf=is_shares)
+    return jax.tree.map(lambda leaf: leaf.whole() if is_sharded_batch(leaf) else leaf, tree, is_leaf=is_sharded_batch)
 
 
 def node_size(placement: Placement, size: int) -> int:
@@ -114,12 +114,12 @@ def node_size(placement: Placement, size: int) -> int:
     return -(-size // placement.virtual_nodes)
 
 
-def in_equal_shares(placement: Placement, size: int) -> bool:
-    """Whether a batch of `size` is, on a placement, an array in equal shards; else it is `Shares`."""
+def in_equal_shards(placement: Placement, size: int) -> bool:
+    """Whether a batch of `size` is, on a placement, an array in equal shards; else it is `ShardedBatch`."""
     return placement.even and size % placement.virtual_nodes == 0 and len(placement.groups) == 1
 
 
-def expected(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
+def abstract_batch(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
     """What stands for a batch as `vnode.data.Batches.load` gives it on a placement.
 
     Args:
@@ -128,13 +128,13 @@ def expected(shape: tuple[int, ...], dtype: Any, placement: Placement) -> Any:
       placement: where it would be.
 
     Returns:
-      A `jax.ShapeDtypeStruct`, or `Shares` of such.
+      A `jax.ShapeDtypeStruct`, or `ShardedBatch` of such.
     """
     size, n = shape[0], node_size(placement, shape[0])
-    if in_equal_shares(placement, size):
+    if in_equal_shards(placement, size):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=placement.sharding(placement.axis))
     parts = [
         jax.ShapeDtypeStruct((group.size * group.waves, n, *shape[1:]), dtype, sharding=group.sharding(group.axis))
         for group in placement.working
     ]
-    return Shares(tuple(parts), size, placement)
+    return ShardedBatch(tuple(parts), size, placement)

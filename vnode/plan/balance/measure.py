@@ -24,11 +24,11 @@ from typing import Any
 import jax
 
 from vnode.errors import MemoryLimitError, ProfileError, layout_message
-from vnode.memory import byte_count, program_memory, reported
-from vnode.placement import Placement
-from vnode.plan.kinds import by_kind
-from vnode.plan.profiles import Measurement, Profile, Profiles, Signature, different
-from vnode.step import VirtualStep
+from vnode.placement.kinds import by_kind
+from vnode.placement.placement import Placement
+from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, different
+from vnode.plan.nodes.memory import byte_count, program_memory, reported
+from vnode.step.virtual import VirtualStep
 
 
 def profile(

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from vnode.arguments import is_array
 from vnode.errors import CheckpointError, layout_message
-from vnode.moving import fitting, partition
-from vnode.placement import Placement
-from vnode.runtime.state import abstract, is_key, is_weak, with_weak_type
+from vnode.placement.host import abstract, is_key, is_weak, with_weak_type
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement
+from vnode.placement.transfer import fitting, partition
 
 
 class Checkpoints:

@@ -31,15 +31,15 @@ import numpy as np
 from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
+from vnode.data.prefetch import Prefetch
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError, layout_message
-from vnode.placement import Placement
-from vnode.prefetch import Prefetch
-from vnode.preparation import Preparation
-from vnode.progress import Display, display
-from vnode.runtime.state import HostCopy, abstract, is_key
+from vnode.placement.host import HostCopy, abstract, is_key
+from vnode.placement.placement import Placement
+from vnode.show.progress import Display, display
+from vnode.step.ahead import Preparation
 
 if TYPE_CHECKING:
-    from vnode.integrations.orbax import Checkpoints
+    from vnode.elastic.checkpoints import Checkpoints
 
 __all__ = ["DeviceLost", "Devices", "Resize", "Result", "responds", "run"]
 
@@ -181,7 +181,7 @@ def run(
     *,
     steps: int,
     devices: Any = None,
-    compile_ahead: bool | Literal["rehearse"] = False,
+    compile_ahead: bool | Literal["warm_up"] = False,
     prefetch: int = 2,
     keep_every: int | None = 100,
     checkpoint: str | os.PathLike[str] | None = None,
@@ -205,8 +205,8 @@ def run(
       devices: a sequence of devices, a `Placement`, a `Devices`, or a function of the step number that returns one of
         the first two, or None for no change. The step's own placement by default.
       compile_ahead: whether to go on on the devices that there are until the step is compiled for those that are asked
-        for, in a background thread; with "rehearse" until it has also run there once, with copies
-        (`VirtualStep.rehearse`). Otherwise they are changed before the next step, which waits for its program.
+        for, in a background thread; with "warm_up" until it has also run there once, with copies
+        (`VirtualStep.warm_up`). Otherwise they are changed before the next step, which waits for its program.
       prefetch: batches to load ahead in a background thread; 0 for none.
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
@@ -246,8 +246,8 @@ def run(
     for name, value in (("keep_every", keep_every), ("checkpoint_every", checkpoint_every)):
         if value is not None and value < 1:
             raise ValueError(f"{name} must be at least 1, or None, not {value!r}")
-    if compile_ahead not in (False, True, "rehearse"):
-        raise ValueError(f'compile_ahead must be False, True or "rehearse", not {compile_ahead!r}')
+    if compile_ahead not in (False, True, "warm_up"):
+        raise ValueError(f'compile_ahead must be False, True or "warm_up", not {compile_ahead!r}')
     if metrics_every < 1:
         raise ValueError(f"metrics_every must be at least 1, not {metrics_every!r}")
     with contextlib.ExitStack() as stack:
@@ -356,7 +356,7 @@ class Driver:
                     failure = None
                 while self.number < self.steps and not stop.asked:
                     self.advance()
-                self.settle()
+                self.finish()
                 return Result(
                     self.state, self.number, self.history, self.resizes, self.resumed, self.number < self.steps
                 )
@@ -412,15 +412,15 @@ class Driver:
 
     def compiled(self, placement: Placement) -> bool:
         """Whether the program for a placement is there, or cannot be had; it is compiled in the background if not."""
-        rehearsing = self.compile_ahead == "rehearse"
+        warming_up = self.compile_ahead == "warm_up"
         if placement == self.step.placement or self.number == (self.resumed or 0):
             return True  # nothing can be compiled before the first step has told shapes
-        if len(placement.groups) > 1 and not rehearsing:
+        if len(placement.groups) > 1 and not warming_up:
             return True
         if placement not in self.compiling:
             self.compiling[placement] = (
-                self.step.rehearse(placement, self.state, self.feed.aside(self.number, placement))
-                if rehearsing
+                self.step.warm_up(placement, self.state, self.feed.aside(self.number, placement))
+                if warming_up
                 else self.step.prepare(placement)
             )
         return self.compiling[placement].done()
@@ -472,7 +472,7 @@ class Driver:
             self.checkpoints.save(self.number, self.state, self.facts)
             self.saved = self.number
 
-    def settle(self) -> None:
+    def finish(self) -> None:
         """Waits for the last step, and saves the state."""
         jax.block_until_ready(self.state)
         self.fetch(0)
@@ -563,7 +563,7 @@ def open_folder(path: str | os.PathLike[str], keep: int) -> Checkpoints:
       ImportError: orbax is not installed.
     """
     try:
-        from vnode.integrations.orbax import Checkpoints
+        from vnode.elastic.checkpoints import Checkpoints
     except ImportError as error:
         raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
     return Checkpoints(path, keep)

@@ -12,7 +12,7 @@ from typing import Any
 import grain
 import numpy as np
 
-from vnode.data import stacked
+from vnode.data.batches import stacked
 from vnode.errors import BatchError, layout_message
 
 

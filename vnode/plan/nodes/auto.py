@@ -13,14 +13,14 @@ from typing import Any
 
 import jax
 
-from vnode.arguments import is_array
 from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
-from vnode.memory import device_memory
-from vnode.moving import at_home
-from vnode.placement import Placement, device_list
-from vnode.preparation import Preparation
-from vnode.report import Report
-from vnode.search import Search, search
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement, device_list
+from vnode.placement.transfer import to_placement
+from vnode.plan.nodes.memory import device_memory
+from vnode.plan.nodes.search import NodeSearch, search
+from vnode.report.report import Report
+from vnode.step.ahead import Preparation
 
 REMEDIES = (
     "give activations away: jax.checkpoint (remat) around the layers",
@@ -41,7 +41,7 @@ class Choice:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.search: Search | None = None
+        self.search: NodeSearch | None = None
         self.step: Any = None
 
 
@@ -74,7 +74,7 @@ class AutoStep:
         return self._template
 
     @property
-    def search(self) -> Search | None:
+    def search(self) -> NodeSearch | None:
         """How V was found; None before it is."""
         return self._choice.search
 
@@ -131,17 +131,17 @@ class AutoStep:
             )
         return self._chosen(args, kwargs).prepare(placements, *args, **kwargs)
 
-    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
-        """As `prepare`, and runs the step there once; see `VirtualStep.rehearse`. Chooses V at once."""
-        return self._chosen(args, kwargs).rehearse(placements, *args, **kwargs)
+    def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs the step there once; see `VirtualStep.warm_up`. Chooses V at once."""
+        return self._chosen(args, kwargs).warm_up(placements, *args, **kwargs)
 
-    def run_apart(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step once with arguments of its own; see `VirtualStep.run_apart`."""
-        return self._chosen(args, kwargs).run_apart(*args, **kwargs)
+    def run_copy(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the step once with arguments of its own; see `VirtualStep.run_copy`."""
+        return self._chosen(args, kwargs).run_copy(*args, **kwargs)
 
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
-        return jax.tree.map(lambda leaf: at_home(leaf, self.template) if is_array(leaf) else leaf, tree)
+        return jax.tree.map(lambda leaf: to_placement(leaf, self.template) if is_array(leaf) else leaf, tree)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A step defined in a class is a method."""
@@ -164,9 +164,9 @@ class AutoStep:
         """Lowers the step without running it; see `VirtualStep.lower`."""
         return self._chosen(args, kwargs).lower(*args, **kwargs)
 
-    def lower_moved(self, *args: Any, **kwargs: Any) -> Any:
-        """As `lower`, for arguments that live elsewhere and will have been moved here."""
-        return self._chosen(args, kwargs).lower_moved(*args, **kwargs)
+    def lower_for(self, *args: Any, **kwargs: Any) -> Any:
+        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
+        return self._chosen(args, kwargs).lower_for(*args, **kwargs)
 
     def analyse(self, *args: Any, **kwargs: Any) -> Any:
         """The schedule of the step; see `VirtualStep.analyse`."""

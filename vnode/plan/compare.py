@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.auto import AutoStep
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.layout import Layout
-from vnode.placement import Placement
-from vnode.report import Report
+from vnode.placement.layout import Layout
+from vnode.placement.placement import Placement
+from vnode.plan.nodes.auto import AutoStep
+from vnode.report.report import Report
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread

@@ -18,11 +18,11 @@ import jax.extend
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from vnode.placement import Placement
-from vnode.shares import Shares, is_shares
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch, is_sharded_batch
 
 
-def moved(tree: Any, placement: Placement) -> Any:
+def transferred(tree: Any, placement: Placement) -> Any:
     """A tree whose arrays all live on the placement's devices; those that do, and what is no array, stay as they are.
 
     A batch in shares is put together if they are those of another placement.
@@ -39,15 +39,15 @@ def moved(tree: Any, placement: Placement) -> Any:
     here = set(placement.devices)
 
     def move(leaf: Any) -> Any:
-        if isinstance(leaf, Shares):
+        if isinstance(leaf, ShardedBatch):
             return leaf if leaf.placement == placement else move(leaf.whole())
         if not isinstance(leaf, jax.Array):
             return leaf
         if leaf.sharding.device_set != here or typed_sharding(leaf):
-            return at_home(leaf, placement)
+            return to_placement(leaf, placement)
         return leaf
 
-    return jax.tree.map(move, tree, is_leaf=is_shares)
+    return jax.tree.map(move, tree, is_leaf=is_sharded_batch)
 
 
 with jax.core.eval_context():
@@ -64,25 +64,25 @@ def tracing() -> bool:
     return jax.extend.core.get_opaque_trace_state(convention="vnode") != AT_ONCE
 
 
-def settled_in(leaf: Any, placement: Placement) -> Any:
+def committed_to(leaf: Any, placement: Placement) -> Any:
     """A leaf that is committed to the placement's devices, if it is an array."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
     if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == set(placement.devices):
         return leaf
-    return at_home(leaf, placement)
+    return to_placement(leaf, placement)
 
 
-def at_home(leaf: Any, placement: Placement) -> Any:
-    """A leaf on the placement's devices, in the sharding that `home` says."""
+def to_placement(leaf: Any, placement: Placement) -> Any:
+    """A leaf on the placement's devices, in the sharding that `target_sharding` says."""
     sharding: Any = getattr(leaf, "sharding", None)
-    target = home(leaf, placement)
+    target = target_sharding(leaf, placement)
     if sharding is not None and sharding.device_set != target.device_set:
         if isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set)), (placement.axis,), axis_types=(AxisType.Auto,))
             leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
         elif isinstance(sharding, NamedSharding) and not sharding.is_fully_replicated:
-            return arranged(target)(jax.device_put(replicated(leaf), placement.sharding()))
+            return resharding(target)(jax.device_put(replicated(leaf), placement.sharding()))
     return jax.device_put(leaf, target)
 
 
@@ -91,16 +91,16 @@ def replicated(leaf: jax.Array) -> jax.Array:
     sharding = leaf.sharding
     if not isinstance(sharding, NamedSharding) or sharding.is_fully_replicated:
         return leaf
-    return arranged(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
+    return resharding(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
 
 
 @functools.lru_cache
-def arranged(target: NamedSharding) -> Callable[[Any], Any]:
+def resharding(target: NamedSharding) -> Callable[[Any], Any]:
     """A program that brings an array into another sharding over the same devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=target)
 
 
-def home(leaf: Any, placement: Placement) -> NamedSharding:
+def target_sharding(leaf: Any, placement: Placement) -> NamedSharding:
     """How an array is laid out on a placement: as it was, over axes of the same names, if these divide it, else whole.
 
     Args:
@@ -112,7 +112,7 @@ def home(leaf: Any, placement: Placement) -> NamedSharding:
 
     Example:
       >>> import jax, jax.numpy as jnp, vnode
-      >>> home(jnp.ones(3), vnode.Placement(4, jax.devices()[:1])).is_fully_replicated
+      >>> target_sharding(jnp.ones(3), vnode.Placement(4, jax.devices()[:1])).is_fully_replicated
       True
     """
     return fitting(placement, np.shape(leaf), partition(leaf))

@@ -78,13 +78,17 @@ class Placement(Drawn):
                     )
                 )
         else:
-            divided = [device_list(group) for group in groups] if groups is not None else by_kind(device_list(devices))
+            divided = (
+                [device_list(group) for group in groups]
+                if groups is not None
+                else neighbours_of_one_kind(device_list(devices))
+            )
             devices = [device for group in divided for device in group]
             if not devices or not all(divided):
                 raise PlacementError("a placement needs at least one device" + (" in each group" if devices else ""))
             if len(set(devices)) != len(devices):
                 raise PlacementError("a device may be named only once in a placement")
-            mixed = [group for group in divided if len(by_kind(group)) > 1]
+            mixed = [group for group in divided if len(neighbours_of_one_kind(group)) > 1]
             if mixed:
                 raise PlacementError(f"a group is one program and needs devices of one kind, not {mixed[0]}")
             mesh = mesh_of(divided[0], axis)
@@ -241,7 +245,7 @@ def device_list(devices: Any) -> list[Any]:
     return devices
 
 
-def by_kind(devices: Sequence[Any]) -> list[list[Any]]:
+def neighbours_of_one_kind(devices: Sequence[Any]) -> list[list[Any]]:
     """Neighbours of one kind together."""
 
     def kind(device: Any) -> tuple[str, Any]:

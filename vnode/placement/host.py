@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.arguments import is_array
 from vnode.errors import PlacementError, layout_message
-from vnode.moving import fitting, partition
-from vnode.placement import Placement
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement
+from vnode.placement.transfer import fitting, partition
 
 
 def abstract(leaf: Any) -> Any:

@@ -18,16 +18,25 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.analysis.schedule import Schedule
-from vnode.arguments import Held, Returned, Statics, batch_axes, batch_size, is_array, release
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.layout import Layout
-from vnode.moving import at_home, home, moved, partition, settled_in, tracing, typed_sharding
-from vnode.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
-from vnode.placement import Placement, device_list, even_counts
-from vnode.preparation import Preparation, rehearsals
-from vnode.report import Reduction, Report, report
+from vnode.placement.layout import Layout
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
+from vnode.placement.transfer import (
+    committed_to,
+    partition,
+    target_sharding,
+    to_placement,
+    tracing,
+    transferred,
+    typed_sharding,
+)
+from vnode.report.report import Reduction, Report, report
 from vnode.runtime.groups import GroupProgram
-from vnode.shares import Shares, expected, in_one, is_shares
+from vnode.step.ahead import Preparation, warm_ups
+from vnode.step.arguments import OutputTree, StaticLeaf, Statics, batch_axes, batch_size, unwrap
+from vnode.step.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
 
 NO_MESH = jax.sharding.AbstractMesh((), ())
 
@@ -59,7 +68,7 @@ class VirtualStep:
         self._moves = False
         self._seen: set[int] = set()
         self._traced = False
-        self._group_programs: dict[Any, tuple[GroupProgram, Callable[..., list[Any]], Returned]] = {}
+        self._group_programs: dict[Any, tuple[GroupProgram, Callable[..., list[Any]], OutputTree]] = {}
         self._preparation: Preparation | None = None
         self._prepared: list[Any] = []  # or jax would forget them
         self._whole_positions: dict[int, list[int]] = {}
@@ -180,9 +189,9 @@ class VirtualStep:
                 )
             args, kwargs = self._family.last
         args, kwargs = described((args, kwargs))
-        return prepared(steps, [functools.partial(step.compile_moved, *args, **kwargs) for step in steps])
+        return prepared(steps, [functools.partial(step.compile_for, *args, **kwargs) for step in steps])
 
-    def rehearse(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+    def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
 
         XLA leaves some work to a program's first run (kernels for matrix products on CPUs, loading on GPUs), which may
@@ -204,11 +213,11 @@ class VirtualStep:
         Example:
           >>> import jax.numpy as jnp, vnode
           >>> step = vnode.virtualize(lambda w, x: w - (x @ w).mean(), virtual_nodes=4)
-          >>> step.rehearse(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
+          >>> step.warm_up(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
           True
         """
         steps = self._members(placements)
-        return prepared(steps, rehearsals([step.run_apart for step in steps], args, kwargs))
+        return prepared(steps, warm_ups([step.run_copy for step in steps], args, kwargs))
 
     def _members(self, placements: Any) -> list[VirtualStep]:
         """The step on each of several placements, or on one."""
@@ -218,49 +227,51 @@ class VirtualStep:
             wanted = [wanted]
         return [self.on(entry) for entry in wanted]
 
-    def run_apart(self, *args: Any, **kwargs: Any) -> Any:
+    def run_copy(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
         if len(self.placement.groups) > 1:
             return self._on_groups(args, kwargs)
-        self.compile_moved(*args, **kwargs)
+        self.compile_for(*args, **kwargs)
         return self._call(self._placed(args), kwargs)
 
-    def compile_moved(self, *args: Any, **kwargs: Any) -> Any:
+    def compile_for(self, *args: Any, **kwargs: Any) -> Any:
         """Compiles the step as it will be called; a call with such arguments then finds the program.
 
         Args:
           *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; those that live elsewhere will have been
-            moved.
+            transferred.
           **kwargs: keyword arguments of the step.
 
         Returns:
           The program, of which `memory_analysis` can be asked.
         """
-        self._prepared.append(self.lower_moved(*args, **kwargs).compile())
+        self._prepared.append(self.lower_for(*args, **kwargs).compile())
         return self._prepared[-1]
 
-    def lower_moved(self, *args: Any, **kwargs: Any) -> Any:
-        """As `lower`, for arguments that live elsewhere and will have been moved here."""
+    def lower_for(self, *args: Any, **kwargs: Any) -> Any:
+        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = described((args, kwargs))
         here, wholes = set(self.placement.devices), self._wholes(len(args))
         in_shares = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
-            if isinstance(leaf, Shares) or (split and partition(leaf) == in_shares):
-                return expected(leaf.shape, leaf.dtype, self.placement)
+            if isinstance(leaf, ShardedBatch) or (split and partition(leaf) == in_shares):
+                return abstract_batch(leaf.shape, leaf.dtype, self.placement)
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
             if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
                 return leaf
             return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=home(leaf, self.placement)
+                leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=target_sharding(leaf, self.placement)
             )
 
         placed = [
-            jax.tree.map(functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_shares)
+            jax.tree.map(
+                functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_sharded_batch
+            )
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_shares)
+        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_sharded_batch)
         return self.lower(*placed, **kwargs)
 
     def cut(self, nodes: int, placement: Placement | None, *args: Any) -> tuple[VirtualStep, tuple[Any, ...]]:
@@ -274,7 +285,7 @@ class VirtualStep:
         Returns:
           The step, and its arguments: batched ones hold the examples of the first nodes, the others are whole.
         """
-        args = in_one(args)
+        args = whole_batches(args)
         static, parts = self._split(args, {})
         leaves = [leaf for part in parts for leaf in part]
         axes = static.dynamic(batch_axes(self._in_axes, args, {}))
@@ -296,7 +307,7 @@ class VirtualStep:
         Returns:
           The compiled program, and what to call it with. What the step donates is a copy.
         """
-        args = moved(self._placed(in_one(args)), self.placement)
+        args = transferred(self._placed(whole_batches(args)), self.placement)
         compiled = self.lower(*args).compile()
         dynamic = self._dynamic(args)
         inputs = dynamic if all(map(is_array, jax.tree.leaves(dynamic))) and not self._has_statics else None
@@ -324,7 +335,7 @@ class VirtualStep:
         Returns:
           The same tree.
         """
-        return jax.tree.map(lambda leaf: at_home(leaf, self.placement) if is_array(leaf) else leaf, tree)
+        return jax.tree.map(lambda leaf: to_placement(leaf, self.placement) if is_array(leaf) else leaf, tree)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A step defined in a class is a method."""
@@ -365,7 +376,7 @@ class VirtualStep:
             )
         key = (static, tuple((abstract(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._group_programs:
-            returned = Returned()
+            returned = OutputTree()
             fun, _, axes, size = self._flatten(static, parts, returned)
             understood = functools.partial(self._understood, axes=axes, size=size)
             made = program_of_groups(
@@ -381,7 +392,7 @@ class VirtualStep:
                 for array in jax.tree.leaves(leaf) if start + k not in program.returned else ():
                     if isinstance(array, jax.Array):
                         array.delete()
-        return release(returned.merge(arrays))
+        return unwrap(returned.merge(arrays))
 
     def _await(self) -> None:
         """Waits for the program that is being compiled, or this call would compile it once more."""
@@ -409,14 +420,14 @@ class VirtualStep:
         placed = list(args)
         for i in self._wholes(len(args)):
             leaves, treedef = jax.tree.flatten(args[i])
-            settled = [settled_in(leaf, self.placement) for leaf in leaves]
+            settled = [committed_to(leaf, self.placement) for leaf in leaves]
             if any(a is not b for a, b in zip(leaves, settled, strict=True)):
                 placed[i] = jax.tree.unflatten(treedef, settled)
         return tuple(placed)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._moves:
-            args, kwargs = moved((args, kwargs), self.placement)
+            args, kwargs = transferred((args, kwargs), self.placement)
         if not self._has_statics:
             try:
                 return self._jit(*args, **kwargs)
@@ -425,16 +436,16 @@ class VirtualStep:
                     raise
                 self._has_statics = True
             except Exception:
-                here = moved((args, kwargs), self.placement)
+                here = transferred((args, kwargs), self.placement)
                 if not differs(here, (args, kwargs)):
                     raise
                 self._moves |= any(map(typed_sharding, jax.tree.leaves((args, kwargs))))
                 return self._call(*here)
         static, parts = self._split(args, kwargs)
         try:
-            return release(self._static_jit(static, *parts))
+            return unwrap(self._static_jit(static, *parts))
         except Exception:
-            here = moved((args, kwargs), self.placement)
+            here = transferred((args, kwargs), self.placement)
             if not differs(here, (args, kwargs)):
                 raise
             return self._call(*here)
@@ -453,10 +464,10 @@ class VirtualStep:
         parts: list[list[Any]] = []
         rest: list[tuple[Any, tuple[Any, ...]]] = []
         for i, arg in enumerate((*args, kwargs)):
-            leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg, is_leaf=is_shares)
+            leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg, is_leaf=is_sharded_batch)
             keep = [i not in static and is_array(leaf) for leaf in leaves]
             parts.append([leaf for leaf, k in zip(leaves, keep, strict=True) if k])
-            rest.append((treedef, tuple(None if k else Held(leaf) for leaf, k in zip(leaves, keep, strict=True))))
+            rest.append((treedef, tuple(None if k else StaticLeaf(leaf) for leaf, k in zip(leaves, keep, strict=True))))
         return Statics(tuple(rest), len(args)), parts
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
@@ -539,14 +550,14 @@ class VirtualStep:
         Raises:
           BatchError: they carry none, or disagree.
         """
-        return self._flatten(*self._split(args, kwargs), Returned())[-1]
+        return self._flatten(*self._split(args, kwargs), OutputTree())[-1]
 
     def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
         """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         return self._analyse(args, kwargs).schedule
 
     def _analyse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
-        return analyse(*self._flatten(*self._split(args, kwargs), Returned()), self._options)
+        return analyse(*self._flatten(*self._split(args, kwargs), OutputTree()), self._options)
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
         return self._emitted(*self._split(args, kwargs), arrays_only=True)
@@ -555,9 +566,9 @@ class VirtualStep:
         return self._emitted(static, parts)
 
     def _emitted(self, static: Statics, parts: Sequence[list[Any]], arrays_only: bool = False) -> Any:
-        """What the step returns; leaves that are not arrays are `Held`."""
+        """What the step returns; leaves that are not arrays are `StaticLeaf`."""
         self._traced = True
-        returned = Returned()
+        returned = OutputTree()
         fun, leaves, axes, size = self._flatten(static, parts, returned)
         leaves = self._understood(leaves, axes, size)
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
@@ -571,18 +582,18 @@ class VirtualStep:
         """Leaves with those in shares as one array, unless the shares are the nodes' of this placement."""
         fits = size > 1  # or nothing is split
         return [
-            leaf if fits and axis == 0 and getattr(leaf, "placement", None) == self.placement else in_one(leaf)
+            leaf if fits and axis == 0 and getattr(leaf, "placement", None) == self.placement else whole_batches(leaf)
             for leaf, axis in zip(leaves, axes, strict=True)
         ]
 
     def _flatten(
-        self, static: Statics, parts: Sequence[list[Any]], returned: Returned
+        self, static: Statics, parts: Sequence[list[Any]], returned: OutputTree
     ) -> tuple[Callable[..., list[Any]], list[Any], list[int | None], int]:
         """The step as a function of flat arrays; its arguments, their batched dimensions, and the batch size."""
         args, kwargs = static.merge_inputs(parts)
         leaves = [leaf for part in parts for leaf in part]
         axes = static.dynamic(batch_axes(self._in_axes, args, kwargs))
-        paths = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_shares)[0]
+        paths = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_sharded_batch)[0]
 
         @functools.wraps(self._fun)  # for jax's messages
         def flat(*values: Any) -> list[Any]:

@@ -19,10 +19,10 @@ from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.analysis.states import Coupling, Flow
-from vnode.layout import Layout
 from vnode.operators import Monoid
-from vnode.placement import Placement
-from vnode.runtime.collectives import Plan
+from vnode.placement.layout import Layout
+from vnode.placement.placement import Placement
+from vnode.runtime.collectives import ReductionPlan
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
@@ -82,7 +82,7 @@ class Report(Drawn):
       placement: where the nodes live.
       inputs: batched arguments.
       passes: in order.
-      around: loops and branches that are evaluated around passes of their own.
+      nested: loops and branches that are evaluated around passes of their own.
       once: equations evaluated once per step (hoisted before the passes, or after them).
       hoisted: of those, the ones that need no pass: they are evaluated before the first.
       gathered: values that are needed whole, by every device.
@@ -105,7 +105,7 @@ class Report(Drawn):
     placement: Placement | Layout
     inputs: tuple[Line, ...]
     passes: tuple[PassReport, ...]
-    around: tuple[Report, ...]
+    nested: tuple[Report, ...]
     once: int
     hoisted: int
     gathered: tuple[Line, ...]
@@ -141,7 +141,7 @@ class Report(Drawn):
             )
             lines += table("    + ", p.accumulators)
             lines += table("    keeps ", p.collected)
-        for inner in self.around:
+        for inner in self.nested:
             lines += ["  around passes of its own:", *("    " + line for line in str(inner).splitlines())]
         if self.gathered:
             lines += ["  whole on every device:", *table("    ", self.gathered)]
@@ -181,17 +181,17 @@ class Report(Drawn):
     def accumulated(self) -> int:
         """Bytes of a device's accumulators, in the pass that has most."""
         own = [sum(line.bytes for line in p.accumulators) for p in self.passes]
-        return max(own + [inner.accumulated for inner in self.around], default=0)
+        return max(own + [inner.accumulated for inner in self.nested], default=0)
 
     @property
     def buffered(self) -> int:
         """Bytes of `buffers`, in the pass that has most, loops included."""
-        return max([self.buffers, *(inner.buffered for inner in self.around)])
+        return max([self.buffers, *(inner.buffered for inner in self.nested)])
 
     @property
     def sent(self) -> int:
         """Bytes that a device sends to reduce across devices in one step, a loop around passes counted once."""
-        return sum(p.sent for p in self.passes) + sum(inner.sent for inner in self.around)
+        return sum(p.sent for p in self.passes) + sum(inner.sent for inner in self.nested)
 
     def of_device(self, lines: Sequence[Line]) -> int:
         """Bytes of batched values that the fullest device holds."""
@@ -201,7 +201,7 @@ class Report(Drawn):
     def kept(self) -> tuple[Line, ...]:
         """What is kept of every node, in all passes."""
         return tuple(line for p in self.passes for line in p.collected) + tuple(
-            line for inner in self.around for line in inner.kept
+            line for inner in self.nested for line in inner.kept
         )
 
     def page(self) -> Page:
@@ -283,7 +283,7 @@ class Report(Drawn):
             tables.append(listed("Accumulated", "one value per device, to which every node contributes", accumulators))
         if kept:
             tables.append(listed("Kept of every node", "returned, gathered, or read by a later pass", kept))
-        for inner in self.around:
+        for inner in self.nested:
             title = f"Around passes of its own: {short(inner.name)}"
             tables.append(Page(title, "a loop or branch whose body runs over all nodes", tuple(inner._tables())))
         if self.gathered:
@@ -399,7 +399,7 @@ class Reduction:
         """How many buffers a device needs for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
-        plan = Plan.of(placement.counts, self.lane, True)
+        plan = ReductionPlan.of(placement.counts, self.lane, True)
         return plan.depth if plan.depth > 1 or plan.most else 0  # in place of the accumulator; and the node's own
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
@@ -458,7 +458,7 @@ def report(
       The report.
     """
     flow = made.flow
-    around = [
+    nested = [
         report(inner, placement, where(action.step.eqn), (), reduction)
         for stage in made.stages
         for action in stage.once
@@ -478,7 +478,7 @@ def report(
             if isinstance(flow.states[var].form, Slice)
         ),
         passes=tuple(pass_report(flow, p, placement, reduction) for p in made.passes),
-        around=tuple(around),
+        nested=tuple(nested),
         once=sum(len(stage.once) for stage in made.stages),
         hoisted=len(made.stages[0].once) if made.passes else 0,
         gathered=tuple(
@@ -510,7 +510,7 @@ def pass_report(flow: Flow, nodes: Pass, placement: Placement | Layout, reductio
     devices = len(placement.counts)
     blocks = 1
     if reduction.mode == "invariant":
-        blocks = max(len(fold.rest) for fold in Plan.of(placement.counts, reduction.lane, True).own)
+        blocks = max(len(fold.rest) for fold in ReductionPlan.of(placement.counts, reduction.lane, True).own)
     total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
     return PassReport(
         level=nodes.level,

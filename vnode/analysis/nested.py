@@ -16,21 +16,21 @@ from vnode.analysis.view import View
 from vnode.operators.control import Body, Branches, Loop, Region, While
 
 
-def around_step(follower: Follows, view: View, region: Region) -> Step:
+def nested_step(follower: Follows, view: View, region: Region) -> Step:
     """A loop or branch in which examples meet: evaluated once, with passes of its own in its bodies."""
     if view.body:
         return view.once()
     view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
     match region:
         case Loop():
-            return around_loop(follower, view, region)
+            return nested_loop(follower, view, region)
         case While():
-            return around_while(follower, view, region)
+            return nested_while(follower, view, region)
         case _:
-            return around_branches(follower, view, region)
+            return nested_branches(follower, view, region)
 
 
-def nested(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:
+def body_flows(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:
     """Batch flow of bodies that have passes of their own; levels start again at 0."""
     flows = []
     for body, states in zip(bodies, inputs, strict=True):
@@ -61,7 +61,7 @@ def outside(follower: Follows, view: View, positions: Iterable[int]) -> list[Sta
     return states
 
 
-def around_loop(follower: Follows, view: View, loop: Loop) -> Step:
+def nested_loop(follower: Follows, view: View, loop: Loop) -> Step:
     first, split = loop.constants, loop.constants + loop.carries
     for i, form in enumerate(view.forms):
         if i >= split and isinstance(form, Slice) and form.dim == 0:
@@ -72,7 +72,7 @@ def around_loop(follower: Follows, view: View, loop: Loop) -> Step:
     )
     xs = [inside(state) for state in xs]
     while True:
-        (flow,) = nested(follower, view, [loop.body], [[*constants, *carries, *xs]])
+        (flow,) = body_flows(follower, view, [loop.body], [[*constants, *carries, *xs]])
         after = [meet(flow, atom) for atom in flow.program.outputs]
         joined = [either(carry, state) for carry, state in zip(carries, after[: loop.carries], strict=True)]
         if joined == carries:
@@ -81,10 +81,10 @@ def around_loop(follower: Follows, view: View, loop: Loop) -> Step:
     view.forms[first:split] = [state.form for state in carries]
     results = [*carries, *(behind(state) for state in after[loop.carries :])]
     flow.output_forms = [*(s.form for s in carries), *(s.form for s in after[loop.carries :])]
-    return view.around(loop, (flow,), results)
+    return view.nested(loop, (flow,), results)
 
 
-def around_while(follower: Follows, view: View, loop: While) -> Step:
+def nested_while(follower: Follows, view: View, loop: While) -> Step:
     split = loop.condition_constants
     first = split + loop.body_constants
     tested, constants, carries = (
@@ -92,7 +92,9 @@ def around_while(follower: Follows, view: View, loop: While) -> Step:
         for positions in (range(split), range(split, first), range(first, len(view.forms)))
     )
     while True:
-        test, flow = nested(follower, view, [loop.condition, loop.body], [[*tested, *carries], [*constants, *carries]])
+        test, flow = body_flows(
+            follower, view, [loop.condition, loop.body], [[*tested, *carries], [*constants, *carries]]
+        )
         after = [meet(flow, atom) for atom in flow.program.outputs]
         joined = [either(carry, state) for carry, state in zip(carries, after, strict=True)]
         if joined == carries:
@@ -100,19 +102,19 @@ def around_while(follower: Follows, view: View, loop: While) -> Step:
         carries = joined
     view.forms[first:] = [state.form for state in carries]
     flow.output_forms = [state.form for state in carries]
-    return view.around(loop, (test, flow), carries)
+    return view.nested(loop, (test, flow), carries)
 
 
-def around_branches(follower: Follows, view: View, branches: Branches) -> Step:
+def nested_branches(follower: Follows, view: View, branches: Branches) -> Step:
     view.materialize([0], "chooses a branch")
     inputs = outside(follower, view, range(1, len(view.forms)))
-    flows = nested(follower, view, branches.bodies, [inputs] * len(branches.bodies))
+    flows = body_flows(follower, view, branches.bodies, [inputs] * len(branches.bodies))
     results = [meet(flows[0], atom) for atom in flows[0].program.outputs]
     for flow in flows[1:]:
         results = [either(state, meet(flow, atom)) for state, atom in zip(results, flow.program.outputs, strict=True)]
     for flow in flows:
         flow.output_forms = [state.form for state in results]
-    return view.around(branches, tuple(flows), results)
+    return view.nested(branches, tuple(flows), results)
 
 
 def meet(flow: Flow, atom: Atom) -> State:

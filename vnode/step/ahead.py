@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError
-from vnode.placement import Placement
+from vnode.placement.placement import Placement
 
 
 class Preparation:
@@ -76,7 +76,7 @@ def timed(compiler: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def rehearsals(
+def warm_ups(
     runs: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> list[Callable[[], None]]:
     """Tasks that call each of several functions with copies of the arguments as they are now.
@@ -94,14 +94,14 @@ def rehearsals(
     """
     leaves = jax.tree.leaves((args, kwargs))
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
-        raise BatchError("rehearse runs the step, so it needs arrays: step.rehearse(placements, state, batch)")
+        raise BatchError("warm_up runs the step, so it needs arrays: step.warm_up(placements, state, batch)")
     now = copied((args, kwargs))  # training goes on and donates its own
 
-    def rehearsal(run: Callable[..., Any]) -> None:
+    def warm_up_once(run: Callable[..., Any]) -> None:
         own_args, own_kwargs = copied(now)
         jax.block_until_ready(run(*own_args, **own_kwargs))
 
-    return [functools.partial(rehearsal, run) for run in runs]
+    return [functools.partial(warm_up_once, run) for run in runs]
 
 
 def copied(tree: Any) -> Any:

@@ -27,13 +27,13 @@ from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.program import Program, scope, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
-from vnode.collector import collector_paused
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
-from vnode.placement import Placement
-from vnode.report import coupling_line
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch, whole_batches
+from vnode.report.report import coupling_line
 from vnode.runtime.emit import Mode, emit
 from vnode.runtime.groups import GroupProgram
-from vnode.shares import Shares, in_one
+from vnode.step.collector import collector_paused
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +121,7 @@ def evaluate(
 
     Args:
       fun: the function; this and the next as for `analyse`.
-      leaves: its arguments; batched ones may be `Shares` of the placement.
+      leaves: its arguments; batched ones may be `ShardedBatch` of the placement.
       axes: their batched dimensions.
       size: examples of the global batch.
       options: what the user asked for.
@@ -155,7 +155,7 @@ def evaluate(
                     ],
                 )
             )
-        primals, tangents = in_one(primals), in_one(tangents)
+        primals, tangents = whole_batches(primals), whole_batches(tangents)
         moving = [i for i, leaf in enumerate(primals) if jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)]
 
         def both(*values: Any) -> list[Any]:
@@ -195,7 +195,7 @@ def program_of_groups(
 
     Args:
       fun: the function; this and the next as for `evaluate`.
-      leaves: its arguments; batched ones may be `Shares` of the placement.
+      leaves: its arguments; batched ones may be `ShardedBatch` of the placement.
       axes: their batched dimensions.
       size: examples of the global batch.
       options: what the user asked for.
@@ -221,13 +221,13 @@ def program_of_groups(
                 )
             )
     mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
-    shared = [isinstance(leaf, Shares) for leaf in leaves]
+    shared = [isinstance(leaf, ShardedBatch) for leaf in leaves]
     return GroupProgram(made.schedule, placement, mode, options.lane, name, shared)
 
 
 def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Shape and dtype of a leaf, whatever it is."""
-    if isinstance(leaf, jax.ShapeDtypeStruct | Shares):
+    if isinstance(leaf, jax.ShapeDtypeStruct | ShardedBatch):
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)

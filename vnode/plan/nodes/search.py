@@ -12,8 +12,8 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vnode.memory import program_memory, refusal
-from vnode.placement import Placement
+from vnode.placement.placement import Placement
+from vnode.plan.nodes.memory import program_memory, refusal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Trial:
 
 
 @dataclasses.dataclass(frozen=True)
-class Search:
+class NodeSearch:
     """A search for the smallest number of nodes that fits; `str` of it is a table.
 
     Attributes:
@@ -169,7 +169,7 @@ def valley(seen: dict[int, Trial], fits: Callable[[int], bool]) -> int | None:
 
 def search(
     step: Any, template: Placement, limit: int, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[Search, Any]:
+) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
 
     Args:
@@ -196,7 +196,7 @@ def search(
 
     index = smallest(len(numbers), measure)
     found = None if index is None else fitting[index]
-    return Search(limit, tuple(trials), None if index is None else numbers[index]), found
+    return NodeSearch(limit, tuple(trials), None if index is None else numbers[index]), found
 
 
 def trial(step: Any, batch: int, limit: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Trial:
@@ -204,7 +204,7 @@ def trial(step: Any, batch: int, limit: int, args: Sequence[Any], kwargs: dict[s
     placement = step.placement
     refused, needed = False, None
     try:
-        needed = program_memory(step.compile_moved(*args, **kwargs))
+        needed = program_memory(step.compile_for(*args, **kwargs))
     except Exception as error:
         refused, needed = refusal(error)
         if not refused:

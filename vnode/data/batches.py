@@ -1,6 +1,6 @@
 """The examples of step t, by t and the seed only; and each device given just those of its nodes.
 
-Knows arrays, orders of examples, placements. Must not know steps, nor threads (`vnode.prefetch` does).
+Knows arrays, orders of examples, placements. Must not know steps, nor threads (`vnode.data.prefetch` does).
 
 The order within an epoch sorts the examples by random numbers of NumPy's Philox generator (Salmon et al., "Parallel
 random numbers: as easy as 1, 2, 3", SC 2011), keyed by seed and epoch. NumPy promises the raw numbers of a bit
@@ -20,8 +20,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from vnode.errors import BatchError, layout_message
-from vnode.placement import Placement
-from vnode.shares import Shares, in_equal_shares, node_size
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
 
 LASTS = ("wrap", "drop")
 LARGEST_SHUFFLE = 1 << 33
@@ -254,12 +254,12 @@ class Batches:
 
         Returns:
           A pytree. Every device is given the examples of its nodes, and only those are read for it, in this process.
-          If the shares are equal, the leaves are global arrays; otherwise `vnode.data.Shares`, which a step on this
-          placement takes as they are.
+          If the shares are equal, the leaves are global arrays; otherwise `vnode.data.ShardedBatch`, which a step on
+          this placement takes as they are.
         """
         rows = self.rows(step)
         size = len(rows)
-        if in_equal_shares(placement, size):
+        if in_equal_shards(placement, size):
             sharding = placement.sharding(placement.axis)
             if placement.size == 1 and sharding.is_fully_addressable:
                 return jax.device_put(self.take(rows), sharding)  # the same as below, by a shorter way
@@ -287,7 +287,7 @@ class Batches:
             for group in placement.working
         ]
         parts = zip(*(leaves for leaves, _ in made), strict=True)
-        return jax.tree.unflatten(made[0][1], [Shares(each, size, placement) for each in parts])
+        return jax.tree.unflatten(made[0][1], [ShardedBatch(each, size, placement) for each in parts])
 
     def rows(self, step: int) -> np.ndarray:
         """The numbers that the data are asked for, int64[batch_size]."""

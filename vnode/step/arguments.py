@@ -12,11 +12,12 @@ import jax
 import numpy as np
 
 from vnode.errors import BatchError, layout_message
-from vnode.shares import Shares, is_shares
+from vnode.placement.leaves import is_array
+from vnode.placement.sharded import is_sharded_batch
 
 
 @jax.tree_util.register_static
-class Held:
+class StaticLeaf:
     """A static leaf, compared by value, by identity where it does not hash. In a pytree it counts as structure."""
 
     def __init__(self, value: Any) -> None:
@@ -29,7 +30,7 @@ class Held:
             return id(self.value)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Held):
+        if not isinstance(other, StaticLeaf):
             return NotImplemented
         if self.value is other.value:
             return True
@@ -73,7 +74,7 @@ class Statics:
         return tuple(merged[: self.count]), merged[self.count]
 
 
-class Returned:
+class OutputTree:
     """What a step returned, as one trace of it found out."""
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class Returned:
     def split(self, out: Any) -> list[Any]:
         """The arrays of what the step returned; remembers the rest."""
         leaves, self.treedef = jax.tree.flatten(out)
-        self.leaves = [None if is_array(leaf) else Held(leaf) for leaf in leaves]
+        self.leaves = [None if is_array(leaf) else StaticLeaf(leaf) for leaf in leaves]
         return [leaf for leaf in leaves if is_array(leaf)]
 
     @property
@@ -92,26 +93,20 @@ class Returned:
         return any(held is not None for held in self.leaves)
 
     def merge(self, arrays: Sequence[Any]) -> Any:
-        """What the step returned, given its arrays; other leaves are `Held`."""
+        """What the step returned, given its arrays; other leaves are `StaticLeaf`."""
         rest = iter(arrays)
         return jax.tree.unflatten(self.treedef, [next(rest) if held is None else held for held in self.leaves])
 
 
-def release(tree: Any) -> Any:
-    """A pytree with its `Held` leaves as they were."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, Held))
-    return jax.tree.unflatten(treedef, [leaf.value if isinstance(leaf, Held) else leaf for leaf in leaves])
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether a leaf is something that `jax.jit` takes as an array, or as one in shares."""
-    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct | Shares
-    return isinstance(leaf, kinds)
+def unwrap(tree: Any) -> Any:
+    """A pytree with its `StaticLeaf` leaves as they were."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, StaticLeaf))
+    return jax.tree.unflatten(treedef, [leaf.value if isinstance(leaf, StaticLeaf) else leaf for leaf in leaves])
 
 
 def leaves_of(tree: Any) -> list[Any]:
     """The leaves of arguments; a batch in shares is one."""
-    return jax.tree.leaves(tree, is_leaf=is_shares)
+    return jax.tree.leaves(tree, is_leaf=is_sharded_batch)
 
 
 def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:

@@ -2,13 +2,13 @@
 
 Knows measured times and placements. Must not know steps or programs, nor how times were measured.
 
-The search is exact. The time of a step (see `vnode.plan.profiles`) is that of the slowest device's nodes plus a rest
-that depends on which devices take part, not on how the nodes are spread over them. Devices of a kind are alike, so it
-is enough to know how many of each kind take part. For each such choice the best spread is found by asking, for a time
-that the slowest device may take, how many nodes each device can finish and hold; the times in question are the
+The search is exact. The time of a step (see `vnode.plan.balance.profiles`) is that of the slowest device's nodes plus a
+rest that depends on which devices take part, not on how the nodes are spread over them. Devices of a kind are alike, so
+it is enough to know how many of each kind take part. For each such choice the best spread is found by asking, for a
+time that the slowest device may take, how many nodes each device can finish and hold; the times in question are the
 multiples of the kinds' seconds per node, among which one searches by bisection. All choices are tried, except those
-whose lower bound (nodes divided at will) is above the best found so far. Nothing is rounded, and nothing is assumed
-of the rest.
+whose lower bound (nodes divided at will) is above the best found so far. Nothing is rounded, and nothing is assumed of
+the rest.
 
 Among placements of equal time the one with the fewest devices is taken. The nodes are then dealt out one by one, each
 to the device that would finish it first: no device takes longer than the slowest must, and none more than it has to.
@@ -26,10 +26,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import PlacementError, ProfileError, layout_message
-from vnode.memory import byte_count
-from vnode.placement import Placement, even_counts, node_count
-from vnode.plan.kinds import by_kind
-from vnode.plan.profiles import Profile, Profiles
+from vnode.placement.kinds import by_kind
+from vnode.placement.placement import Placement, even_counts, node_count
+from vnode.plan.balance.profiles import Profile, Profiles
+from vnode.plan.nodes.memory import byte_count
 
 Counts = dict[str, tuple[int, ...]]
 """Of each kind in use, the nodes of each of its devices that has some."""
@@ -196,7 +196,7 @@ def balance(
     """
     virtual_nodes = node_count(virtual_nodes)
     lane = profiles.lane
-    search = Search(
+    search = CountSearch(
         profiles, -(-virtual_nodes // lane), [capacity(p, virtual_nodes, memory) // lane for p in profiles.kinds]
     )
     available = [profile.devices for profile in profiles.kinds]
@@ -242,7 +242,7 @@ def balance(
     return Balance(profiles, virtual_nodes, best, single, evenly(profiles, virtual_nodes, search.most), tuple(left_out))
 
 
-class Search:
+class CountSearch:
     """The search over how many devices of each kind take part.
 
     Args:

@@ -15,11 +15,11 @@ from typing import Any
 
 import jax
 
-from vnode.auto import AutoStep
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.memory import byte_count, device_memory
-from vnode.placement import Placement
-from vnode.search import Search, Trial, search, trial
+from vnode.placement.placement import Placement
+from vnode.plan.nodes.auto import AutoStep
+from vnode.plan.nodes.memory import byte_count, device_memory
+from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
 
 TOPOLOGIES = ("v3:2x2", "v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 """Eight devices of each kind of TPU."""
@@ -49,7 +49,7 @@ class KindFit:
     name: str
     kind: str
     devices: int
-    search: Search
+    search: NodeSearch
     given: Trial | None
 
     def __str__(self) -> str:

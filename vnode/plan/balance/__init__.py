@@ -1,0 +1,1 @@
+"""How many nodes devices of different kinds should hold."""

@@ -1,0 +1,1 @@
+"""How many virtual nodes fit."""
