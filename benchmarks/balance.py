@@ -108,7 +108,7 @@ def compare(setting: Setting, rounds: int) -> Sheet:
     for counts in wanted:
         used = [d for kind, nodes in counts.items() for d in devices[kind][: len(nodes)]]
         placement = vnode.Placement(setting.nodes, used, counts=[n for nodes in counts.values() for n in nodes])
-        running.append(step.on(placement).compiled(w, setting.batch(counts)))
+        running.append(step.on(placement).executor.compiled((w, setting.batch(counts))))
     times: list[list[float]] = [[] for _ in running]
     for turn in range(rounds + 1):
         order = list(range(len(running)))

@@ -119,7 +119,7 @@ def main(rank: int, port: int, rounds: int) -> None:
     for counts in dict.fromkeys((CALIBRATION, best, *PLACEMENTS)):
         program = whole if sum(counts) == NODES else few
         placement = vnode.Placement(sum(counts), jax.devices(), counts=counts)
-        running[counts] = program.on(placement).compiled(w, batch[: sum(counts)])
+        running[counts] = program.on(placement).executor.compiled((w, batch[: sum(counts)]))
 
     alone: list[Any] = []
     times: dict[tuple[int, ...], list[float]] = {counts: [] for counts in running}

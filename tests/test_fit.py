@@ -27,6 +27,8 @@ import vnode
 from tests.test_virtual_step import compilations
 from vnode.plan.nodes.memory import byte_count, device_memory, program_memory
 from vnode.plan.nodes.search import Trial, candidates, search, smallest
+from vnode.step.executor import Executor
+from vnode.step.virtual import with_nodes
 
 BATCH = 16
 LENGTH = 32
@@ -179,7 +181,7 @@ def test_a_placement_says_how_few_and_in_which_proportions() -> None:
     step = vnode.virtualize(light, virtual_nodes="auto", memory="1GiB", placement=template)
     assert step.explain(*arguments(12)).placement == template
     # Scaled, and rounded where a number of nodes is no multiple.
-    assert step.pattern.with_nodes(12, template).placement.counts == (8, 4)
+    assert with_nodes(step.pattern, 12, template).placement.counts == (8, 4)
     assert step.on(jax.devices()[:3]).placement.counts == (1, 1, 1)
 
 
@@ -323,28 +325,17 @@ def test_figures_are_those_of_one_device_and_donated_memory_counts_once() -> Non
         assert expected <= program_memory(compiled) <= expected + 64  # a table of the results comes on top
 
 
-def test_a_refusal_of_the_compiler_is_too_much() -> None:
-    class Refused:
-        least_nodes = 1
-        placement = vnode.Placement(1, jax.devices()[:1])
+def test_a_refusal_of_the_compiler_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_for(executor: Executor, args: Any, kwargs: Any) -> Any:
+        if executor.placement.virtual_nodes < 4:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.0G of 15.75G hbm.")
+        return jax.jit(lambda x: x).lower(1.0).compile()
 
-        def __init__(self, nodes: int = 1) -> None:
-            self.nodes = nodes
-            self.placement = vnode.Placement(nodes, jax.devices()[:1])
-
-        def batch(self, *args: Any) -> int:
-            return 8
-
-        def with_nodes(self, nodes: int, template: Any) -> Any:
-            return Refused(nodes)
-
-        def compile_for(self, *args: Any) -> Any:
-            if self.nodes < 4:
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.0G of 15.75G hbm.")
-            return jax.jit(lambda x: x).lower(1.0).compile()
-
-    found, step = search(Refused(), Refused.placement, 10**12, (), {})
-    assert found.chosen == step.nodes == 4
+    monkeypatch.setattr(Executor, "compile_for", compile_for)
+    placement = vnode.Placement(1, jax.devices()[:1])
+    pattern = vnode.virtualize(lambda w, x: w + x.sum(), virtual_nodes=1, placement=placement)
+    found, step = search(pattern, placement, 10**12, (1.0, np.ones(8)), {})
+    assert found.chosen == step.options.virtual_nodes == 4
     assert [t.bytes for t in found.trials if not t.fits] == [20 * 2**30] * 2
     assert "20.00 GiB  too much" in str(found)
 

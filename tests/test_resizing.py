@@ -159,7 +159,7 @@ def test_rehearsing_on_groups() -> None:
     step, state = virtual(), start()
     groups = vnode.Placement(NODES, groups=[jax.devices()[:1], jax.devices()[1:3]])
     step.warm_up(groups, state, batch(0)).wait()
-    (program, *_) = next(iter(step.on(groups)._group_programs.values()))
+    (program, *_) = next(iter(step.on(groups).executor._groups.values()))
     compiled = [run._cache_size() for run in program._programs.values()]
     state = step.on(groups)(state, batch(0))
     assert compiled == [run._cache_size() for run in program._programs.values()]

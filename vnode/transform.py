@@ -19,6 +19,7 @@ from vnode.errors import PlacementError
 from vnode.placement.placement import Placement, node_count
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.memory import byte_count
+from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
 from vnode.step.virtual import VirtualStep
 
@@ -137,10 +138,10 @@ def virtualize(
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
     static = argument_numbers("static_argnums", static_argnums, fun)
+    spec = StepSpec(fun, options, in_axes, donated, static)
     if auto:
-        pattern = VirtualStep(fun, options, None, in_axes, donated, static)
-        return AutoStep(pattern, placement, limit)
-    return VirtualStep(fun, options, placement, in_axes, donated, static)
+        return AutoStep(VirtualStep(spec, None), placement, limit)
+    return VirtualStep(spec, placement)
 
 
 def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from vnode.operators import OperatorDescription, describe, kind
 from vnode.operators.control import Body, call_of
@@ -28,7 +28,8 @@ class Program:
     """A list of equations in order of evaluation, each variable defined once.
 
     Attributes:
-      inputs: variables given by the caller.
+      inputs: variables given by the caller; after the arguments, values that jax is tracing and the function closed
+        over.
       constants: variables whose values are known, with the values.
       equations: no calls among them; loops and branches are.
       outputs: what is returned.
@@ -97,10 +98,14 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
         def read(atom: Atom) -> Atom:
             return atom if isinstance(atom, Literal) else env[atom]
 
+        captured: list[Var] = []
         for var, value in zip(body.jaxpr.constvars, body.constants, strict=True):
-            program.constants[fresh(var)] = value
+            if operands is None and isinstance(value, jax.core.Tracer):
+                captured.append(fresh(var))
+            else:
+                program.constants[fresh(var)] = value
         if operands is None:
-            program.inputs.extend(fresh(var) for var in body.jaxpr.invars)
+            program.inputs.extend([*(fresh(var) for var in body.jaxpr.invars), *captured])
         else:
             env.update(zip(body.jaxpr.invars, operands, strict=True))
         for eqn in body.jaxpr.eqns:
@@ -166,7 +171,22 @@ def parts(eqn: JaxprEqn) -> list[JaxprEqn]:
     ]
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function as jax traced it.
+
+    Attributes:
+      program: over the flattened arguments, and after them the values that the function closed over and jax is tracing.
+      captured: those values: an outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as arguments.
+      function: the same as a function of all these, with the derivative rules that the user's function has.
+    """
+
+    program: Program
+    captured: list[Any]
+    function: Callable[..., list[Any]]
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Traced:
     """Traces `fun` abstractly and inlines its calls.
 
     Args:
@@ -174,10 +194,19 @@ def trace(fun: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
       *args: arrays or `jax.ShapeDtypeStruct`s.
 
     Returns:
-      The program over the flattened arguments, and the pytree of `jax.ShapeDtypeStruct`s that `fun` returns.
+      What jax traced.
     """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    return inline(closed.jaxpr, closed.consts), shapes
+    closed = jax.make_jaxpr(fun)(*args)
+    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
+    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
+    count = len(closed.jaxpr.invars)
+
+    def function(*values: Any) -> list[Any]:
+        outer = iter(values[count:])
+        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
+
+    return Traced(inline(closed.jaxpr, closed.consts), captured, function)
 
 
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))

@@ -5,95 +5,77 @@ Knows how nnx turns objects into pytrees and back (as `nnx.jit` does). Must not 
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from flax import nnx
 from flax.nnx import extract
 
-from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
-from vnode.plan.nodes.auto import AutoStep
-from vnode.report.report import Report
 from vnode.step.ahead import Preparation, warm_ups
-from vnode.step.virtual import VirtualStep
+from vnode.step.executor import Executor
+from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.virtual import prepared
 from vnode.transform import virtualize as virtualize_pure
 
 
-class ObjectStep:
+class ObjectStep(Step[P, R]):
     """A virtualized nnx step; made by `virtualize`. Called like the step, it updates the objects in place."""
 
-    def __init__(self, step: VirtualStep | AutoStep, tag: object) -> None:
+    def __init__(self, step: Step, tag: object) -> None:
         functools.update_wrapper(self, step)
         self._step = step
         self._tag = tag
-        self._prepared: list[Any] = []  # or jax would forget them
 
     @property
     def placement(self) -> Placement:
         """Where the nodes live."""
         return self._step.placement
 
-    def on(self, devices: Any, **options: Any) -> ObjectStep:
+    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> ObjectStep[P, R]:
         """The same step on other devices; see `VirtualStep.on`."""
-        return ObjectStep(self._step.on(devices, **options), self._tag)
+        return ObjectStep(self._step.on(devices, counts=counts), self._tag)
 
     def put(self, tree: Any) -> Any:
         """Places a state; see `VirtualStep.put`."""
         return self._step.put(tree)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         with nnx.update_context(self._tag):
             pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
             pure = self._step(*pure_args, **pure_kwargs)
             return nnx.from_tree(pure, ctxtag=self._tag, is_inner=False)[2]
 
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Says what becomes of the step; see `VirtualStep.explain`."""
-        return self.inspect(self._step.explain, args, kwargs)
-
-    def reports(self, places: Sequence[Placement | Layout], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What `explain` says for several placements; see `VirtualStep.reports`."""
-        return self.inspect(lambda *a, **k: self._step.reports(places, a, k), tuple(args), dict(kwargs))
-
-    def layout(self, devices: int) -> Layout:
-        """How nodes would be spread; see `VirtualStep.layout`."""
-        return self._step.layout(devices)
-
-    def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """Temporary memory as compiled; see `VirtualStep.temporary`."""
-        return self.inspect(lambda *a, **k: self._step.temporary(a, k), tuple(args), dict(kwargs))
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step without running it; see `VirtualStep.lower`."""
-        return self.inspect(self._step.lower, args, kwargs)
+    def __repr__(self) -> str:
+        return f"ObjectStep({self._step!r})"
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements; it is traced at once, and compiled in a background thread.
 
         Args:
-          placements: a list of what `on` takes.
+          placements: what `on` takes, or several such.
           *args: arguments of the step.
           **kwargs: keyword arguments of the step.
 
         Returns:
           A handle; see `VirtualStep.prepare`.
         """
-        steps = [self.on(entry) for entry in placements]
 
-        def compiler(step: ObjectStep) -> Callable[[], Any]:
-            lowered = self.inspect(step._step.lower_for, args, kwargs)
-            return lambda: step._prepared.append(lowered.compile())
+        def compiler(executor: Executor, here: Resolved) -> Callable[[], Any]:
+            lowered = executor.lower_for(here.args, here.kwargs)
+            return lambda: executor.keep(lowered.compile())
 
-        compilers = [compiler(step) for step in steps]  # which chooses a number of nodes, where there is none
-        return Preparation({step.placement: compile for step, compile in zip(steps, compilers, strict=True)})
+        with self.resolved(args, kwargs) as here:
+            steps = here.step.members(placements)
+            return prepared(steps, [compiler(step.executor, here) for step in steps])
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs the step there once with copies of the objects; see `VirtualStep.warm_up`.
 
         Args:
-          placements: a list of what `on` takes.
+          placements: what `on` takes, or several such.
           *args: arguments of the step.
           **kwargs: keyword arguments of the step.
 
@@ -101,26 +83,23 @@ class ObjectStep:
           A handle; see `VirtualStep.prepare`.
         """
 
-        def run(step: ObjectStep, *pure_args: Any, **pure_kwargs: Any) -> Any:
+        def run(executor: Executor, *args: Any, **kwargs: Any) -> Any:
             with nnx.update_context(self._tag):
-                return step._step.run_copy(*pure_args, **pure_kwargs)
+                return executor.run_copy(args, kwargs)
 
-        steps = [self.on(entry) for entry in placements]
-        runs = [functools.partial(run, step) for step in steps]
-        tasks = self.inspect(lambda *a, **k: warm_ups(runs, a, k), args, kwargs)
-        return Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
+        with self.resolved(args, kwargs) as here:
+            steps = here.step.members(placements)
+            runs = [functools.partial(run, step.executor) for step in steps]
+            return prepared(steps, warm_ups(runs, here.args, here.kwargs))
 
-    @property
-    def pure(self) -> VirtualStep | AutoStep:
-        """The step on pytrees of arrays."""
-        return self._step
-
-    def inspect(self, look: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """Calls a function with what the step's arguments are as pytrees of arrays; the objects stay as they are."""
-        args, kwargs = nnx.clone((args, kwargs))
+    @contextlib.contextmanager
+    def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
+        """The step on pytrees of arrays, and what the arguments are as such; the objects stay as they are."""
+        copies = nnx.clone((tuple(args), dict(kwargs)))
         with nnx.update_context(self._tag):
-            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
-            return look(*pure_args, **pure_kwargs)
+            pure_args, pure_kwargs = nnx.to_tree(copies, ctxtag=self._tag)
+            with self._step.resolved(pure_args, pure_kwargs, choose=choose) as here:
+                yield here
 
 
 def virtualize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:

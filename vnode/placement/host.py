@@ -18,17 +18,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import is_array, shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
 
 
 def abstract(leaf: Any) -> Any:
     """Shape, dtype and sharding of a leaf that is an array; any other leaf as it is."""
-    if not is_array(leaf):
-        return leaf
-    aval = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=getattr(leaf, "sharding", None))
+    return shape_of(leaf, sharding="keep") if is_array(leaf) else leaf
 
 
 def is_key(leaf: Any) -> bool:

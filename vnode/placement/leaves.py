@@ -1,19 +1,54 @@
-"""What the leaves of a pytree are: arrays, or anything else.
+"""What the leaves of a pytree are: arrays, or anything else; and what stands for an array that is not there.
 
-Knows kinds of arrays. Must not know where they live, nor what they are used for.
+Knows kinds of arrays. Must not know where they are to live, nor what they are used for.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from vnode.placement.sharded import ShardedBatch
 
+SCALARS = bool | int | float | complex
+"""Numbers of Python, which `jax.jit` takes as weakly typed arrays."""
+
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is something that `jax.jit` takes as an array, or as one in shares."""
-    kinds = jax.Array | np.ndarray | np.generic | bool | int | float | complex | jax.ShapeDtypeStruct | ShardedBatch
-    return isinstance(leaf, kinds)
+    """Whether a leaf is something that `jax.jit` takes as an array, or a sharded batch."""
+    return isinstance(leaf, jax.Array | np.ndarray | np.generic | SCALARS | jax.ShapeDtypeStruct | ShardedBatch)
+
+
+def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> jax.ShapeDtypeStruct:
+    """The shape, dtype and weak type that a leaf has in a program.
+
+    Args:
+      leaf: an array of any kind, a Python number, or what stands for one.
+      sharding: whether to say where the array lives: never, if it is committed to its devices, or always.
+
+    Returns:
+      What stands for the leaf.
+
+    Example:
+      >>> shape_of(np.zeros((2, 3)))
+      ShapeDtypeStruct(shape=(2, 3), dtype=float32)
+      >>> shape_of(1.0)
+      ShapeDtypeStruct(shape=(), dtype=float32, weak_type=True)
+    """
+    known = isinstance(leaf, jax.ShapeDtypeStruct | ShardedBatch)
+    aval = leaf if known else jax.typeof(leaf)
+    there = getattr(leaf, "sharding", None) if sharding != "drop" else None
+    if sharding == "committed" and not known and not getattr(leaf, "committed", False):
+        there = None
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False), sharding=there)
+
+
+def shapes_of(tree: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> Any:
+    """A pytree with shapes in place of its arrays; Python numbers and what is no array stay as they are."""
+
+    def shape(leaf: Any) -> Any:
+        return shape_of(leaf, sharding=sharding) if isinstance(leaf, jax.Array | np.ndarray | np.generic) else leaf
+
+    return jax.tree.map(shape, tree)

@@ -20,11 +20,12 @@ import numpy as np
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
-from vnode.plan.nodes.auto import AutoStep
 from vnode.report.report import Report
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
+from vnode.step.explain import layout, reports, temporary
+from vnode.step.protocol import Resolved, Step
 
 MOST_DEVICES = 1 << 16
 """Beyond which a number of devices is taken for a mistake."""
@@ -217,50 +218,38 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
     """
     if isinstance(step, types.MethodType):  # a step defined in a class
         step, args = step.__func__, (step.__self__, *args)
-    searched: tuple[str, ...] = ()
-    if isinstance(step, AutoStep):
-        # In this order: asking for the step is what searches.
-        chosen = step.chosen(*args, **kwargs)
-        step, searched = chosen, step.searched
-    if not (hasattr(step, "reports") and hasattr(step, "layout")):
+    if not isinstance(step, Step):
         raise VnodeError(
             layout_message(
                 f"explain takes a virtualized step, not {step!r:.80}.",
                 remedies=["vnode.explain(vnode.virtualize(step, virtual_nodes=32), state, batch)"],
             )
         )
-    places = [step.placement, *([] if devices is None else places_of(step, devices))]
-    reports = [report.found_by(searched) for report in step.reports(places, args, kwargs)]
-    if compile:
-        reports = [
-            dataclasses.replace(report, temporary=temporary(step, place, args, kwargs))
-            for report, place in zip(reports, places, strict=True)
-        ]
-    return reports[0] if devices is None else Comparison(reports[0], tuple(reports[1:]))
+    with step.resolved(args, kwargs) as here:
+        places = [here.step.placement, *([] if devices is None else places_of(here, devices))]
+        found = reports(here, places)
+        if compile:
+            found = [
+                dataclasses.replace(report, temporary=temporary(here, place))
+                for report, place in zip(found, places, strict=True)
+            ]
+    return found[0] if devices is None else Comparison(found[0], tuple(found[1:]))
 
 
-def temporary(step: Any, place: Placement | Layout, args: Sequence[Any], kwargs: dict[str, Any]) -> int | None:
-    """Temporary memory of a device, measured by compiling; None without such devices."""
-    if isinstance(place, Placement):
-        return step.on(place).temporary(args, kwargs)
-    there = jax.devices()[: len(place.counts)]
-    return step.on(there).temporary(args, kwargs) if len(there) == len(place.counts) else None
-
-
-def places_of(step: Any, devices: Any) -> list[Placement | Layout]:
+def places_of(here: Resolved, devices: Any) -> list[Placement | Layout]:
     """What the user means by devices.
 
     Raises:
       PlacementError: it makes no sense.
     """
     if isinstance(devices, Placement | jax.sharding.Mesh):
-        return [step.on(devices).placement]
+        return [here.step.on(devices).placement]
     if isinstance(devices, int | np.integer):
-        return [imagined(step, devices)]
+        return [imagined(here, devices)]
     if isinstance(devices, Sequence | np.ndarray | range) and not isinstance(devices, str | bytes) and len(devices):
         if all(isinstance(one, Placement | int | np.integer) for one in devices):
-            return [place for one in devices for place in places_of(step, one)]
-        return [step.on(devices).placement]
+            return [place for one in devices for place in places_of(here, one)]
+        return [here.step.on(devices).placement]
     raise PlacementError(
         layout_message(
             f"devices must say on how many devices, or on which: not {devices!r:.80}.",
@@ -269,7 +258,7 @@ def places_of(step: Any, devices: Any) -> list[Placement | Layout]:
     )
 
 
-def imagined(step: Any, devices: Any) -> Layout:
+def imagined(here: Resolved, devices: Any) -> Layout:
     """The layout on a number of devices.
 
     Raises:
@@ -283,4 +272,4 @@ def imagined(step: Any, devices: Any) -> Layout:
                 remedies=[f"a number of devices from 1 to {MOST_DEVICES:,}: devices=8"],
             )
         )
-    return step.layout(number)
+    return layout(here, number)

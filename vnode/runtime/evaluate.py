@@ -170,6 +170,18 @@ def as_array(value: Any, like: Atom) -> Any:
     return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
 
 
+def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
+    """Values as weakly typed as the program's own: what the caller computes of them depends on it."""
+
+    def as_weak_as(value: Any, aval: Any) -> Any:
+        weak = getattr(aval, "weak_type", False)
+        if getattr(jax.typeof(value), "weak_type", False) == weak:
+            return value
+        return lax.convert_element_type_p.bind(value, new_dtype=aval.dtype, weak_type=weak, sharding=None)
+
+    return [as_weak_as(value, atom.aval) for value, atom in zip(values, atoms, strict=True)]
+
+
 def evaluate_action(
     action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | None, known: Known
 ) -> list[Any]:

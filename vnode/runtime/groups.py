@@ -31,7 +31,7 @@ from vnode.placement.sharded import ShardedBatch
 from vnode.placement.transfer import replicated
 from vnode.runtime import collectives
 from vnode.runtime.emit import Emission, Mode, sums_of
-from vnode.runtime.evaluate import as_array
+from vnode.runtime.evaluate import as_array, typed
 
 Key = tuple[str, Any]
 """Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
@@ -276,7 +276,7 @@ class GroupProgram:
             if self.alike:
                 self._replicas.keep(values)
             outputs.append(values[0])
-        return outputs
+        return typed(outputs, flow.program.outputs)
 
     def run(self, schedule: Schedule, held: list[Held]) -> list[list[Any]]:
         """Runs a schedule whose inputs the groups hold; of every output what each group has, of batched ones a part."""

@@ -11,10 +11,11 @@ derivative, which pairwise maxima do not do).
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -24,14 +25,16 @@ from jax.extend.core import JaxprEqn
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import Program, scope, signature, trace, where
+from vnode.analysis.program import Program, Traced, scope, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
+from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.report.report import coupling_line
 from vnode.runtime.emit import Mode, emit
+from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
 from vnode.step.collector import collector_paused
 
@@ -67,14 +70,32 @@ class Options:
 class Analysis:
     """What is known of a function of flat arrays before it is emitted."""
 
-    program: Program
+    traced: Traced
     schedule: Schedule
     couplings: list[Coupling]
+
+    @property
+    def program(self) -> Program:
+        """The function as a list of equations."""
+        return self.traced.program
+
+
+OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
+
+
+def outer_devices() -> frozenset[Any] | None:
+    """The devices of the step that is being traced (none if these are not known); None outside of any."""
+    return OUTER_DEVICES.get()
 
 
 @collector_paused()
 def analyse(
-    fun: Callable[..., list[Any]], leaves: Sequence[Any], axes: Sequence[int | None], size: int, options: Options
+    fun: Callable[..., list[Any]],
+    leaves: Sequence[Any],
+    axes: Sequence[int | None],
+    size: int,
+    options: Options,
+    devices: Iterable[Any] = (),
 ) -> Analysis:
     """Traces a function of flat arrays and schedules it.
 
@@ -84,6 +105,7 @@ def analyse(
       axes: the dimension of each that carries the examples, or None.
       size: examples of the global batch.
       options: what the user asked for.
+      devices: on which it is to run, if that is known.
 
     Returns:
       The analysis.
@@ -92,8 +114,12 @@ def analyse(
       CouplingError: the couplings are not wanted, or cost too much.
       UnsupportedPrimitiveError: a batched value meets a primitive without description.
     """
-    shapes = [abstract(leaf) for leaf in leaves]
-    program, _ = trace(fun, *shapes)
+    shapes = [shape_of(leaf) for leaf in leaves]
+    within = OUTER_DEVICES.set(frozenset(devices))
+    try:
+        traced = trace(fun, *shapes)
+    finally:
+        OUTER_DEVICES.reset(within)
     batch = Batch(size)
     follower = Follower(batch, options.virtual_nodes, options.mode)
     states = []
@@ -102,9 +128,10 @@ def analyse(
             states.append(State(WHOLE, model=axis is None))
         else:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
-    made = schedule(follower.follow(program, states), options.accumulate_dtype)
+    states += [State(WHOLE, model=True)] * len(traced.captured)
+    made = schedule(follower.follow(traced.program, states), options.accumulate_dtype)
     check_couplings(made, follower.couplings, options)
-    return Analysis(program, made, follower.couplings)
+    return Analysis(traced, made, follower.couplings)
 
 
 @collector_paused()
@@ -131,16 +158,31 @@ def evaluate(
     Returns:
       The function's results.
     """
-    made = analyse(fun, leaves, axes, size, options)
+    made = analyse(fun, leaves, axes, size, options, placement.devices)
     check_effects(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
-    if differentiable or plain or uses_references(made.program):
-        return emit(made.schedule, placement, leaves, mode, options.lane)
+    values = [*leaves, *made.traced.captured]
+    axes = [*axes, *[None] * len(made.traced.captured)]
 
-    @jax.custom_jvp
     def step(*values: Any) -> list[Any]:
         return emit(made.schedule, placement, values, mode, options.lane)
+
+    if not (differentiable or plain or uses_references(made.program)):
+        step = with_derivative(step, made, axes, size, options, placement)
+    return typed(step(*values), made.program.outputs)
+
+
+def with_derivative(
+    step: Callable[..., list[Any]],
+    made: Analysis,
+    axes: Sequence[int | None],
+    size: int,
+    options: Options,
+    placement: Placement,
+) -> Callable[..., list[Any]]:
+    """An emitted step whose derivative is the user's function's own, virtualized."""
+    step = jax.custom_jvp(step)
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
@@ -162,7 +204,7 @@ def evaluate(
             points, directions = values[: len(primals)], list(tangents)
             for i, value in zip(moving, values[len(primals) :], strict=True):
                 directions[i] = value
-            outputs, changes = jax.jvp(lambda *args: fun(*args), points, tuple(directions))
+            outputs, changes = jax.jvp(made.traced.function, points, tuple(directions))
             nonlocal still
             still = [getattr(c, "dtype", None) == jax.dtypes.float0 for c in changes]
             return [*outputs, *(c for c, s in zip(changes, still, strict=True) if not s)]
@@ -178,7 +220,7 @@ def evaluate(
             for out, s in zip(outputs, still, strict=True)
         ]
 
-    return step(*leaves)
+    return step
 
 
 @collector_paused()
@@ -208,7 +250,7 @@ def program_of_groups(
     Raises:
       PlacementError: the step has effects, which every group would have.
     """
-    made = analyse(fun, leaves, axes, size, options)
+    made = analyse(fun, leaves, axes, size, options, placement.devices)
     for eqn in made.program.equations:
         if eqn.effects:
             raise PlacementError(
@@ -223,14 +265,6 @@ def program_of_groups(
     mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in leaves]
     return GroupProgram(made.schedule, placement, mode, options.lane, name, shared)
-
-
-def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of a leaf, whatever it is."""
-    if isinstance(leaf, jax.ShapeDtypeStruct | ShardedBatch):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def check_effects(program: Program, placement: Placement) -> None:

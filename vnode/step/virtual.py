@@ -1,103 +1,79 @@
-"""A step on virtual nodes: called like the user's, compiled per placement.
+"""A step on virtual nodes: called like the user's, on any devices.
 
-Knows `jax.jit`, calls and devices. Must not know jaxprs: the pipeline does.
+Knows placements, and who runs a step on one of them. Must not know jaxprs, or how programs are made.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.analysis.schedule import Schedule
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.placement.layout import Layout
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import is_array, shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
-from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
-from vnode.placement.transfer import (
-    committed_to,
-    partition,
-    target_sharding,
-    to_placement,
-    tracing,
-    transferred,
-    typed_sharding,
-)
-from vnode.report.report import Reduction, Report, report
-from vnode.runtime.groups import GroupProgram
+from vnode.placement.sharded import whole_batches
+from vnode.placement.transfer import to_placement, tracing
 from vnode.step.ahead import Preparation, warm_ups
-from vnode.step.arguments import OutputTree, StaticLeaf, Statics, batch_axes, batch_size, unwrap
-from vnode.step.pipeline import Analysis, Options, abstract, analyse, evaluate, program_of_groups
+from vnode.step.executor import Executor, StepSpec
+from vnode.step.pipeline import Options, outer_devices
+from vnode.step.protocol import P, R, Resolved, Step
 
-NO_MESH = jax.sharding.AbstractMesh((), ())
+REMEMBERED = 16
+"""Placements whose programs are kept; those that were asked for longest ago are compiled again."""
 
 
-class VirtualStep:
+class VirtualStep(Step[P, R]):
     """A step on virtual nodes; made by `virtualize`.
 
     Calling it runs the step. It composes with `jax.jit`, `jax.lax.scan`, `jax.eval_shape` and `jax.vmap`.
+
+    Attributes:
+      spec: what the step is on any devices.
     """
 
-    def __init__(
-        self,
-        fun: Callable[..., Any],
-        options: Options,
-        placement: Placement | None,
-        in_axes: Any,
-        donate_argnums: tuple[int, ...],
-        static_argnums: tuple[int, ...],
-    ) -> None:
-        functools.update_wrapper(self, fun)
-        self._in_axes = in_axes
-        self._donate_argnums = donate_argnums
-        self._static_argnums = static_argnums
-        self._fun = fun
-        self._options = options
+    def __init__(self, spec: StepSpec, placement: Placement | None, family: Family | None = None) -> None:
+        functools.update_wrapper(self, spec.fun)
+        self.spec = spec
         self._placement = placement
-        self._family = Family()
-        self._has_statics = False
-        self._moves = False
-        self._seen: set[int] = set()
-        self._traced = False
-        self._group_programs: dict[Any, tuple[GroupProgram, Callable[..., list[Any]], OutputTree]] = {}
+        self._executor: Executor | None = None
+        self._family = Family() if family is None else family
         self._preparation: Preparation | None = None
-        self._prepared: list[Any] = []  # or jax would forget them
-        self._whole_positions: dict[int, list[int]] = {}
         if placement is not None:
-            if placement.virtual_nodes != options.virtual_nodes:
+            if placement.virtual_nodes != spec.options.virtual_nodes:
                 raise PlacementError(
-                    f"the placement is for {placement.virtual_nodes} nodes, the step has {options.virtual_nodes}"
+                    f"the placement is for {placement.virtual_nodes} nodes, the step has {spec.options.virtual_nodes}"
                 )
-            check_lanes(placement, options.lane)
-            self._family.members[placement] = self
-        self._jit = jax.jit(named(self._whole, fun), donate_argnums=donate_argnums, static_argnums=static_argnums)
-        self._static_jit = jax.jit(
-            named(self._from_parts, fun), static_argnums=0, donate_argnums=tuple(i + 1 for i in donate_argnums)
-        )
+            check_lanes(placement, spec.options.lane)
+            self._family.add(self)
 
     @property
     def options(self) -> Options:
         """What was asked of `virtualize`."""
-        return self._options
+        return self.spec.options
 
     @property
     def placement(self) -> Placement:
         """Where the nodes live."""
         if self._placement is None:
-            self._placement = Placement(self._options.virtual_nodes, counts=self._counts(len(jax.devices())))
-            self._family.members[self._placement] = self
+            self._placement = Placement(self.options.virtual_nodes, counts=self._counts(len(jax.devices())))
+            self._family.add(self)
         return self._placement
 
-    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> VirtualStep:
+    @property
+    def executor(self) -> Executor:
+        """What runs the step on its placement."""
+        if self._executor is None:
+            self._executor = Executor(self.spec, self.placement)
+        return self._executor
+
+    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> VirtualStep[P, R]:
         """The same step on other devices.
 
         Args:
@@ -105,7 +81,8 @@ class VirtualStep:
           counts: nodes on each device; as even as possible by default.
 
         Returns:
-          A `VirtualStep`. Asked twice for the same placement it returns the same object, with its compiled programs.
+          A `VirtualStep`. Asked twice for the same placement it returns the same object, with its compiled programs;
+          those of the 16 placements that were asked for last are kept.
         """
         if isinstance(devices, Placement):
             if counts is not None:
@@ -116,42 +93,7 @@ class VirtualStep:
             devices = devices if mesh else device_list(devices)
             size = devices.shape.get(self.placement.axis, 1) if mesh else len(devices)
             placement = self.placement.resize(devices, self._counts(size) if counts is None else counts)
-        members = self._family.members
-        if placement not in members:
-            sibling = VirtualStep(
-                self._fun, self._options, placement, self._in_axes, self._donate_argnums, self._static_argnums
-            )
-            sibling._family = self._family
-            members[placement] = sibling
-        return members[placement]
-
-    def with_nodes(self, virtual_nodes: int, template: Placement) -> VirtualStep:
-        """The same step on another number of nodes, which is another program with another result, by rounding.
-
-        Args:
-          virtual_nodes: V.
-          template: the devices, and in which proportions they hold nodes.
-
-        Returns:
-          A `VirtualStep` that knows nothing of this one.
-        """
-        options = dataclasses.replace(self._options, virtual_nodes=virtual_nodes)
-        if template.even:
-            counts = even_counts(virtual_nodes, template.size, options.lane)
-        else:
-            bounds = [virtual_nodes * start // template.virtual_nodes for start in template.starts]
-            counts = [stop - start for start, stop in zip(bounds, [*bounds[1:], virtual_nodes], strict=True)]
-        if len(template.groups) > 1:
-            groups = [list(group.mesh.devices.flat) for group in template.groups]
-            placement = Placement(virtual_nodes, groups=groups, counts=counts, axis=template.axis)
-        else:
-            placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
-        return VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
-
-    @property
-    def least_nodes(self) -> int:
-        """The fewest nodes that it can have: one for each lane."""
-        return self._options.lanes or 1
+        return self._family.member(placement) or VirtualStep(self.spec, placement, self._family)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
@@ -180,7 +122,7 @@ class VirtualStep:
           >>> step.prepare(step.placement.resize(jax.devices()[:1])).wait().done()
           True
         """
-        steps = self._members(placements)
+        steps = self.members(placements)
         if not args and not kwargs:
             if self._family.last is None:
                 raise BatchError(
@@ -188,8 +130,8 @@ class VirtualStep:
                     "or give them, arrays or jax.ShapeDtypeStructs: step.prepare(placements, state, batch)"
                 )
             args, kwargs = self._family.last
-        args, kwargs = described((args, kwargs))
-        return prepared(steps, [functools.partial(step.compile_for, *args, **kwargs) for step in steps])
+        args, kwargs = shapes_of((args, kwargs), sharding="committed")
+        return prepared(steps, [functools.partial(step.executor.compile_for, args, kwargs) for step in steps])
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
@@ -216,114 +158,12 @@ class VirtualStep:
           >>> step.warm_up(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
           True
         """
-        steps = self._members(placements)
-        return prepared(steps, warm_ups([step.run_copy for step in steps], args, kwargs))
+        steps = self.members(placements)
 
-    def _members(self, placements: Any) -> list[VirtualStep]:
-        """The step on each of several placements, or on one."""
-        single = isinstance(placements, Placement | jax.sharding.Mesh)
-        wanted = [placements] if single else list(placements)
-        if any(hasattr(entry, "platform") for entry in wanted):
-            wanted = [wanted]
-        return [self.on(entry) for entry in wanted]
+        def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
+            return step.executor.run_copy(args, kwargs)
 
-    def run_copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
-        if len(self.placement.groups) > 1:
-            return self._on_groups(args, kwargs)
-        self.compile_for(*args, **kwargs)
-        return self._call(self._placed(args), kwargs)
-
-    def compile_for(self, *args: Any, **kwargs: Any) -> Any:
-        """Compiles the step as it will be called; a call with such arguments then finds the program.
-
-        Args:
-          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; those that live elsewhere will have been
-            transferred.
-          **kwargs: keyword arguments of the step.
-
-        Returns:
-          The program, of which `memory_analysis` can be asked.
-        """
-        self._prepared.append(self.lower_for(*args, **kwargs).compile())
-        return self._prepared[-1]
-
-    def lower_for(self, *args: Any, **kwargs: Any) -> Any:
-        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
-        args, kwargs = described((args, kwargs))
-        here, wholes = set(self.placement.devices), self._wholes(len(args))
-        in_shares = PartitionSpec(self.placement.axis)
-
-        def arrive(leaf: Any, whole: bool, split: bool) -> Any:
-            if isinstance(leaf, ShardedBatch) or (split and partition(leaf) == in_shares):
-                return abstract_batch(leaf.shape, leaf.dtype, self.placement)
-            if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
-                return leaf
-            if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
-                return leaf
-            return jax.ShapeDtypeStruct(
-                leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=target_sharding(leaf, self.placement)
-            )
-
-        placed = [
-            jax.tree.map(
-                functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_sharded_batch
-            )
-            for i, arg in enumerate(args)
-        ]
-        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_sharded_batch)
-        return self.lower(*placed, **kwargs)
-
-    def cut(self, nodes: int, placement: Placement | None, *args: Any) -> tuple[VirtualStep, tuple[Any, ...]]:
-        """The step for the first nodes of the batch only; their size stays.
-
-        Args:
-          nodes: how many; at most the number of virtual nodes.
-          placement: of these nodes; by default on all of ``jax.devices()``.
-          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
-
-        Returns:
-          The step, and its arguments: batched ones hold the examples of the first nodes, the others are whole.
-        """
-        args = whole_batches(args)
-        static, parts = self._split(args, {})
-        leaves = [leaf for part in parts for leaf in part]
-        axes = static.dynamic(batch_axes(self._in_axes, args, {}))
-        size = batch_size(leaves, axes, static.dynamic(jax.tree.leaves_with_path((args, {}))))
-        stop = min(nodes * -(-size // self._options.virtual_nodes), size)
-        first = iter(
-            [leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(leaves, axes, strict=True)]
-        )
-        options = dataclasses.replace(self._options, virtual_nodes=nodes)
-        step = VirtualStep(self._fun, options, placement, self._in_axes, self._donate_argnums, self._static_argnums)
-        return step, static.merge_inputs([[next(first) for _ in part] for part in parts])[0]
-
-    def compiled(self, *args: Any) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
-        """Compiles the step without running it, and brings arguments to where the compiled program wants them.
-
-        Args:
-          *args: arguments of the step.
-
-        Returns:
-          The compiled program, and what to call it with. What the step donates is a copy.
-        """
-        args = transferred(self._placed(whole_batches(args)), self.placement)
-        compiled = self.lower(*args).compile()
-        dynamic = self._dynamic(args)
-        inputs = dynamic if all(map(is_array, jax.tree.leaves(dynamic))) and not self._has_statics else None
-        if inputs is None:
-            inputs = self._split(args, {})[1]
-        leaves, treedef = jax.tree.flatten(tuple(inputs))
-        shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
-        placed = [
-            leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
-        return compiled, jax.tree.unflatten(treedef, placed)
-
-    def _counts(self, devices: int) -> list[int] | None:
-        """Nodes of each device, in whole lanes."""
-        return even_counts(self._options.virtual_nodes, devices, self._options.lane) if devices else None
+        return prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
 
     def put(self, tree: Any) -> Any:
         """Places a state on the placement's devices, directly from those where it is.
@@ -337,62 +177,67 @@ class VirtualStep:
         """
         return jax.tree.map(lambda leaf: to_placement(leaf, self.placement) if is_array(leaf) else leaf, tree)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A step defined in a class is a method."""
-        return self if instance is None else types.MethodType(self, instance)
+    @contextlib.contextmanager
+    def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
+        """Itself and the arguments as they are."""
+        yield Resolved(self, tuple(args), dict(kwargs))
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if len(self.placement.groups) > 1:
-            return self._on_groups(args, kwargs)
-        for i in self._wholes(len(args)):
-            if id(args[i]) not in self._seen:
-                args = self._placed(args)
-                break
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        around = outer_devices()
+        if around is not None:
+            return self._inside(around, args, kwargs)
+        executor = self.executor
         if self._preparation is not None:
             self._await()
-        results = self._call(args, kwargs)
-        if self._traced:
-            self._traced = False
+        results = executor(args, kwargs)
+        if executor.traced:
+            executor.traced = False
             if not tracing():
-                self._family.last = described((args, kwargs))
-        parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple | list) else ()
-        self._seen = {id(results), *map(id, args), *map(id, parts)}
+                self._family.last = shapes_of((args, kwargs), sharding="committed")
         return results
 
-    def _on_groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call on devices of several programs."""
-        static, parts = self._split(args, kwargs)
-        leaves = [leaf for part in parts for leaf in part]
-        if tracing():
+    def __repr__(self) -> str:
+        return f"VirtualStep({self.spec.name}, {self._placement or f'{self.options.virtual_nodes} nodes'})"
+
+    def _inside(self, around: frozenset[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call within another virtualized step, whose nodes then divide this one too.
+
+        Raises:
+          PlacementError: this one is to run on other devices, or would not give what it gives alone.
+        """
+        devices = frozenset(() if self._placement is None else self._placement.devices)
+        if devices and around and devices != around:
             raise PlacementError(
                 layout_message(
-                    "a step on groups of devices is several programs, and cannot be part of another one.",
-                    facts=[repr(self.placement)],
+                    f"the virtualized step {self.spec.name!r} is called inside another one, on other devices.",
+                    facts=[f"outside: {len(around)} devices", f"inside: {len(devices)} devices"],
                     remedies=[
-                        "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
-                        "or put it on devices of one kind: step.on(jax.devices()[:1])",
+                        f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)",
+                        "or put both on the same devices: step.on(devices)",
                     ],
                 )
             )
-        key = (static, tuple((abstract(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
-        if key not in self._group_programs:
-            returned = OutputTree()
-            fun, _, axes, size = self._flatten(static, parts, returned)
-            understood = functools.partial(self._understood, axes=axes, size=size)
-            made = program_of_groups(
-                fun, understood(leaves), axes, size, self._options, self.placement, name_of(self._fun)
+        if self.options.coupling != "exact":
+            raise PlacementError(
+                layout_message(
+                    f"the virtualized step {self.spec.name!r} is called inside another one, which decides about "
+                    f"couplings: its own coupling={self.options.coupling!r} would not count.",
+                    remedies=[f"call the function that was virtualized: {self.spec.name}.__wrapped__(...)"],
+                )
             )
-            self._group_programs[key] = made, understood, returned
-        program, understood, returned = self._group_programs[key]
-        with jax.sharding.use_abstract_mesh(NO_MESH):
-            arrays = program(understood(leaves))
-        for i in self._donate_argnums:
-            start = sum(map(len, parts[:i]))
-            for k, leaf in enumerate(parts[i] if i < len(args) else ()):
-                for array in jax.tree.leaves(leaf) if start + k not in program.returned else ():
-                    if isinstance(array, jax.Array):
-                        array.delete()
-        return unwrap(returned.merge(arrays))
+        return self.spec.fun(*args, **kwargs)
+
+    def members(self, placements: Any) -> list[VirtualStep]:
+        """The step on each of several placements, or on one."""
+        single = isinstance(placements, Placement | jax.sharding.Mesh)
+        wanted = [placements] if single else list(placements)
+        if any(hasattr(entry, "platform") for entry in wanted):
+            wanted = [wanted]
+        return [self.on(entry) for entry in wanted]
+
+    def _counts(self, devices: int) -> list[int] | None:
+        """Nodes of each device, in whole lanes."""
+        return even_counts(self.options.virtual_nodes, devices, self.options.lane) if devices else None
 
     def _await(self) -> None:
         """Waits for the program that is being compiled, or this call would compile it once more."""
@@ -402,241 +247,81 @@ class VirtualStep:
             assert preparation is not None
             preparation.wait(self.placement)
 
-    def _wholes(self, count: int) -> list[int]:
-        """Positions of the arguments of which nothing is split, of `count`."""
-        if count not in self._whole_positions:
-            axes = self._in_axes if isinstance(self._in_axes, tuple | list) else (self._in_axes,) * count
-            static = self._statics(count)
-            self._whole_positions[count] = [
-                i for i in range(count) if i not in static and (i >= len(axes) or axes[i] is None)
-            ]
-        return self._whole_positions[count]
 
-    def _placed(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Places arguments that are not split, so that a state that was never placed meets the same program as the
-        state that the step returns. Arguments that were `_seen` in the last call are in place."""
-        if tracing():
-            return args
-        placed = list(args)
-        for i in self._wholes(len(args)):
-            leaves, treedef = jax.tree.flatten(args[i])
-            settled = [committed_to(leaf, self.placement) for leaf in leaves]
-            if any(a is not b for a, b in zip(leaves, settled, strict=True)):
-                placed[i] = jax.tree.unflatten(treedef, settled)
-        return tuple(placed)
-
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._moves:
-            args, kwargs = transferred((args, kwargs), self.placement)
-        if not self._has_statics:
-            try:
-                return self._jit(*args, **kwargs)
-            except (TypeError, HasStatics):
-                if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))) and not self._has_statics:
-                    raise
-                self._has_statics = True
-            except Exception:
-                here = transferred((args, kwargs), self.placement)
-                if not differs(here, (args, kwargs)):
-                    raise
-                self._moves |= any(map(typed_sharding, jax.tree.leaves((args, kwargs))))
-                return self._call(*here)
-        static, parts = self._split(args, kwargs)
-        try:
-            return unwrap(self._static_jit(static, *parts))
-        except Exception:
-            here = transferred((args, kwargs), self.placement)
-            if not differs(here, (args, kwargs)):
-                raise
-            return self._call(*here)
-
-    def _statics(self, count: int) -> set[int]:
-        """Which of `count` arguments are compile-time constants."""
-        return {i for i in self._static_argnums if i < count}
-
-    def _dynamic(self, args: tuple[Any, ...]) -> list[Any]:
-        static = self._statics(len(args))
-        return [arg for i, arg in enumerate(args) if i not in static]
-
-    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Statics, list[list[Any]]]:
-        """Separates arrays from the rest."""
-        static = self._statics(len(args))
-        parts: list[list[Any]] = []
-        rest: list[tuple[Any, tuple[Any, ...]]] = []
-        for i, arg in enumerate((*args, kwargs)):
-            leaves, treedef = ([arg], None) if i in static else jax.tree.flatten(arg, is_leaf=is_sharded_batch)
-            keep = [i not in static and is_array(leaf) for leaf in leaves]
-            parts.append([leaf for leaf, k in zip(leaves, keep, strict=True) if k])
-            rest.append((treedef, tuple(None if k else StaticLeaf(leaf) for leaf, k in zip(leaves, keep, strict=True))))
-        return Statics(tuple(rest), len(args)), parts
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too.
-
-        Raises:
-          PlacementError: the placement has several groups, hence several programs.
-        """
-        if len(self.placement.groups) > 1:
-            raise PlacementError(
-                layout_message(
-                    "a step on groups of devices is several programs, which call for one another's results.",
-                    facts=[repr(self.placement)],
-                    remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
-                )
-            )
-        if all(map(is_array, jax.tree.leaves((self._dynamic(args), kwargs)))):
-            try:
-                return self._jit.lower(*args, **kwargs)
-            except HasStatics:
-                pass
-        static, parts = self._split(args, kwargs)
-        return self._static_jit.lower(static, *parts)
-
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
-
-        Args:
-          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
-          **kwargs: keyword arguments of the step.
-
-        Returns:
-          A report; print it.
-        """
-        return self.reports([self.placement], args, kwargs)[0]
-
-    def reports(
-        self, places: Sequence[Placement | Layout], args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> list[Report]:
-        """What `explain` says for several placements, of devices that are there or not; the step is analysed once.
-
-        Args:
-          places: where its nodes would live.
-          args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
-          kwargs: keyword arguments of the step.
-
-        Returns:
-          A report for each.
-        """
-        made = self._analyse(tuple(args), dict(kwargs))
-        reduction = Reduction(self._options.reduction, self._options.lane, self._sharded(tuple(args)))
-        name = name_of(self._fun)
-        return [report(made.schedule, place, name, made.couplings, reduction) for place in places]
-
-    def layout(self, devices: int) -> Layout:
-        """How `on` would spread the nodes over a number of devices, which need not be there."""
-        return Layout(tuple(even_counts(self._options.virtual_nodes, devices, self._options.lane)))
-
-    def temporary(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-        """Compiles the step and asks for the bytes of temporary memory that a device needs; None if jax cannot say."""
-        static = self._statics(len(args))
-        shapes = [arg if i in static else shapes_of(arg) for i, arg in enumerate(args)]
-        analysis = self.lower(*shapes, **shapes_of(dict(kwargs))).compile().memory_analysis()
-        return getattr(analysis, "temp_size_in_bytes", None)
-
-    def _sharded(self, args: tuple[Any, ...]) -> tuple[str, ...]:
-        """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
-        axis = self.placement.axis
-        return tuple(
-            f"argument {i}{jax.tree_util.keystr(path)}"
-            for i in self._wholes(len(args))
-            for path, leaf in jax.tree.leaves_with_path(args[i])
-            if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
-            and any(axis == name or (isinstance(name, tuple) and axis in name) for name in sharding.spec)
-        )
-
-    def batch(self, *args: Any, **kwargs: Any) -> int:
-        """Examples that the arguments of a call carry (arrays or `jax.ShapeDtypeStruct`s).
-
-        Raises:
-          BatchError: they carry none, or disagree.
-        """
-        return self._flatten(*self._split(args, kwargs), OutputTree())[-1]
-
-    def analyse(self, *args: Any, **kwargs: Any) -> Schedule:
-        """The schedule of the step for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        return self._analyse(args, kwargs).schedule
-
-    def _analyse(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Analysis:
-        return analyse(*self._flatten(*self._split(args, kwargs), OutputTree()), self._options)
-
-    def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        return self._emitted(*self._split(args, kwargs), arrays_only=True)
-
-    def _from_parts(self, static: Statics, *parts: list[Any]) -> Any:
-        return self._emitted(static, parts)
-
-    def _emitted(self, static: Statics, parts: Sequence[list[Any]], arrays_only: bool = False) -> Any:
-        """What the step returns; leaves that are not arrays are `StaticLeaf`."""
-        self._traced = True
-        returned = OutputTree()
-        fun, leaves, axes, size = self._flatten(static, parts, returned)
-        leaves = self._understood(leaves, axes, size)
-        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            arrays = evaluate(fun, leaves, axes, size, self._options, self.placement)
-        if arrays_only and returned.has_statics:
-            self._has_statics = True
-            raise HasStatics
-        return returned.merge(arrays)
-
-    def _understood(self, leaves: Sequence[Any], axes: Sequence[int | None], size: int) -> list[Any]:
-        """Leaves with those in shares as one array, unless the shares are the nodes' of this placement."""
-        fits = size > 1  # or nothing is split
-        return [
-            leaf if fits and axis == 0 and getattr(leaf, "placement", None) == self.placement else whole_batches(leaf)
-            for leaf, axis in zip(leaves, axes, strict=True)
-        ]
-
-    def _flatten(
-        self, static: Statics, parts: Sequence[list[Any]], returned: OutputTree
-    ) -> tuple[Callable[..., list[Any]], list[Any], list[int | None], int]:
-        """The step as a function of flat arrays; its arguments, their batched dimensions, and the batch size."""
-        args, kwargs = static.merge_inputs(parts)
-        leaves = [leaf for part in parts for leaf in part]
-        axes = static.dynamic(batch_axes(self._in_axes, args, kwargs))
-        paths = jax.tree_util.tree_flatten_with_path((args, kwargs), is_leaf=is_sharded_batch)[0]
-
-        @functools.wraps(self._fun)  # for jax's messages
-        def flat(*values: Any) -> list[Any]:
-            rest = iter(values)
-            a, k = static.merge_inputs([[next(rest) for _ in part] for part in parts])
-            return returned.split(self._fun(*a, **k))
-
-        return flat, leaves, axes, batch_size(leaves, axes, static.dynamic(paths))
-
-
-@dataclasses.dataclass
 class Family:
     """A step on all placements.
 
     Attributes:
-      members: by placement.
       last: shapes of the arguments for which one of them was traced last.
     """
 
-    members: dict[Placement, VirtualStep] = dataclasses.field(default_factory=dict)
-    last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    def __init__(self) -> None:
+        self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
+        self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+
+    def member(self, placement: Placement) -> VirtualStep | None:
+        """The step on a placement, if it is remembered."""
+        found = self._members.get(placement)
+        if found is not None:
+            self._members.move_to_end(placement)
+        return found
+
+    def add(self, step: VirtualStep) -> None:
+        """Remembers a step, and forgets the programs of the one that was asked for longest ago."""
+        self._members[step.placement] = step
+        while len(self._members) > REMEMBERED:
+            _, oldest = self._members.popitem(last=False)
+            if oldest._executor is not None:
+                oldest._executor.clear()
 
 
-def prepared(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
-    """Does a task for each of several steps in the background; a call of one of them waits for its own."""
-    preparation = Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
-    for step in steps:
-        step._preparation = preparation
-    return preparation
+def with_nodes(step: VirtualStep, virtual_nodes: int, template: Placement) -> VirtualStep:
+    """The same step on another number of nodes, which is another program with another result, by rounding.
+
+    Args:
+      step: the step.
+      virtual_nodes: V.
+      template: the devices, and in which proportions they hold nodes.
+
+    Returns:
+      A `VirtualStep` that knows nothing of this one.
+    """
+    options = dataclasses.replace(step.options, virtual_nodes=virtual_nodes)
+    if template.even:
+        counts = even_counts(virtual_nodes, template.size, options.lane)
+    else:
+        bounds = [virtual_nodes * start // template.virtual_nodes for start in template.starts]
+        counts = [stop - start for start, stop in zip(bounds, [*bounds[1:], virtual_nodes], strict=True)]
+    if len(template.groups) > 1:
+        groups = [list(group.mesh.devices.flat) for group in template.groups]
+        placement = Placement(virtual_nodes, groups=groups, counts=counts, axis=template.axis)
+    else:
+        placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
+    return VirtualStep(dataclasses.replace(step.spec, options=options), placement)
 
 
-def described(tree: Any) -> Any:
-    """Shapes in place of arrays, with the shardings of those that are committed to devices."""
+def first_nodes(
+    step: VirtualStep, nodes: int, placement: Placement | None, args: Sequence[Any]
+) -> tuple[VirtualStep, tuple[Any, ...]]:
+    """A step for the first nodes of the batch only; their size stays.
 
-    def describe(leaf: Any) -> Any:
-        if isinstance(leaf, np.ndarray | np.generic):
-            return jax.ShapeDtypeStruct(leaf.shape, jax.dtypes.canonicalize_dtype(leaf.dtype))
-        if not isinstance(leaf, jax.Array):
-            return leaf
-        sharding = leaf.sharding if leaf.committed else None
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=jax.typeof(leaf).weak_type, sharding=sharding)
+    Args:
+      step: the step.
+      nodes: how many; at most the number of virtual nodes.
+      placement: of these nodes; by default on all of ``jax.devices()``.
+      args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
 
-    return jax.tree.map(describe, tree)
+    Returns:
+      The step, and its arguments: batched ones hold the examples of the first nodes, the others are whole.
+    """
+    spec = step.spec
+    call = spec.call(whole_batches(tuple(args)), {})
+    stop = min(nodes * -(-call.size // spec.options.virtual_nodes), call.size)
+    leaves = [
+        leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(call.leaves, call.axes, strict=True)
+    ]
+    options = dataclasses.replace(spec.options, virtual_nodes=nodes)
+    return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
 
 
 def leading(leaf: Any, axis: int, stop: int) -> Any:
@@ -646,6 +331,14 @@ def leading(leaf: Any, axis: int, stop: int) -> Any:
         shape[axis] = stop
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
     return leaf[(slice(None),) * (axis % len(leaf.shape)) + (slice(stop),)]
+
+
+def prepared(steps: Sequence[VirtualStep], tasks: Sequence[Callable[[], Any]]) -> Preparation:
+    """Does a task for each of several steps in the background; a call of one of them waits for its own."""
+    preparation = Preparation({step.placement: task for step, task in zip(steps, tasks, strict=True)})
+    for step in steps:
+        step._preparation = preparation
+    return preparation
 
 
 def check_lanes(placement: Placement, lane: int) -> None:
@@ -663,37 +356,3 @@ def check_lanes(placement: Placement, lane: int) -> None:
                 remedies=[f"counts={fitting}, as step.on(devices) chooses", "more lanes, or lanes=None"],
             )
         )
-
-
-def named(program: Callable[..., Any], fun: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that compilers and profiles call by the name of the user's."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return program(*args, **kwargs)
-
-    run.__name__ = run.__qualname__ = name_of(fun)
-    return run
-
-
-def name_of(fun: Callable[..., Any]) -> str:
-    """What the user calls a step."""
-    return getattr(fun, "__name__", type(fun).__name__)
-
-
-def shapes_of(tree: Any) -> Any:
-    """Shapes and dtypes in place of arrays, wherever these are."""
-
-    def shape_of(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, jax.Array | np.ndarray) else leaf
-
-    return jax.tree.map(shape_of, tree)
-
-
-def differs(a: Any, b: Any) -> bool:
-    """Whether any leaf of two trees is another object."""
-    mine, others = jax.tree.leaves(a), jax.tree.leaves(b)
-    return len(mine) != len(others) or any(x is not y for x, y in zip(mine, others, strict=True))
-
-
-class HasStatics(Exception):
-    """The step returned leaves that are not arrays; they are kept outside the compiled program."""

@@ -28,11 +28,13 @@ from vnode.placement.kinds import by_kind
 from vnode.placement.placement import Placement
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, different
 from vnode.plan.nodes.memory import byte_count, program_memory, reported
-from vnode.step.virtual import VirtualStep
+from vnode.step.explain import analysis
+from vnode.step.protocol import Resolved, Step
+from vnode.step.virtual import VirtualStep, first_nodes
 
 
 def profile(
-    step: Any,
+    step: Step,
     args: Sequence[Any],
     devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None,
     *,
@@ -78,20 +80,29 @@ def profile(
       >>> profiles.kinds[0].node > 0
       True
     """
-    if hasattr(step, "inspect"):  # of nnx: a step on objects
-        options = {"nodes": nodes, "steps": steps, "memory": memory, "mixed": mixed, "path": path}
-        return step.inspect(lambda *pure: profile(step.pure, pure, devices, **options), tuple(args), {})
-    if hasattr(step, "chosen"):  # its number of nodes is found at the first call
-        step = step.chosen(*args)
-    if not isinstance(step, VirtualStep):
+    if not isinstance(step, Step):
         raise TypeError(f"profile measures what vnode.virtualize returns, not {step!r}")
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
-    args = tuple(args)
     groups = by_kind(devices)
+    with step.resolved(args, {}) as here:
+        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, None if path is None else Path(path))
+
+
+def measured(
+    step: VirtualStep,
+    args: tuple[Any, ...],
+    groups: Mapping[str, Sequence[Any]],
+    nodes: Sequence[int] | None,
+    steps: int,
+    memory: int | str | Mapping[str, int | str] | None,
+    mixed: bool,
+    path: Path | None,
+) -> Profiles:
+    """`profile` of a step on arrays, by kinds of devices."""
     shape = signature(step, args, None if nodes is None else 1)
-    if path is not None and Path(path).exists():
-        return checked(Profiles.load(path), shape, groups, Path(path))
+    if path is not None and path.exists():
+        return checked(Profiles.load(path), shape, groups, path)
 
     total = step.options.virtual_nodes
     sizes = None if nodes is None else usable(nodes, total, step.options.lane)
@@ -168,9 +179,9 @@ def program(
     total = sum(counts)
     with fewer(total, step.options.virtual_nodes):
         placement = Placement(total, devices, counts=counts)
-        cut, inputs = step.cut(total, placement, *args)
+        cut, inputs = first_nodes(step, total, placement, args)
         one = len(placement.groups) == 1
-        compiled, inputs = cut.compiled(*inputs) if one else (cut, inputs)
+        compiled, inputs = cut.executor.compiled(inputs) if one else (cut, inputs)
 
     def run() -> float:
         mine = jax.tree.map(lambda leaf: leaf.copy() if isinstance(leaf, jax.Array) else leaf, inputs)
@@ -215,10 +226,10 @@ def limit(kind: str, group: Sequence[Any], memory: int | str | Mapping[str, int 
 def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Signature:
     """Of which program times are: the step cut to so many nodes, or whole."""
     whole = step.options.virtual_nodes
-    size = -(-step.analyse(*args).flow.batch.size // whole)
-    cut, few = step.cut(nodes, None, *args) if nodes else (step, args)
+    size = -(-step.spec.call(args, {}).size // whole)
+    cut, few = first_nodes(step, nodes, None, args) if nodes else (step, args)
     with fewer(nodes or whole, whole):
-        made = cut.analyse(*few)
+        made = analysis(Resolved(cut, few, {})).schedule
     content = hashlib.sha256(repr(dataclasses.replace(step.options, virtual_nodes=1)).encode())
     for var in made.flow.program.inputs:
         content.update(f"{var.aval}\n".encode())
@@ -226,7 +237,7 @@ def signature(step: VirtualStep, args: tuple[Any, ...], nodes: int | None) -> Si
         atoms = [*eqn.invars, *eqn.outvars]
         content.update(f"{eqn.primitive.name} {' '.join(str(atom.aval) for atom in atoms)}\n".encode())
     content.update(str(made.flops).encode())
-    return Signature(getattr(step, "__name__", "step"), nodes or whole, size, content.hexdigest()[:16], jax.__version__)
+    return Signature(step.spec.name, nodes or whole, size, content.hexdigest()[:16], jax.__version__)
 
 
 def checked(found: Profiles, shape: Signature, groups: Mapping[str, Sequence[Any]], path: Path) -> Profiles:

@@ -5,22 +5,23 @@ Knows calls, placements, and whom to ask for a number. Must not know how a step 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import is_array, shape_of
 from vnode.placement.placement import Placement, device_list
 from vnode.placement.transfer import to_placement
 from vnode.plan.nodes.memory import device_memory
 from vnode.plan.nodes.search import NodeSearch, search
-from vnode.report.report import Report
 from vnode.step.ahead import Preparation
+from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.virtual import VirtualStep, with_nodes
 
 REMEDIES = (
     "give activations away: jax.checkpoint (remat) around the layers",
@@ -45,7 +46,7 @@ class Choice:
         self.step: Any = None
 
 
-class AutoStep:
+class AutoStep(Step[P, R]):
     """A step that chooses its number of virtual nodes; made by ``virtualize(..., virtual_nodes="auto")``.
 
     The first call, `explain`, `lower` or `prepare` with arguments chooses: it compiles the step for a few numbers of
@@ -57,9 +58,13 @@ class AutoStep:
     """
 
     def __init__(
-        self, pattern: Any, template: Placement | None, memory: int | None, choice: Choice | None = None
+        self,
+        pattern: VirtualStep[P, R],
+        template: Placement | None,
+        memory: int | None,
+        choice: Choice | None = None,
     ) -> None:
-        functools.update_wrapper(self, pattern.__wrapped__)
+        functools.update_wrapper(self, pattern.spec.fun)
         self.pattern = pattern
         self._template = template
         self._memory = memory
@@ -135,42 +140,33 @@ class AutoStep:
         """As `prepare`, and runs the step there once; see `VirtualStep.warm_up`. Chooses V at once."""
         return self._chosen(args, kwargs).warm_up(placements, *args, **kwargs)
 
-    def run_copy(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the step once with arguments of its own; see `VirtualStep.run_copy`."""
-        return self._chosen(args, kwargs).run_copy(*args, **kwargs)
-
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
         return jax.tree.map(lambda leaf: to_placement(leaf, self.template) if is_array(leaf) else leaf, tree)
-
-    def __get__(self, instance: Any, owner: Any = None) -> Any:
-        """A step defined in a class is a method."""
-        return self if instance is None else types.MethodType(self, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         step = self._step
         return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
 
-    def explain(self, *args: Any, **kwargs: Any) -> Report:
-        """Says what becomes of the step, and how the number of nodes was found; see `VirtualStep.explain`."""
-        step = self.chosen(*args, **kwargs)
-        return step.explain(*args, **kwargs).found_by(self.searched)
+    @contextlib.contextmanager
+    def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
+        """The step on the number of nodes that is chosen, or on the smallest there may be; arguments as they are."""
+        args, kwargs = tuple(args), dict(kwargs)
+        if choose:
+            step = self._chosen(args, kwargs)  # before it is asked how it was found
+            yield Resolved(step, args, kwargs, self.searched)
+        else:
+            least = with_nodes(self.pattern, self.template.virtual_nodes, self.template)
+            yield Resolved(least, args, kwargs, chosen=False)
+
+    def __repr__(self) -> str:
+        return (
+            f"AutoStep({self.pattern.spec.name}, {'V not chosen yet' if self._choice.step is None else self._chosen()})"
+        )
 
     def chosen(self, *args: Any, **kwargs: Any) -> Any:
         """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
         return self._chosen(args, kwargs)
-
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step without running it; see `VirtualStep.lower`."""
-        return self._chosen(args, kwargs).lower(*args, **kwargs)
-
-    def lower_for(self, *args: Any, **kwargs: Any) -> Any:
-        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
-        return self._chosen(args, kwargs).lower_for(*args, **kwargs)
-
-    def analyse(self, *args: Any, **kwargs: Any) -> Any:
-        """The schedule of the step; see `VirtualStep.analyse`."""
-        return self._chosen(args, kwargs).analyse(*args, **kwargs)
 
     def _known(self, what: str) -> Any:
         if self._choice.step is None:
@@ -205,7 +201,7 @@ class AutoStep:
                             ],
                         )
                     )
-                shapes, named = jax.tree.map(shape_of_tracer, (args, kwargs or {}))
+                shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
                 found, step = search(self.pattern, self.template, self._limit(), shapes, named)
                 if step is None:
                     raise MemoryLimitError(
@@ -217,7 +213,7 @@ class AutoStep:
                     )
                 choice.search, choice.step = found, step
         nodes = choice.step.placement.virtual_nodes
-        self._step = choice.step.on(self.pattern.with_nodes(nodes, self.template).placement)
+        self._step = choice.step.on(with_nodes(self.pattern, nodes, self.template).placement)
         return self._step
 
     def _limit(self) -> int:
@@ -235,9 +231,6 @@ class AutoStep:
         return device_memory(devices)
 
 
-def shape_of_tracer(leaf: Any) -> Any:
+def untraced(leaf: Any) -> Any:
     """What a value within `jax.jit` will be; others stay."""
-    if not isinstance(leaf, jax.core.Tracer):
-        return leaf
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+    return shape_of(leaf) if isinstance(leaf, jax.core.Tracer) else leaf

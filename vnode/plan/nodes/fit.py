@@ -17,9 +17,10 @@ import jax
 
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.placement import Placement
-from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.memory import byte_count, device_memory
 from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
+from vnode.step.protocol import Step
+from vnode.step.virtual import with_nodes
 
 TOPOLOGIES = ("v3:2x2", "v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 """Eight devices of each kind of TPU."""
@@ -85,7 +86,7 @@ class Fit(Mapping[str, KindFit]):
     __repr__ = __str__
 
 
-def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:
+def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:
     """Says which numbers of virtual nodes fit in the memory of devices, by compiling for them; nothing is run.
 
     Args:
@@ -114,25 +115,24 @@ def fit(step: Any, args: Sequence[Any], *, topology: Any = None, memory: int | s
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
-    if hasattr(step, "inspect"):  # a step on a framework's objects, which knows what they are as arrays
-        return step.inspect(lambda *pure: fit(step.pure, pure, topology=topology, memory=memory), args, {})
     limit = None if memory is None else byte_count(memory)
-    auto = isinstance(step, AutoStep)
-    pattern = step.pattern if auto else step
-    axis = step.template.axis if auto else step.placement.axis
     entries = []
-    for name, template in groups(topology, axis):
-        devices = template.devices
-        allowed = device_memory(devices) if limit is None else limit
-        found, _ = search(pattern, template, allowed, args, {})
-        given = None
-        if not auto:
-            nodes = step.placement.virtual_nodes
-            same = [t for t in found.trials if t.virtual_nodes == nodes]
-            given = (
-                same[0] if same else trial(pattern.with_nodes(nodes, template), step.batch(*args), allowed, args, {})
-            )
-        entries.append(KindFit(name, devices[0].device_kind, len(devices), found, given))
+    with step.resolved(args, {}, choose=False) as here:
+        pattern, given = here.step, here.step.options.virtual_nodes if here.chosen else None
+        for name, template in groups(topology, pattern.placement.axis):
+            devices = template.devices
+            allowed = device_memory(devices) if limit is None else limit
+            found, _ = search(pattern, template, allowed, here.args, here.kwargs)
+            own = None
+            if given is not None:
+                batch = pattern.spec.call(here.args, here.kwargs).size
+                same = [t for t in found.trials if t.virtual_nodes == given]
+                own = (
+                    same[0]
+                    if same
+                    else trial(with_nodes(pattern, given, template), batch, allowed, here.args, here.kwargs)
+                )
+            entries.append(KindFit(name, devices[0].device_kind, len(devices), found, own))
     return Fit(entries)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from vnode.placement.placement import Placement
 from vnode.plan.nodes.memory import program_memory, refusal
+from vnode.step.virtual import VirtualStep, with_nodes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,12 +169,12 @@ def valley(seen: dict[int, Trial], fits: Callable[[int], bool]) -> int | None:
 
 
 def search(
-    step: Any, template: Placement, limit: int, args: Sequence[Any], kwargs: dict[str, Any]
+    step: VirtualStep, template: Placement, limit: int, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
 
     Args:
-      step: what can be asked for itself on other nodes (`VirtualStep.with_nodes`), and that for its compiled program.
+      step: on whatever number of nodes.
       template: the devices, and the nodes that they hold in a wave.
       limit: bytes that a device may hold.
       args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
@@ -182,13 +183,13 @@ def search(
     Returns:
       The search, and the step on the number found, with its compiled program; None if there is none.
     """
-    batch = step.batch(*args, **kwargs)
-    numbers = candidates(batch, template.virtual_nodes, step.least_nodes)
+    batch = step.spec.call(args, kwargs).size
+    numbers = candidates(batch, template.virtual_nodes, step.options.lanes or 1)  # one for each lane
     trials: list[Trial] = []
     fitting: dict[int, Any] = {}
 
     def measure(index: int) -> Trial:
-        here = step.with_nodes(numbers[index], template)
+        here = with_nodes(step, numbers[index], template)
         trials.append(trial(here, batch, limit, args, kwargs))
         if trials[-1].fits:
             fitting[index] = here
@@ -199,12 +200,12 @@ def search(
     return NodeSearch(limit, tuple(trials), None if index is None else numbers[index]), found
 
 
-def trial(step: Any, batch: int, limit: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Trial:
+def trial(step: VirtualStep, batch: int, limit: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Trial:
     """Compiles a step and reads what it needs."""
     placement = step.placement
     refused, needed = False, None
     try:
-        needed = program_memory(step.compile_for(*args, **kwargs))
+        needed = program_memory(step.executor.compile_for(args, kwargs))
     except Exception as error:
         refused, needed = refusal(error)
         if not refused:

@@ -1,11 +1,13 @@
-"""The arguments of a step: which leaves are arrays, which of those carry examples, and along which dimension.
+"""One call of a step: its arrays, the dimension of each that carries examples, and all else as structure.
 
 Knows pytrees and `in_axes`. Must not know jaxprs, nodes or devices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -18,7 +20,10 @@ from vnode.placement.sharded import is_sharded_batch
 
 @jax.tree_util.register_static
 class StaticLeaf:
-    """A static leaf, compared by value, by identity where it does not hash. In a pytree it counts as structure."""
+    """A leaf that is no array, compared by value, by identity where it does not hash.
+
+    In a pytree it counts as structure: `jax.jit` compiles anew where it differs, and returns it as it is.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -27,7 +32,7 @@ class StaticLeaf:
         try:
             return hash(self.value)
         except TypeError:
-            return id(self.value)
+            return id(self.value)  # which `value` keeps from being given to another object
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticLeaf):
@@ -41,71 +46,103 @@ class StaticLeaf:
             return False
 
 
-class Statics:
-    """What a call holds besides arrays: tree structures and static leaves; hashable."""
-
-    def __init__(self, rest: tuple[tuple[Any, tuple[Any, ...]], ...], count: int) -> None:
-        self.rest = rest
-        self.count = count
-
-    def __hash__(self) -> int:
-        return hash(self.rest)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Statics) and self.rest == other.rest
-
-    def dynamic(self, per_leaf: Sequence[Any]) -> list[Any]:
-        """Of something per leaf of ``(args, kwargs)`` (a static argument counts as it flattens), that of the arrays."""
-        entries = iter(per_leaf)
-        kept: list[Any] = []
-        for treedef, held in self.rest:
-            count = len(leaves_of(held[0].value)) if treedef is None else len(held)
-            mine = [next(entries) for _ in range(count)]
-            kept += [] if treedef is None else [e for e, h in zip(mine, held, strict=True) if h is None]
-        return kept
-
-    def merge_inputs(self, parts: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments, given their arrays."""
-        merged = []
-        for (treedef, held), part in zip(self.rest, parts, strict=True):
-            arrays = iter(part)
-            leaves = [next(arrays) if h is None else h.value for h in held]
-            merged.append(leaves[0] if treedef is None else jax.tree.unflatten(treedef, leaves))
-        return tuple(merged[: self.count]), merged[self.count]
-
-
-class OutputTree:
-    """What a step returned, as one trace of it found out."""
-
-    def __init__(self) -> None:
-        self.leaves: list[Any] = []
-        self.treedef: Any = None
-
-    def split(self, out: Any) -> list[Any]:
-        """The arrays of what the step returned; remembers the rest."""
-        leaves, self.treedef = jax.tree.flatten(out)
-        self.leaves = [None if is_array(leaf) else StaticLeaf(leaf) for leaf in leaves]
-        return [leaf for leaf in leaves if is_array(leaf)]
-
-    @property
-    def has_statics(self) -> bool:
-        """Whether it holds anything besides arrays."""
-        return any(held is not None for held in self.leaves)
-
-    def merge(self, arrays: Sequence[Any]) -> Any:
-        """What the step returned, given its arrays; other leaves are `StaticLeaf`."""
-        rest = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(rest) if held is None else held for held in self.leaves])
+def wrap(tree: Any) -> Any:
+    """A pytree with its leaves that are no arrays as structure; the pytree itself if all are."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
+    if all(map(is_array, leaves)):
+        return tree
+    return jax.tree.unflatten(treedef, [leaf if is_array(leaf) else StaticLeaf(leaf) for leaf in leaves])
 
 
 def unwrap(tree: Any) -> Any:
-    """A pytree with its `StaticLeaf` leaves as they were."""
-    leaves, treedef = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, StaticLeaf))
-    return jax.tree.unflatten(treedef, [leaf.value if isinstance(leaf, StaticLeaf) else leaf for leaf in leaves])
+    """A pytree with its leaves that are no arrays as leaves again."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_static)
+    return jax.tree.unflatten(treedef, [leaf.value if is_static(leaf) else leaf for leaf in leaves])
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether something is a leaf that counts as structure; for ``is_leaf``."""
+    return isinstance(leaf, StaticLeaf)
+
+
+def with_static(args: Sequence[Any], positions: Iterable[int]) -> tuple[Any, ...]:
+    """Arguments of which some, whole, count as structure."""
+    static = set(positions)
+    return tuple(StaticLeaf(arg) if i in static and not is_static(arg) else arg for i, arg in enumerate(args))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """The arguments of one call.
+
+    Attributes:
+      leaves: the arrays, those of all positional arguments and then of the keyword arguments; a sharded batch is one.
+      treedef: structure of ``(args, kwargs)``, static leaves included.
+      axes: the dimension of each array that carries examples, or None.
+      size: how many examples there are.
+    """
+
+    leaves: list[Any]
+    treedef: Any
+    axes: list[int | None]
+    size: int
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any) -> Call:
+        """Takes arguments apart.
+
+        Args:
+          args: positional arguments; what counts as structure may be wrapped already.
+          kwargs: keyword arguments.
+          in_axes: as for `vnode.virtualize`.
+
+        Raises:
+          BatchError: `in_axes` is no prefix of the arguments, or these do not make up a batch.
+        """
+        tree = wrap((tuple(args), kwargs))
+        paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
+        leaves = [leaf for _, leaf in paths]
+        axes = batch_axes(in_axes, *tree)
+        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths))
+
+    def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with other arrays in place of its own; static leaves are leaves again."""
+        return unwrap(jax.tree.unflatten(self.treedef, leaves))
+
+    def flat(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
+        """A step as a function of the arrays that returns arrays; `output` is told what else there is."""
+
+        @functools.wraps(fun)  # for jax's messages
+        def run(*leaves: Any) -> list[Any]:
+            args, kwargs = self.arguments(leaves)
+            return output.take(fun(*args, **kwargs))
+
+        return run
+
+
+class OutputTree:
+    """The structure of what a step returned, as one trace of it found out."""
+
+    def __init__(self) -> None:
+        self.treedef: Any = None
+
+    def take(self, out: Any) -> list[Any]:
+        """The arrays of what the step returned; remembers the rest."""
+        leaves, self.treedef = jax.tree.flatten(wrap(out))
+        return leaves
+
+    def merge(self, arrays: Sequence[Any]) -> Any:
+        """What the step returned, given its arrays; other leaves count as structure."""
+        return jax.tree.unflatten(self.treedef, arrays)
+
+
+def has_static(tree: Any) -> bool:
+    """Whether any leaf of a pytree counts as structure."""
+    return any(map(is_static, jax.tree.leaves(tree, is_leaf=is_static)))
 
 
 def leaves_of(tree: Any) -> list[Any]:
-    """The leaves of arguments; a batch in shares is one."""
+    """The leaves of arguments; a sharded batch is one."""
     return jax.tree.leaves(tree, is_leaf=is_sharded_batch)
 
 

@@ -1,0 +1,351 @@
+"""The programs of a step on one placement: traced, compiled, launched and forgotten.
+
+Knows `jax.jit`, calls and where arrays live. Must not know jaxprs (the pipeline does), nor other placements.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.host import with_weak_type
+from vnode.placement.leaves import SCALARS, shape_of, shapes_of
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
+from vnode.placement.transfer import (
+    committed_to,
+    partition,
+    target_sharding,
+    tracing,
+    transferred,
+    typed_sharding,
+)
+from vnode.runtime.groups import GroupProgram
+from vnode.step.call import Call, OutputTree, StaticLeaf, has_static, unwrap, with_static, wrap
+from vnode.step.pipeline import Options, evaluate, program_of_groups
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSpec:
+    """What a step is on any devices: the user's function, and what was asked of `virtualize`.
+
+    Attributes:
+      fun: the function.
+      options: how nodes are made and combined.
+      in_axes: which dimension of each argument carries the examples.
+      donate_argnums: arguments whose buffers may be re-used.
+      static_argnums: arguments that are compile-time constants.
+    """
+
+    fun: Callable[..., Any]
+    options: Options
+    in_axes: Any
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+
+    @property
+    def name(self) -> str:
+        """What the user calls the step."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """A call with these arguments."""
+        return Call.of(with_static(args, self.static_argnums), kwargs, self.in_axes)
+
+    def wholes(self, count: int) -> list[int]:
+        """Positions of the arguments of which nothing is split, of `count`."""
+        axes = self.in_axes if isinstance(self.in_axes, tuple | list) else (self.in_axes,) * count
+        return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]
+
+
+class Executor:
+    """The programs of a step on one placement.
+
+    Args:
+      spec: the step.
+      placement: where its nodes live.
+
+    Attributes:
+      traced: whether a program was traced since this was last set to False.
+    """
+
+    def __init__(self, spec: StepSpec, placement: Placement) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.traced = False
+        self._wholes = functools.cache(spec.wholes)
+        self._static = frozenset(spec.static_argnums)
+        self._in_place = InPlace()
+        self._unwraps = False
+        self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
+        self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
+        self._jit = jax.jit(named(self._program, spec.name), donate_argnums=spec.donate_argnums)
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the step."""
+        if len(self.placement.groups) > 1:
+            return self._on_groups(args, kwargs)
+        given = self._arguments(args, kwargs)
+        try:
+            results = self._jit(*given[0], **given[1])
+        except Exception:
+            # What was taken to be in place may be another object with the same number.
+            trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
+            self._in_place.clear()
+            again = self._arguments(args, kwargs)
+            if all(again[0][i] is args[i] for i in trusted):
+                raise
+            results = self._jit(*again[0], **again[1])
+        if self._unwraps:
+            return unwrap(results)
+        parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
+        unchanged = [arg for arg, placed in zip(args, given[0], strict=True) if arg is placed]
+        self._in_place.renew([results, *parts, *unchanged])
+        return results
+
+    def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Lowers the step for arguments as they are, arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          PlacementError: the placement has several groups, hence several programs.
+        """
+        if len(self.placement.groups) > 1:
+            raise PlacementError(
+                layout_message(
+                    "a step on groups of devices is several programs, which call for one another's results.",
+                    facts=[repr(self.placement)],
+                    remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
+                )
+            )
+        return self._jit.lower(*wrap(with_static(args, self._static)), **wrap(kwargs))
+
+    def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """As `lower`, for arguments that live elsewhere and will have been transferred here."""
+        args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
+        here, wholes = set(self.placement.devices), self._wholes(len(args))
+        over_nodes = PartitionSpec(self.placement.axis)
+
+        def arrive(leaf: Any, whole: bool, split: bool) -> Any:
+            if isinstance(leaf, ShardedBatch) or (split and partition(leaf) == over_nodes):
+                return abstract_batch(leaf.shape, leaf.dtype, self.placement)
+            if whole and isinstance(leaf, SCALARS):
+                leaf = shape_of(leaf)
+            if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
+                return leaf
+            if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
+                return leaf
+            sharding = target_sharding(leaf, self.placement)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
+
+        placed = [
+            arg
+            if i in self._static
+            else jax.tree.map(
+                functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_sharded_batch
+            )
+            for i, arg in enumerate(args)
+        ]
+        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_sharded_batch)
+        return self.lower(placed, kwargs)
+
+    def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:
+        """Compiles the step as it will be called; a call with such arguments then finds the program.
+
+        Args:
+          args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; those that live elsewhere will have been
+            transferred.
+          kwargs: keyword arguments of the step.
+
+        Returns:
+          The program, of which `memory_analysis` can be asked.
+        """
+        return self.keep(self.lower_for(args, kwargs).compile())
+
+    def keep(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+        """Keeps a program that was compiled ahead for the call that will want it."""
+        self._ahead.append(compiled)
+        return compiled
+
+    def compiled(self, args: Sequence[Any]) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
+        """Compiles the step without running it, and brings arguments to where the compiled program wants them.
+
+        Args:
+          args: arguments of the step.
+
+        Returns:
+          The compiled program, and what to call it with. What the step donates is a copy.
+        """
+        given, _ = self._arguments(whole_batches(tuple(args)), {})
+        compiled = self._jit.lower(*given).compile()
+        leaves, treedef = jax.tree.flatten(given)
+        shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
+        placed = [
+            leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
+            for leaf, sharding in zip(leaves, shardings, strict=True)
+        ]
+        return compiled, jax.tree.unflatten(treedef, placed)
+
+    def run_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
+        if len(self.placement.groups) > 1:
+            return self._on_groups(args, kwargs)
+        self.compile_for(args, kwargs)
+        placed, named_ones = self._arguments(args, kwargs)
+        return self._jit(*placed, **named_ones)
+
+    def clear(self) -> None:
+        """Forgets all programs; the next call compiles again."""
+        self._jit.clear_cache()
+        self._ahead.clear()
+        self._groups.clear()
+        self._in_place.clear()
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
+
+        Or else a state that was never placed would meet another program than the state that the step returns.
+        """
+        if tracing():
+            return wrap(with_static(args, self._static)), wrap(kwargs)
+        wholes = self._wholes(len(args))
+        placed = tuple(
+            StaticLeaf(arg) if i in self._static else arg if arg in self._in_place else self._placed(arg, i in wholes)
+            for i, arg in enumerate(args)
+        )
+        return placed, self._placed(kwargs, False) if kwargs else kwargs
+
+    def _placed(self, tree: Any, whole: bool) -> Any:
+        wrapped = wrap(tree)
+        leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
+        placed = [self._leaf(leaf, whole) for leaf in leaves]
+        same = all(a is b for a, b in zip(leaves, placed, strict=True))
+        return wrapped if same else jax.tree.unflatten(treedef, placed)
+
+    def _leaf(self, leaf: Any, whole: bool) -> Any:
+        """An array where the program wants it: one that is not split on the devices, committed to them."""
+        if isinstance(leaf, jax.Array | ShardedBatch):
+            leaf = transferred(leaf, self.placement) if getattr(leaf, "committed", True) else leaf
+        if not whole:
+            return leaf
+        if isinstance(leaf, SCALARS):
+            return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
+        return committed_to(leaf, self.placement)
+
+    def _program(self, *args: Any, **kwargs: Any) -> Any:
+        """What is compiled: from arguments to what the step returns, with what is no array as structure."""
+        self.traced = True
+        spec, output = self.spec, OutputTree()
+        call = spec.call(args, kwargs)
+        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
+            arrays = evaluate(
+                call.flat(spec.fun, output), self._batches(call), call.axes, call.size, spec.options, self.placement
+            )
+        results = output.merge(arrays)
+        self._unwraps |= has_static(results)
+        return results
+
+    def _batches(self, call: Call) -> list[Any]:
+        """Arrays with sharded batches as one array, unless the shards are the nodes' of this placement."""
+        fits = call.size > 1  # or nothing is split
+        return [
+            leaf
+            if fits and axis == 0 and isinstance(leaf, ShardedBatch) and leaf.placement == self.placement
+            else whole_batches(leaf)
+            for leaf, axis in zip(call.leaves, call.axes, strict=True)
+        ]
+
+    def _on_groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call on devices of several programs."""
+        if tracing():
+            raise PlacementError(
+                layout_message(
+                    "a step on groups of devices is several programs, and cannot be part of another one.",
+                    facts=[repr(self.placement)],
+                    remedies=[
+                        "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
+                        "or put it on devices of one kind: step.on(jax.devices()[:1])",
+                    ],
+                )
+            )
+        spec = self.spec
+        call = spec.call(args, kwargs)
+        leaves = self._batches(call)
+        key = (call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
+        if key not in self._groups:
+            output = OutputTree()
+            fun = call.flat(spec.fun, output)
+            self._groups[key] = (
+                program_of_groups(fun, leaves, call.axes, call.size, spec.options, self.placement, spec.name),
+                output,
+            )
+        program, output = self._groups[key]
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            arrays = program(leaves)
+        counts = [len(jax.tree.leaves(wrap(arg), is_leaf=is_sharded_batch)) for arg in with_static(args, self._static)]
+        for i in (i for i in spec.donate_argnums if i < len(args)):
+            start = sum(counts[:i])
+            for k in range(start, start + counts[i]):
+                for array in jax.tree.leaves(call.leaves[k]) if k not in program.returned else ():
+                    if isinstance(array, jax.Array):
+                        array.delete()
+        return unwrap(output.merge(arrays))
+
+
+class InPlace:
+    """Arguments all of whose leaves are known to be arrays on the placement's devices.
+
+    They are known by the object's number, and by an array in it: as long as that is alive, so is most likely the
+    object. Arrays are not kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, tree: Any) -> bool:
+        array = self._known.get(id(tree))
+        return array is not None and array() is not None
+
+    def renew(self, trees: Iterable[Any]) -> None:
+        """Forgets all trees but these."""
+        known: dict[int, weakref.ref[Any]] = {}
+        for tree in trees:
+            array = self._known.get(id(tree)) if tree in self else None
+            if array is None and (first := first_leaf(tree)) is not None:
+                array = weakref.ref(first)
+            if array is not None:
+                known[id(tree)] = array
+        self._known = known
+
+    def clear(self) -> None:
+        """Forgets all trees."""
+        self._known = {}
+
+
+def first_leaf(tree: Any) -> jax.Array | None:
+    """The first leaf of a pytree if that is a jax array, found without visiting the others."""
+    while not isinstance(tree, jax.Array):
+        level = jax.tree_util.default_registry.flatten_one_level(tree)
+        tree = next((child for child in level[0] if child is not None), None) if level else None
+        if tree is None:
+            return None
+    return None if isinstance(tree, jax.core.Tracer) else tree
+
+
+def named(program: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function that compilers and profiles call by the name of the user's."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return program(*args, **kwargs)
+
+    run.__name__ = run.__qualname__ = name
+    return run

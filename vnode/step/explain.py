@@ -1,0 +1,67 @@
+"""What can be said of a step without running it: its schedule, its report, its memory.
+
+Knows steps, and whom to ask. Must not know how any of it is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import NamedSharding
+
+from vnode.placement.layout import Layout
+from vnode.placement.leaves import shapes_of
+from vnode.placement.placement import Placement, even_counts
+from vnode.report.report import Reduction, Report, report
+from vnode.step.call import OutputTree
+from vnode.step.pipeline import Analysis, analyse
+from vnode.step.protocol import Resolved
+
+
+def analysis(here: Resolved) -> Analysis:
+    """The step's program, schedule and couplings for these arguments."""
+    spec = here.step.spec
+    call = spec.call(here.args, here.kwargs)
+    return analyse(call.flat(spec.fun, OutputTree()), call.leaves, call.axes, call.size, spec.options)
+
+
+def reports(here: Resolved, places: Sequence[Placement | Layout]) -> list[Report]:
+    """What `explain` says for several placements, of devices that are there or not; the step is analysed once."""
+    made, spec = analysis(here), here.step.spec
+    reduction = Reduction(spec.options.reduction, spec.options.lane, sharded_over_nodes(here))
+    return [report(made.schedule, place, spec.name, made.couplings, reduction).found_by(here.found) for place in places]
+
+
+def layout(here: Resolved, devices: int) -> Layout:
+    """How `on` would spread the nodes over a number of devices, which need not be there."""
+    options = here.step.spec.options
+    return Layout(tuple(even_counts(options.virtual_nodes, devices, options.lane)))
+
+
+def temporary(here: Resolved, place: Placement | Layout) -> int | None:
+    """Compiles the step for a place and asks for the bytes of temporary memory that a device needs.
+
+    Returns:
+      Bytes; None if there are no such devices, or jax cannot say.
+    """
+    devices = place
+    if isinstance(place, Layout):
+        devices = jax.devices()[: len(place.counts)]
+        if len(devices) < len(place.counts):
+            return None
+    args, kwargs = shapes_of((here.args, here.kwargs))
+    compiled = here.step.on(devices).executor.lower(args, kwargs).compile()
+    return getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+
+
+def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:
+    """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
+    axis = here.step.placement.axis
+    return tuple(
+        f"argument {i}{jax.tree_util.keystr(path)}"
+        for i in here.step.spec.wholes(len(here.args))
+        for path, leaf in jax.tree.leaves_with_path(here.args[i])
+        if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)
+        and any(axis == name or (isinstance(name, tuple) and axis in name) for name in sharding.spec)
+    )

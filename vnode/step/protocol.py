@@ -1,0 +1,110 @@
+"""What every virtualized step can do, whatever it is made of: arrays or a framework's objects, V given or to be found.
+
+Knows the names of these abilities. Must not know how any of them is done.
+"""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import types
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+
+from vnode.placement.placement import Placement
+
+if TYPE_CHECKING:
+    from vnode.report.report import Report
+    from vnode.step.ahead import Preparation
+    from vnode.step.virtual import VirtualStep
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Resolved(NamedTuple):
+    """A step on a known number of nodes, and the arguments of a call as pytrees of arrays.
+
+    Attributes:
+      step: the step.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      found: how the number of nodes was found, in lines; nothing if it was given.
+      chosen: whether the number of nodes is the step's own; otherwise it is the smallest there may be.
+    """
+
+    step: VirtualStep
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    found: tuple[str, ...] = ()
+    chosen: bool = True
+
+
+class Step(abc.ABC, Generic[P, R]):
+    """A virtualized step."""
+
+    @property
+    @abc.abstractmethod
+    def placement(self) -> Placement:
+        """Where the nodes live."""
+
+    @abc.abstractmethod
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the step."""
+
+    @abc.abstractmethod
+    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> Step[P, R]:
+        """The same step on other devices."""
+
+    @abc.abstractmethod
+    def put(self, tree: Any) -> Any:
+        """Places a state on the placement's devices."""
+
+    @abc.abstractmethod
+    def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """Compiles the step for other placements in the background."""
+
+    @abc.abstractmethod
+    def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
+        """As `prepare`, and runs each program once in the background, with a copy of the arguments."""
+
+    @abc.abstractmethod
+    def resolved(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True
+    ) -> contextlib.AbstractContextManager[Resolved]:
+        """The step and arguments to be looked at, on arrays and with a number of nodes; within the context only.
+
+        Args:
+          args: arguments of a call, arrays or `jax.ShapeDtypeStruct`s. What they hold is not changed.
+          kwargs: keyword arguments.
+          choose: whether a step whose number of nodes is still to be found finds it for these arguments.
+        """
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too.
+
+        Raises:
+          PlacementError: the placement has several groups, hence several programs.
+        """
+        with self.resolved(args, kwargs) as here:
+            return here.step.executor.lower(here.args, here.kwargs)
+
+    def explain(self, *args: Any, **kwargs: Any) -> Report:
+        """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+          **kwargs: keyword arguments of the step.
+
+        Returns:
+          A report; print it.
+        """
+        from vnode.step.explain import reports
+
+        with self.resolved(args, kwargs) as here:
+            (found,) = reports(here, [here.step.placement])
+            return found
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        """A step defined in a class is a method."""
+        return self if instance is None else types.MethodType(self, instance)
