@@ -16,6 +16,7 @@ import numpy as np
 from vnode.errors import BatchError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
+from vnode.step.mutation import Watch
 
 
 @jax.tree_util.register_static
@@ -115,7 +116,10 @@ class Call:
         @functools.wraps(fun)  # for jax's messages
         def run(*leaves: Any) -> list[Any]:
             args, kwargs = self.arguments(leaves)
-            return output.take(fun(*args, **kwargs))
+            watch = Watch(args, kwargs)
+            out = fun(*args, **kwargs)
+            watch.check(out)
+            return output.take(out)
 
         return run
 

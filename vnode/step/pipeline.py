@@ -160,6 +160,7 @@ def evaluate(
     """
     made = analyse(fun, leaves, axes, size, options, placement.devices)
     check_effects(made.program, placement)
+    check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     values = [*leaves, *made.traced.captured]
@@ -286,9 +287,32 @@ def check_effects(program: Program, placement: Placement) -> None:
             )
 
 
+def check_references(program: Program, placement: Placement) -> None:
+    """Refuses mutable arrays from outside the step that live elsewhere: they cannot be moved under whoever holds them.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    for var, value in program.constants.items():
+        if not hasattr(var.aval, "inner_aval") or isinstance(value, jax.core.Tracer):
+            continue
+        if value.sharding.device_set != set(placement.devices):
+            raise PlacementError(
+                layout_message(
+                    "the step uses a mutable array (jax.new_ref) from outside that lives on other devices.",
+                    facts=[f"{var.aval} on {value.sharding}", f"the step runs on {len(placement.devices)} devices"],
+                    remedies=[
+                        "make it where the step runs: jax.new_ref(step.put(x))",
+                        "or take x as an argument and return its new value",
+                    ],
+                )
+            )
+
+
 def uses_references(program: Program) -> bool:
     """Whether the step mutates arrays in place (`jax.new_ref`), which a derivative rule around it cannot hold."""
-    return any(hasattr(var.aval, "inner_aval") for eqn in program.equations if eqn.effects for var in eqn.outvars)
+    atoms = (atom for eqn in program.equations if eqn.effects for atom in (*eqn.invars, *eqn.outvars))
+    return any(hasattr(atom.aval, "inner_aval") for atom in atoms)
 
 
 def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Options) -> None:

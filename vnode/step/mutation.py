@@ -1,0 +1,86 @@
+"""Arguments that a step changes in place: what jax traces are copies, so the change would be lost.
+
+Knows pytrees. Must not know what a step computes, nor any framework beyond what to advise.
+
+Dictionaries and lists are left alone: steps fill copies of them as scratch, which `jax.jit` allows as well. Objects
+with attributes (modules, optimizers, metrics) are changed because somebody wants to see it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import jax
+
+from vnode.errors import VnodeError, layout_message
+
+BUILTIN = (dict, list, tuple)
+NODES = jax.tree_util.default_registry
+
+
+class Watch:
+    """Arguments as they are before a step runs.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = (entry for i, arg in enumerate(args) for entry in objects(arg, f"[{i}]"))
+        named = (entry for name, arg in kwargs.items() for entry in objects(arg, f"[{name!r}]"))
+        self._before = [(path, node, children_of(node)) for path, node in (*found, *named)]
+
+    def check(self, outputs: Any) -> None:
+        """Refuses changes of objects among the arguments that the step does not return.
+
+        Args:
+          outputs: what the step returned, a pytree.
+
+        Raises:
+          VnodeError: there are some.
+        """
+        lost = [(path, node) for path, node, before in self._before if changed(before, children_of(node), outputs)]
+        if not lost:
+            return
+        facts = [f"argument {path}: {type(node).__module__}.{type(node).__qualname__}" for path, node in lost]
+        of_nnx = any(base.__module__.startswith("flax.nnx") for _, node in lost for base in type(node).__mro__)
+        raise VnodeError(
+            layout_message(
+                "the step changes objects among its arguments in place and does not return them: "
+                "it is given copies, so the changes would be lost.",
+                facts=facts[:8] + ([f"and {len(facts) - 8} more"] if len(facts) > 8 else []),
+                remedies=[
+                    *(["vnode.nnx.virtualize(step, ...): it updates flax.nnx objects in place"] if of_nnx else []),
+                    "return the changed objects from the step, and go on with what it returns",
+                ],
+            )
+        )
+
+
+def changed(before: list[Any], after: list[Any], outputs: Any) -> bool:
+    """Whether an object has other children than before, and some of what they hold is not returned."""
+    if len(before) == len(after) and all(a is b for a, b in zip(before, after, strict=True)):
+        return False
+    old = {id(child) for child in before}
+    returned = {id(leaf) for leaf in jax.tree.leaves(outputs)}
+    new = [leaf for child in after if id(child) not in old for leaf in jax.tree.leaves(child)]
+    return any(isinstance(leaf, jax.Array) and id(leaf) not in returned for leaf in new)
+
+
+def objects(tree: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """The nodes of a pytree that are neither builtin containers nor leaves, with their places."""
+    if tree is None or not (level := NODES.flatten_one_level_with_keys(tree)):
+        return
+    if not isinstance(tree, BUILTIN):
+        yield path, tree
+    for key, child in level[0]:
+        yield from objects(child, path + str(key))
+
+
+def children_of(node: Any) -> list[Any]:
+    """What an object holds."""
+    level = NODES.flatten_one_level(node)
+    children: Iterable[Any] = level[0] if level else ()
+    return list(children)
