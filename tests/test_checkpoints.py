@@ -5,6 +5,7 @@ copies of what was saved, and orbax.
 """
 
 import functools
+import gc
 import json
 import logging
 import os
@@ -38,8 +39,17 @@ from vnode.placement.host import abstract
 
 NUMBERS = (2, 4, 6)
 OPTIMIZER = optax.adamw(1e-2)
-UNRAISABLE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-"""What orbax leaves unclosed after an error of its own."""
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+"""Orbax leaves coroutines that never ran after an error of its own."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tidy() -> Iterator[None]:
+    """Other tests do not find what orbax leaves."""
+    yield
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda _: None)
+        gc.collect()
 
 
 @pytest.fixture
@@ -159,7 +169,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], int]] = {
 }
 
 
-@UNRAISABLE
 @pytest.mark.parametrize("way", DAMAGE)
 def test_damaged(way: str, saved: Path, tmp_path: Path, alone: Any, caplog: pytest.LogCaptureFixture) -> None:
     """The newest good checkpoint is used, and those that are skipped are named; their place can be written again."""
@@ -188,7 +197,6 @@ def test_damaged(way: str, saved: Path, tmp_path: Path, alone: Any, caplog: pyte
     assert len([p for p in folder.iterdir() if "damaged" in p.name]) == len(skipped)
 
 
-@UNRAISABLE
 @pytest.mark.skipif(not os.environ.get("VNODE_TEST_ALL"), reason="a sweep: VNODE_TEST_ALL=1")
 def test_any_damage_to_any_file(saved: Path, tmp_path: Path) -> None:
     """Whatever is done to a file of a checkpoint, it is read as it was saved, or is damaged."""
@@ -208,7 +216,6 @@ def test_any_damage_to_any_file(saved: Path, tmp_path: Path) -> None:
     assert outcomes["damaged"] > len(ways)
 
 
-@UNRAISABLE
 @pytest.mark.filterwarnings("ignore:checkpoint")
 def test_none_is_good(saved: Path, tmp_path: Path, alone: Any) -> None:
     """Rather than to begin anew as if there were nothing, a run says what is wrong with each."""
@@ -434,7 +441,6 @@ def test_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "make room on the disk" in str(caught.value)
 
 
-@UNRAISABLE
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("way", ["at once", "in the background"])
 def test_failed_save(way: str, tmp_path: Path) -> None:
@@ -513,7 +519,6 @@ def test_run_goes_on_from_theirs(way: str, tmp_path: Path) -> None:
         restore(tmp_path, {"w": jnp.zeros(4), "slots": (jnp.ones(2),)})
 
 
-@UNRAISABLE
 def test_a_run_after_damage(tmp_path: Path) -> None:
     """A run goes on from the newest good checkpoint, and ends where an undisturbed one does."""
     data = [np.full((4, 3), number, np.float32) for number in range(6)]

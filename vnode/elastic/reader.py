@@ -173,7 +173,7 @@ class Reader:
     def skip(self, number: int, error: DamagedCheckpointError) -> None:
         """Takes note of a checkpoint that is not good."""
         self.damaged[number] = str(error).splitlines()[0]
-        log.warning("%s", error)
+        log.warning("skipped: %s", self.damaged[number])
         warnings.warn(f"{self.damaged[number]} It is skipped.", stacklevel=2)
 
     def header(self, number: int) -> Header | None:
