@@ -7,6 +7,7 @@ Orbax writes to a temporary folder and renames it, so that an unfinished checkpo
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections.abc import Sequence
@@ -120,11 +121,14 @@ class Checkpoints(Reader):
 
     def make_way(self, number: int) -> None:
         """Renames a damaged checkpoint whose place is needed."""
-        if number in self.damaged and (folder := self.folders().get(number)) is not None:
-            aside = next(path for i in range(1, 1000) if not (path := folder.parent / f"{number}.damaged-{i}").exists())
-            folder.rename(aside)
-            self.manager.reload()
-            del self.damaged[number]
+        if number not in self.damaged:
+            return
+        folder = self.folders().get(number)
+        if folder is not None and jax.process_index() == 0:
+            aside = (folder.parent / f"{number}.damaged-{i}" for i in itertools.count(1))
+            folder.rename(next(path for path in aside if not path.exists()))
+        self.manager.reload()
+        del self.damaged[number]
 
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
         """Restores a state onto a placement's devices, without a detour over others.

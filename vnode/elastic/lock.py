@@ -62,14 +62,14 @@ def prepare(folder: epath.Path) -> None:
 
 def unwritable(folder: epath.Path, error: Exception) -> CheckpointError:
     """The error of a folder that cannot be written."""
-    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    remedies = ["give checkpoint= a folder that this process may write to"]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        remedies = ["make room on the disk", "or use another folder"]
+    elif isinstance(error, ImportError):
+        remedies = ["install the package that is missing", "or use a local folder"]
     return CheckpointError(
         layout_message(
-            f"cannot write checkpoints to {folder}.",
-            facts=[f"{type(error).__name__}: {error}"],
-            remedies=["make room on the disk", "or use another folder"]
-            if full
-            else ["give checkpoint= a folder that this process may write to"],
+            f"cannot write checkpoints to {folder}.", facts=[f"{type(error).__name__}: {error}"], remedies=remedies
         )
     )
 
@@ -92,10 +92,11 @@ class FolderLock:
       >>> import tempfile
       >>> folder = epath.Path(tempfile.mkdtemp())
       >>> lock = FolderLock(folder)
-      >>> FolderLock(folder)
-      Traceback (most recent call last):
-        ...
-      vnode.errors.CheckpointError: another run is writing checkpoints to ...
+      >>> try:
+      ...     FolderLock(folder)
+      ... except CheckpointError as error:
+      ...     print(str(error).splitlines()[1])
+        held by another run of this same process
       >>> lock.release()
       >>> FolderLock(folder).release()
     """
