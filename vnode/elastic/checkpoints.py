@@ -109,15 +109,18 @@ class Checkpoints(Reader):
         """Has orbax write a checkpoint: the state alone, or as one of the items of those who save several."""
         arguments = ocp.args.StandardSave(tree)
         options = {"custom_metadata": {NAME: header.json()}, "force": True}
+        done = False
         if not self.among_others:
             try:
-                self.manager.save(number, args=arguments, **options)
-                return
+                done = self.manager.save(number, args=arguments, **options)
             except ValueError as error:
                 if "Composite" not in str(error):
                     raise
                 self.among_others = True
-        self.manager.save(number, args=ocp.args.Composite(state=arguments), **options)
+        if self.among_others:
+            done = self.manager.save(number, args=ocp.args.Composite(state=arguments), **options)
+        if not done:
+            raise ValueError(f"its CheckpointManager does not save step {number}")
 
     def make_way(self, number: int) -> None:
         """Renames a damaged checkpoint whose place is needed."""
@@ -215,21 +218,24 @@ class KeepLast:
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
-        self.known: set[int] = set()
+        self.known: dict[int, bool] = {}
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
         """Which of some checkpoints stay; orbax asks during each save."""
         numbers = [checkpoint.step for checkpoint in checkpoints]
-        ours = [number for number in numbers if self.is_ours(number)]
-        return [number not in ours or number in ours[-self.checkpoints.keep :] for number in numbers]
+        ours = sorted(number for number in numbers if self.is_ours(number))
+        gone = set(ours[: -self.checkpoints.keep])
+        return [number not in gone for number in numbers]
 
     def is_ours(self, number: int) -> bool:
         """Whether a checkpoint was written by a run, and is not known to be damaged."""
-        writing = self.checkpoints.last is not None and number == self.checkpoints.last[0]
-        if number not in self.known and number not in self.checkpoints.damaged:
+        if number in self.checkpoints.damaged:
+            return False
+        if self.checkpoints.last is not None and number == self.checkpoints.last[0]:  # it is being written
+            self.known[number] = True
+        elif number not in self.known:
             try:
-                if writing or self.checkpoints.header(number) is not None:
-                    self.known.add(number)
+                self.known[number] = self.checkpoints.header(number) is not None
             except CheckpointError:
-                return False
-        return number in self.known
+                self.known[number] = False
+        return self.known[number]

@@ -4,8 +4,8 @@ Knows pytrees, and what makes an array the one it was. Must not know files.
 
 An array goes by its path through the state: dictionary keys, attributes and positions, each as text. So a state that
 is read back without its classes is nested dictionaries, and a `TrainState` with ``params`` matches a dictionary with
-``"params"``. Where such paths are ambiguous, or where the state is a single array, all go by what
-`jax.tree_util.keystr` says.
+``"params"``. Where such paths are ambiguous or would be no names of files, and where the state is a single array, all go
+by what `jax.tree_util.keystr` says.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def named(state: Any) -> dict[Path, Leaf]:
     leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)]
     labels = [jax.tree_util.keystr(path) for path, _ in leaves]
     paths = [text(path) for path, _ in leaves]
-    if len({".".join(path) for path in paths}) < len(paths) or () in paths:
+    awkward = () in paths or not {"", ".", ".."}.isdisjoint(part for path in paths for part in path)
+    if awkward or len({".".join(path) for path in paths}) < len(paths):
         paths = [(label or "state",) for label in labels]
     return {path: Leaf(label, leaf) for path, label, (_, leaf) in zip(paths, labels, leaves, strict=True)}
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-import jax
+import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
 if TYPE_CHECKING:
@@ -52,13 +52,13 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
     """
     try:
         from vnode.elastic.contents import filled, named, nested
-        from vnode.elastic.reader import Reader, located
+        from vnode.elastic.reader import Reader
         from vnode.errors import CheckpointError, layout_message
     except ImportError as error:
         raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
     reader = Reader(folder if isinstance(folder, str | os.PathLike) else folder.directory)
     leaves = None if like is None else named(like)
-    default = SingleDeviceSharding(jax.numpy.zeros(()).device)
+    default = SingleDeviceSharding(min(jnp.zeros(()).devices(), key=lambda device: device.id))
 
     def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:
         sharding = getattr(leaves[path].value, "sharding", None) if leaves is not None and path in leaves else None
@@ -73,6 +73,6 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
     found = reader.newest(read)
     if found is None:
         raise CheckpointError(
-            layout_message(f"there are no checkpoints in {located(reader.path)}.", remedies=["check the path"])
+            layout_message(f"there are no checkpoints in {reader.path}.", remedies=["check the path"])
         )
     return found[1]
