@@ -4,7 +4,7 @@ Knows pytrees, and what makes an array the one it was. Must not know files.
 
 An array goes by its path through the state: dictionary keys, attributes and positions, each as text. So a state that
 is read back without its classes is nested dictionaries, and a `TrainState` with ``params`` matches a dictionary with
-``"params"``. Where such paths are ambiguous or would be no names of files, and where the state is a single array, all go
+``"params"``. Where such paths are ambiguous or would be no names of files, and for a single array, all go
 by what `jax.tree_util.keystr` says.
 """
 
