@@ -106,7 +106,7 @@ def files(checkpoint: Path) -> list[Path]:
 
 def largest(checkpoint: Path) -> Path:
     """The file with the arrays."""
-    return max(files(checkpoint), key=lambda path: path.stat().st_size)
+    return max(files(checkpoint / "default"), key=lambda path: path.stat().st_size)
 
 
 def flip(path: Path, at: float = 0.5) -> None:
