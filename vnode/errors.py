@@ -35,7 +35,21 @@ class ProfileError(VnodeError):
 
 
 class CheckpointError(VnodeError):
-    """A checkpoint does not hold what the run needs."""
+    """A checkpoint does not hold what the run needs, or could not be written.
+
+    Args:
+      message: what happened.
+      state: the state that could not be saved, if it is still there.
+      step: how many steps that state has behind it.
+    """
+
+    def __init__(self, message: str = "", *, state: Any = None, step: int | None = None) -> None:
+        self.state, self.step = state, step
+        super().__init__(message)
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint cannot be read, or is not what was saved under its name."""
 
 
 class DeviceLost(VnodeError):

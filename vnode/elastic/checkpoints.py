@@ -1,47 +1,80 @@
-"""Checkpoints of a run's state by `orbax-checkpoint`, written in the background.
+"""Writes the checkpoints of a run, in the background, by `orbax-checkpoint`.
 
 Knows orbax and what a state is made of. Must not know steps, nor when a checkpoint is due.
 
-A checkpoint holds the state's arrays by name (`jax.tree_util.keystr`), and as JSON what arrays do not say of
-themselves and what the run adds. Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint
-is none.
+Orbax writes to a temporary folder and renames it, so that an unfinished checkpoint is none.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import orbax.checkpoint as ocp
+from jax.errors import JaxRuntimeError
 
-from vnode.errors import CheckpointError, layout_message
-from vnode.placement.host import abstract, is_key, is_weak, with_weak_type
-from vnode.placement.leaves import is_array
+from vnode.elastic.contents import Entry, filled, named, stored
+from vnode.elastic.integrity import checksums
+from vnode.elastic.lock import FolderLock, prepare
+from vnode.elastic.reader import NAME, Header, Reader
+from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
 
 
-class Checkpoints:
-    """The checkpoints of one run, in one folder.
+class Checkpoints(Reader):
+    """The checkpoints of one run, in one folder, which no other run may write to at the same time.
 
     Args:
-      path: the folder; made if it is not there.
-      keep: how many of the last checkpoints stay.
+      path: the folder, which is made if it is not there; or an `orbax.checkpoint.CheckpointManager`, which then
+        decides what it keeps, and is not closed.
+      keep: how many of the last checkpoints stay. What else is in the folder stays too.
+
+    Raises:
+      CheckpointError: the folder cannot be written, or another run writes to it.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: int) -> None:
-        self.path = os.path.abspath(path)
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=True)
-        self.manager = ocp.CheckpointManager(self.path, options=options)
+    def __init__(self, path: str | os.PathLike[str] | ocp.CheckpointManager, keep: int) -> None:
+        given = isinstance(path, ocp.CheckpointManager)
+        super().__init__(path.directory if given else path)
+        self.keep, self.given = keep, given
+        self.last: tuple[int, Any] | None = None
+        self.among_others = False
+        self.lock: FolderLock | None = None
+        if jax.process_index() == 0:
+            prepare(self.folder)
+            self.lock = FolderLock(self.folder)
+        try:
+            self.manager = path if given else self.opened()
+        except Exception as error:
+            self.release()
+            raise CheckpointError(
+                layout_message(f"cannot use {self.folder} for checkpoints.", facts=[f"{type(error).__name__}: {error}"])
+            ) from error
+
+    def opened(self) -> ocp.CheckpointManager:
+        """Orbax's manager of the folder."""
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=KeepLast(self),
+            enable_async_checkpointing=True,
+            # Where a folder cannot be made in the background, what waits for it there does so for minutes.
+            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+        )
+        return ocp.CheckpointManager(self.folder, options=options)
 
     @property
     def latest(self) -> int | None:
-        """The step number of the last checkpoint; waits for one that is being written."""
-        self.manager.wait_until_finished()
-        return self.manager.latest_step()
+        """The step number of the newest checkpoint that is not known to be damaged; waits for one being written.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is good; or the last save failed.
+        """
+        self.wait()
+        return super().latest
 
     def save(self, number: int, state: Any, facts: dict[str, Any]) -> None:
         """Saves a state whose arrays are on devices. Returns when they are copied: they may then be donated.
@@ -50,31 +83,55 @@ class Checkpoints:
           number: the step number: how many steps the state has behind it.
           state: the state.
           facts: what else to save, fit for JSON.
+
+        Raises:
+          CheckpointError: this or the previous save failed; it carries the state.
         """
-        arrays, described = {}, {}
-        for name, leaf in named(state).items():
-            key = is_key(leaf)
-            data = jax.random.key_data(leaf) if key else leaf
-            described[name] = {
-                "type": type_of(leaf),
-                "bits": list(data.shape),
-                "dtype": str(data.dtype),
-                "weak": is_weak(leaf),
-                "key": str(jax.random.key_impl(leaf)) if key else None,
-            }
-            if data.size:  # orbax refuses arrays without elements
-                arrays[name] = data
-        items = ocp.args.Composite(
-            state=ocp.args.StandardSave(arrays), run=ocp.args.JsonSave({"leaves": described, "facts": facts})
-        )
-        self.manager.save(number, args=items)
+        self.last = number, jax.tree.map(lambda leaf: weakref.ref(leaf) if isinstance(leaf, jax.Array) else leaf, state)
+        try:
+            self.wait()
+            if self.lock is not None:
+                self.lock.check()
+            leaves = named(state)
+            sums = checksums({path: leaf.value for path, leaf in leaves.items()})
+            header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
+            self.make_way(number)
+            self.write(number, stored(state), header)
+        except CheckpointError as error:
+            error.state, error.step = state, number
+            raise
+        except (VnodeError, JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:  # orbax and tensorstore have many
+            raise self.failed(error) from error
 
-    def facts(self, number: int) -> dict[str, Any]:
-        """What was saved besides the state."""
-        return self.description(number)["facts"]
+    def write(self, number: int, tree: Any, header: Header) -> None:
+        """Has orbax write a checkpoint: the state alone, or as one of the items of those who save several."""
+        arguments = ocp.args.StandardSave(tree)
+        options = {"custom_metadata": {NAME: header.json()}, "force": True}
+        done = False
+        if not self.among_others:
+            try:
+                done = self.manager.save(number, args=arguments, **options)
+            except ValueError as error:
+                if "Composite" not in str(error):
+                    raise
+                self.among_others = True
+        if self.among_others:
+            done = self.manager.save(number, args=ocp.args.Composite(state=arguments), **options)
+        if not done:
+            raise ValueError(f"its CheckpointManager does not save step {number}")
 
-    def description(self, number: int) -> dict[str, Any]:
-        return self.manager.restore(number, args=ocp.args.Composite(run=ocp.args.JsonRestore()))["run"]
+    def make_way(self, number: int) -> None:
+        """Renames a damaged checkpoint whose place is needed."""
+        if number not in self.damaged:
+            return
+        folder = self.folders().get(number)
+        if folder is not None and jax.process_index() == 0:
+            aside = (folder.parent / f"{number}.damaged-{i}" for i in itertools.count(1))
+            folder.rename(next(path for path in aside if not path.exists()))
+        self.manager.reload()
+        del self.damaged[number]
 
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
         """Restores a state onto a placement's devices, without a detour over others.
@@ -90,65 +147,95 @@ class Checkpoints:
 
         Raises:
           CheckpointError: the checkpoint is of a state of another structure.
+          DamagedCheckpointError: it cannot be read, or is not what was saved.
         """
-        described, leaves = self.description(number)["leaves"], named(like)
-        check(described, leaves, self.path, number)
-        targets = {
-            name: jax.ShapeDtypeStruct(
-                tuple(fact["bits"]),
-                np.dtype(jnp.dtype(fact["dtype"])),
-                sharding=fitting(placement, tuple(fact["bits"]), partition(leaves[name])),
-            )
-            for name, fact in described.items()
-        }
-        saved = {name: target for name, target in targets.items() if np.prod(target.shape, dtype=int)}
-        items = ocp.args.Composite(state=ocp.args.StandardRestore(saved))
-        arrays = dict(self.manager.restore(number, args=items)["state"]) if saved else {}
+        leaves = named(like)
 
-        def leaf(name: str, fact: dict[str, Any]) -> Any:
-            target = targets[name]
-            array = arrays[name] if name in arrays else jnp.zeros(target.shape, target.dtype, device=target.sharding)
-            if fact["key"] is not None:
-                return jax.random.wrap_key_data(array, impl=fact["key"])
-            return with_weak_type(array, target.sharding) if fact["weak"] and array.size else array
+        def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Any:
+            return fitting(placement, shape, partition(leaves[path].value)) if path in leaves else placement.sharding()
 
-        restored = {name: leaf(name, fact) for name, fact in described.items()}
-        return jax.tree_util.tree_map_with_path(
-            lambda path, old: restored[jax.tree_util.keystr(path)] if is_array(old) else old, like
-        )
+        return filled(like, self.read(number, leaves, where))
+
+    def wait(self) -> None:
+        """Waits until what is being saved is written.
+
+        Raises:
+          CheckpointError: it could not be; it carries the state that is there now.
+        """
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            raise self.failed(error) from error
 
     def close(self) -> None:
-        """Waits until everything is written."""
-        self.manager.close()
+        """Waits until everything is written, and gives the folder back.
 
+        Raises:
+          CheckpointError: it could not be.
+        """
+        try:
+            self.wait()
+        finally:
+            try:
+                if not self.given:
+                    self.manager.close()
+            finally:
+                self.release()
 
-def named(state: Any) -> dict[str, Any]:
-    """The arrays of a state by name."""
-    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)}
+    def release(self) -> None:
+        """Gives the folder back to other runs."""
+        if self.lock is not None:
+            self.lock.release()
 
-
-def type_of(leaf: Any) -> str:
-    """Dtype and shape of an array, as messages and checkpoints have them: ``bfloat16[3, 4]``."""
-    leaf = abstract(leaf)
-    return f"{leaf.dtype}{list(leaf.shape)}"
-
-
-def check(described: dict[str, Any], leaves: dict[str, Any], path: str, number: int) -> None:
-    """Refuses a checkpoint of a state of another structure.
-
-    Raises:
-      CheckpointError: it is.
-    """
-    facts = [f"{name}: only in the checkpoint" for name in described if name not in leaves]
-    facts += [f"{name}: not in the checkpoint" for name in leaves if name not in described]
-    for name, fact in described.items():
-        if name in leaves and fact["type"] != type_of(leaves[name]):
-            facts.append(f"{name}: {fact['type']} in the checkpoint, {type_of(leaves[name])} in the state")
-    if facts:
-        raise CheckpointError(
+    def failed(self, error: Exception) -> CheckpointError:
+        """The error of a checkpoint that could not be written, with the state if it is still there."""
+        number, state = self.last or (None, None)
+        arrays = [leaf() for leaf in jax.tree.leaves(state) if isinstance(leaf, weakref.ref)]
+        if all(array is not None and not array.is_deleted() for array in arrays):
+            state = jax.tree.map(lambda leaf: leaf() if isinstance(leaf, weakref.ref) else leaf, state)
+        else:
+            state = None
+        carried = ["this error has the state: `error.state`, after `error.step` steps"] if state is not None else []
+        return CheckpointError(
             layout_message(
-                f"checkpoint {number} in {path} is of another state.",
-                facts=facts[:20],
-                remedies=["start from the state (model, optimizer) that was saved", "or use another folder"],
-            )
+                f"could not write a checkpoint to {self.folder}.",
+                facts=[f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"],
+                remedies=["make room, or make the folder writable", "or use another folder", *carried],
+            ),
+            state=state,
+            step=number,
         )
+
+
+class KeepLast:
+    """Which checkpoints stay: the last ones of a run, and all that are not good or not written by a run.
+
+    Those are for whoever put them there to delete.
+
+    Args:
+      checkpoints: the run's checkpoints.
+    """
+
+    def __init__(self, checkpoints: Checkpoints) -> None:
+        self.checkpoints = checkpoints
+        self.known: dict[int, bool] = {}
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Which of some checkpoints stay; orbax asks during each save."""
+        numbers = [checkpoint.step for checkpoint in checkpoints]
+        ours = sorted(number for number in numbers if self.is_ours(number))
+        gone = set(ours[: -self.checkpoints.keep])
+        return [number not in gone for number in numbers]
+
+    def is_ours(self, number: int) -> bool:
+        """Whether a checkpoint was written by a run, and is not known to be damaged."""
+        if number in self.checkpoints.damaged:
+            return False
+        if self.checkpoints.last is not None and number == self.checkpoints.last[0]:  # it is being written
+            self.known[number] = True
+        elif number not in self.known:
+            try:
+                self.known[number] = self.checkpoints.header(number) is not None
+            except CheckpointError:
+                self.known[number] = False
+        return self.known[number]

@@ -303,6 +303,7 @@ class Driver:
         self.lost: set[Any] = set()
         self.kept: tuple[int, HostCopy] | None = None
         self.saved: int | None = None
+        self.resumed: int | None = None
         self.blamed: int | None = None
         self.pending: deque[tuple[int, Any]] = deque()
         self.history: list[tuple[int, Any]] = []
@@ -311,36 +312,44 @@ class Driver:
 
     def begin(self, state: Any) -> None:
         """Places the state before the first step, or the one of the last checkpoint."""
-        self.resumed = self.saved = None if self.checkpoints is None else self.checkpoints.latest
-        number = self.saved or 0
+        self.like = jax.tree.map(abstract, state)
+        found = None if self.checkpoints is None else self.checkpoints.newest(self.resume)
+        if found is None:
+            self.place(0)
+            self.state = self.step.put(state)
+        else:
+            self.number, self.state = found
+            self.resumed = self.saved = self.number
+        if self.keep_every is not None:
+            self.keep()
+
+    def resume(self, number: int) -> Any:
+        """The state of a checkpoint, on the devices that are asked for at its step."""
+        self.place(number)
+        self.check_data(number)
+        return self.restored(number)
+
+    def place(self, number: int) -> None:
+        """Goes to the devices that are asked for before the first step."""
         try:
             self.asked = self.requests(number)
         except DeviceLost as error:
             self.lost |= set(error.devices)
         self.step = self.sibling(self.asked or Request(self.step.placement))
-        self.like = jax.tree.map(abstract, state)
-        if self.saved is None:
-            self.state = self.step.put(state)
-        else:
-            self.check_data()
-            self.state = self.restored(self.saved)
-        self.number = number
-        if self.keep_every is not None:
-            self.keep()
 
-    def check_data(self) -> None:
+    def check_data(self, number: int) -> None:
         """Refuses to go on with other data than a checkpoint was made with.
 
         Raises:
           CheckpointError: the data describe themselves otherwise.
         """
-        assert self.checkpoints is not None and self.saved is not None
-        before, now = self.checkpoints.facts(self.saved)["data"], self.facts["data"]
+        assert self.checkpoints is not None
+        before, now = self.checkpoints.facts(number).get("data"), self.facts["data"]
         if before is not None and now is not None and before != now:
             differing = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
             raise CheckpointError(
                 layout_message(
-                    f"checkpoint {self.saved} in {self.checkpoints.path} was made with other batches.",
+                    f"checkpoint {number} in {self.checkpoints.path} was made with other batches.",
                     facts=[f"{name}: {before.get(name)!r} then, {now.get(name)!r} now" for name in differing],
                     remedies=["give the data the options that they had", "or use another folder"],
                 )
@@ -512,7 +521,14 @@ class Driver:
         except PlacementError as none:
             raise none from error
         began = time.perf_counter()
-        state = self.restored(good, step) if self.kept is None else self.kept[1].on(step.placement)
+        if self.kept is None:
+            assert self.checkpoints is not None
+            found = self.checkpoints.newest(lambda number: self.restored(number, step))
+            assert found is not None
+            good, state = found
+            self.saved = good
+        else:
+            state = self.kept[1].on(step.placement)
         self.state = jax.block_until_ready(state)
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"
         change = Resize(good, before, step.placement, gone, message, self.number - good, moved)

@@ -1,0 +1,338 @@
+"""Reads checkpoints: which of a folder's are good, and what they hold.
+
+Knows the layout that orbax gives a folder, and what vnode adds. Must not know runs, nor when a checkpoint is due.
+
+A checkpoint is a folder that is named by its step number, and holds the arrays as `orbax.checkpoint.CheckpointManager`
+saves a pytree; what vnode adds is in its metadata (`Header`). So orbax reads vnode's, and vnode reads those that orbax
+wrote without it; these are taken as they are, since nothing says what they should hold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import orbax.checkpoint as ocp
+from etils import epath
+from jax.errors import JaxRuntimeError
+from jax.sharding import Sharding
+
+from vnode.elastic.contents import Entry, Leaf, Path, check, check_width, text, type_of
+from vnode.elastic.integrity import checksums, digest
+from vnode.errors import CheckpointError, DamagedCheckpointError, VnodeError, layout_message
+from vnode.placement.host import with_weak_type
+
+FORMAT = 1
+"""The version of what vnode adds to a checkpoint."""
+
+NAME = "vnode"
+"""The name of the same among a checkpoint's metadata."""
+
+METADATA = "_CHECKPOINT_METADATA"
+"""The file in which orbax keeps a checkpoint's metadata."""
+
+ITEMS = ("default", "state")
+"""Where orbax keeps a state that was saved alone, and where people put it among other items."""
+
+log = logging.getLogger("vnode")
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What vnode adds to a checkpoint.
+
+    Attributes:
+      step: its step number, by which it knows its name.
+      entries: what it says of each array.
+      facts: what the run added.
+    """
+
+    step: int
+    entries: dict[Path, Entry]
+    facts: dict[str, Any]
+
+    def json(self) -> dict[str, Any]:
+        """The header as JSON, with a checksum of its own."""
+        arrays = [{"path": list(path), **dataclasses.asdict(entry)} for path, entry in self.entries.items()]
+        said = json.loads(json.dumps({"format": FORMAT, "step": self.step, "arrays": arrays, "facts": self.facts}))
+        return {**said, "digest": digest(said)}
+
+    @classmethod
+    def read(cls, said: dict[str, Any]) -> Header:
+        """A header as JSON has it.
+
+        Raises:
+          ValueError: it is not what was written.
+        """
+        said = dict(said)
+        if said.pop("digest", None) != digest(said):
+            raise ValueError("its metadata do not have the checksum that they had when it was saved")
+        if said["format"] != FORMAT:
+            raise ValueError(f"it has format {said['format']}; this version of vnode reads format {FORMAT}")
+        entries = {tuple(array.pop("path")): Entry.read(array) for array in said["arrays"]}
+        return cls(said["step"], entries, said["facts"])
+
+
+class Reader:
+    """The checkpoints in a folder.
+
+    Args:
+      path: the folder; any that `etils.epath` knows (``gs://...``).
+
+    Raises:
+      CheckpointError: it cannot be looked into.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.folder = located(path)
+        self.damaged: dict[int, str] = {}
+
+    @property
+    def path(self) -> str:
+        """The folder, as messages have it."""
+        return str(self.folder)
+
+    def folders(self) -> dict[int, epath.Path]:
+        """The folders that may be checkpoints, by step number.
+
+        Raises:
+          CheckpointError: they cannot be listed.
+        """
+        try:
+            if not self.folder.exists():
+                return {}
+            found = {}
+            for folder in self.folder.iterdir():
+                match = re.fullmatch(r"(.*_)?(\d+)", folder.name)
+                if not match or not folder.is_dir() or (match[1] and not (folder / METADATA).exists()):
+                    continue  # orbax can be told to begin names with a prefix; so do folders of other things
+                if ocp.utils.is_checkpoint_finalized(folder):
+                    found[int(match[2])] = folder
+            return dict(sorted(found.items()))
+        except Exception as error:  # object stores have errors of their own
+            raise CheckpointError(
+                layout_message(f"cannot list {self.folder}.", facts=[f"{type(error).__name__}: {error}"])
+            ) from error
+
+    @property
+    def latest(self) -> int | None:
+        """The step number of the newest checkpoint that is not known to be damaged.
+
+        What is looked at is its metadata; damage to its arrays shows when they are read (`newest`).
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is good.
+        """
+        for number in reversed(self.folders()):
+            if number in self.damaged:
+                continue
+            try:
+                self.header(number)
+            except DamagedCheckpointError as error:
+                self.skip(number, error)
+                continue
+            return number
+        if self.damaged:
+            raise CheckpointError(
+                layout_message(
+                    f"no checkpoint in {self.folder} can be used.",
+                    facts=list(self.damaged.values()),
+                    remedies=["restore the files from a copy", "use another folder to start anew"],
+                )
+            )
+        return None
+
+    def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
+        """Restores the newest checkpoint that is good. Those that are skipped are named in warnings.
+
+        Args:
+          restore: restores the checkpoint of a step number; raises `DamagedCheckpointError` if that is not good.
+
+        Returns:
+          The step number, and what was restored; None if there are no checkpoints.
+
+        Raises:
+          CheckpointError: there are checkpoints, and none is good.
+        """
+        while (number := self.latest) is not None:
+            try:
+                return number, restore(number)
+            except DamagedCheckpointError as error:
+                self.skip(number, error)
+        return None
+
+    def skip(self, number: int, error: DamagedCheckpointError) -> None:
+        """Takes note of a checkpoint that is not good."""
+        self.damaged[number] = str(error).splitlines()[0]
+        log.warning("skipped: %s", self.damaged[number])
+        warnings.warn(f"{self.damaged[number]} It is skipped.", stacklevel=2)
+
+    def header(self, number: int) -> Header | None:
+        """What vnode added to a checkpoint; None if it was written without vnode.
+
+        Raises:
+          DamagedCheckpointError: it is not what was saved, or not under this step number.
+        """
+        try:
+            said = json.loads((self.folder_of(number) / METADATA).read_text())
+            if NAME not in (said["custom_metadata"] or {}):
+                self.item(number)
+                return None
+            header = Header.read(said["custom_metadata"][NAME])
+        except VnodeError:
+            raise
+        except Exception as error:
+            raise self.damage(number, error) from error
+        if header.step != number:
+            raise self.damage(number, f"it was saved as checkpoint {header.step}, and has been renamed")
+        return header
+
+    def facts(self, number: int) -> dict[str, Any]:
+        """What was saved besides the state; nothing if it was saved without vnode."""
+        header = self.header(number)
+        return {} if header is None else header.facts
+
+    def folder_of(self, number: int) -> epath.Path:
+        """The folder of a checkpoint."""
+        folders = self.folders()
+        if number not in folders:
+            raise CheckpointError(
+                layout_message(
+                    f"there is no checkpoint {number} in {self.folder}.",
+                    facts=[f"there are {', '.join(map(str, folders)) or 'none'}"],
+                )
+            )
+        return folders[number]
+
+    def item(self, number: int) -> epath.Path:
+        """Where in a checkpoint the state is.
+
+        Raises:
+          DamagedCheckpointError: nowhere.
+        """
+        folder = self.folder_of(number)
+        for name in ITEMS:
+            if (folder / name / "_METADATA").exists():
+                return folder / name
+        raise self.damage(number, f"it has no {' nor '.join(map(repr, ITEMS))} with a pytree of arrays")
+
+    def read(
+        self, number: int, leaves: Mapping[Path, Leaf] | None, where: Callable[[Path, tuple[int, ...]], Sharding]
+    ) -> dict[Path, Any]:
+        """Reads the arrays of a checkpoint, each straight to where it is to live, and compares their checksums.
+
+        Args:
+          number: the step number.
+          leaves: what it must hold; None for whatever it holds.
+          where: the sharding of the array at a path, of a shape (for typed keys, that of their data).
+
+        Returns:
+          The arrays by path.
+
+        Raises:
+          CheckpointError: it is of another state.
+          DamagedCheckpointError: it cannot be read, or is not what was saved.
+        """
+        name, header = f"checkpoint {number} in {self.folder}", self.header(number)
+        if header is not None and leaves is not None:
+            check(header.entries, leaves, name)
+        try:
+            arrays = self.load(number, header, where, name)
+        except (VnodeError, JaxRuntimeError, MemoryError):
+            raise
+        except Exception as error:  # orbax, tensorstore and JSON have many
+            raise self.damage(number, error) from error
+        if header is None:
+            entries = {
+                path: Entry(".".join(path), type_of(array), array.shape, str(array.dtype))
+                for path, array in arrays.items()
+            }
+            check(entries, leaves if leaves is not None else {path: Leaf("", a) for path, a in arrays.items()}, name)
+            return arrays
+        sums = checksums(arrays)
+        differing = [entry.label for path, entry in header.entries.items() if entry.checksum != sums.get(path)]
+        if differing:
+            shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
+            raise self.damage(number, f"its content is not what was saved, as checksums tell: {shown}")
+        return {
+            path: with_weak_type(array, array.sharding) if header.entries[path].weak and array.size else array
+            for path, array in arrays.items()
+        }
+
+    def load(
+        self, number: int, header: Header | None, where: Callable[[Path, tuple[int, ...]], Sharding], name: str
+    ) -> dict[Path, Any]:
+        """The arrays of a checkpoint, as orbax reads them."""
+        handler, item = ocp.StandardCheckpointHandler(), self.item(number)
+        found: Any = handler.metadata(item)
+        tree = found.tree if hasattr(found, "tree") else found
+
+        def target(path: Any, array: Any) -> Any:
+            if not hasattr(array, "shape"):
+                return array
+            shape = tuple(array.shape)
+            return jax.ShapeDtypeStruct(shape, array.dtype, sharding=where(text(path), shape))
+
+        targets = jax.tree_util.tree_map_with_path(target, tree)
+        entries = header.entries if header is not None else {}
+        wanted = {
+            text(path): Entry(".".join(text(path)), type_of(leaf), leaf.shape, str(leaf.dtype))
+            for path, leaf in jax.tree.leaves_with_path(targets)
+            if isinstance(leaf, jax.ShapeDtypeStruct)
+        }
+        check_width((entries or wanted).values(), name)
+        arrays = {}
+        if wanted:
+            restored = handler.restore(item, args=ocp.args.StandardRestore(targets))
+            arrays = {text(path): leaf for path, leaf in jax.tree.leaves_with_path(restored)}
+        if header is None:
+            return {path: leaf for path, leaf in arrays.items() if isinstance(leaf, jax.Array)}
+        whole = {}
+        for path, entry in entries.items():
+            if entry.size:
+                whole[path] = arrays[path]
+            else:  # orbax has none without elements
+                empty = jnp.zeros(entry.shape, entry.dtype, device=where(path, entry.shape))
+                whole[path] = jax.random.wrap_key_data(empty, impl=entry.key) if entry.key else empty
+            if type_of(whole[path]) != entry.type:
+                raise ValueError(f"{entry.label} is {type_of(whole[path])} and was saved as {entry.type}")
+        return whole
+
+    def damage(self, number: int, why: Exception | str) -> DamagedCheckpointError:
+        """The error of a checkpoint that is not good."""
+        said = f"{type(why).__name__}: {why}" if isinstance(why, Exception) else why
+        first, *rest = said.splitlines() or [""]
+        return DamagedCheckpointError(
+            layout_message(
+                f"checkpoint {number} in {self.folder} is damaged: {first[:300]}.",
+                facts=[line[:300] for line in rest[:5]],
+                remedies=["restore its files from a copy", "or use an older checkpoint"],
+            )
+        )
+
+
+def located(path: str | os.PathLike[str]) -> epath.Path:
+    """A folder as `etils.epath` has it; one of this machine's file systems with its whole path.
+
+    Raises:
+      CheckpointError: there is no such kind of path.
+    """
+    said = os.fspath(path)
+    try:
+        return epath.Path(path if "://" in said else os.path.abspath(said))
+    except KeyError as error:
+        raise CheckpointError(
+            layout_message(
+                f"cannot use {said}: etils.epath knows no paths that begin with {error.args[0]}.",
+                remedies=["a local folder", "gs://bucket/folder, s3://bucket/folder"],
+            )
+        ) from error

@@ -1,0 +1,78 @@
+"""Gets a state out of a folder of checkpoints, for inference and for other training.
+
+Knows checkpoints and states. Must not know runs.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+import jax.numpy as jnp
+from jax.sharding import Sharding, SingleDeviceSharding
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+
+def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = None, step: int | None = None) -> Any:
+    """Restores the state of a checkpoint, of `vnode.elastic.run` or of an `orbax.checkpoint.CheckpointManager`.
+
+    It takes no lock and changes nothing, so it may read the folder of a run that goes on.
+
+    Args:
+      folder: the folder, also ``gs://...``, or an orbax manager of one.
+      like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. What is
+        restored has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
+        where its sharding says.
+      step: the number of steps that the state has behind it. The newest checkpoint that is good by default; damaged
+        ones are named in warnings.
+
+    Returns:
+      The state. Without `like`: its arrays in nested dictionaries, by dictionary keys, attribute names and positions
+      as text (``state["slots"]["0"]["mu"]``), on jax's default device.
+
+    Raises:
+      CheckpointError: there is no such checkpoint, or it is of a state of another structure, shapes or dtypes.
+      DamagedCheckpointError: it cannot be read, or is not what was saved.
+      ImportError: orbax is not installed.
+
+    Example:
+      >>> import tempfile, jax, jax.numpy as jnp, numpy as np, vnode
+      >>> @vnode.virtualize(virtual_nodes=2)
+      ... def step(state, x):
+      ...     return {"w": state["w"] + x.mean(), "count": state["count"] + 1}, {}
+      >>> folder, state = tempfile.mkdtemp(), {"w": jnp.zeros(2), "count": jnp.int32(0)}
+      >>> data = [np.ones(4, np.float32)] * 3
+      >>> _ = vnode.elastic.run(step, state, data, steps=3, checkpoint=folder, devices=jax.devices()[:1])
+      >>> vnode.elastic.restore(folder)["w"].tolist()
+      [3.0, 3.0]
+      >>> int(vnode.elastic.restore(folder, like=state)["count"])
+      3
+    """
+    try:
+        from vnode.elastic.contents import filled, named, nested
+        from vnode.elastic.reader import Reader
+        from vnode.errors import CheckpointError, layout_message
+    except ImportError as error:
+        raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
+    reader = Reader(folder if isinstance(folder, str | os.PathLike) else folder.directory)
+    leaves = None if like is None else named(like)
+    default = SingleDeviceSharding(min(jnp.zeros(()).devices(), key=lambda device: device.id))
+
+    def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:
+        sharding = getattr(leaves[path].value, "sharding", None) if leaves is not None and path in leaves else None
+        return default if sharding is None else sharding
+
+    def read(number: int) -> Any:
+        arrays = reader.read(number, leaves, where)
+        return nested(arrays) if like is None else filled(like, arrays)
+
+    if step is not None:
+        return read(step)
+    found = reader.newest(read)
+    if found is None:
+        raise CheckpointError(
+            layout_message(f"there are no checkpoints in {reader.path}.", remedies=["check the path"])
+        )
+    return found[1]
