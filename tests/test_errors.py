@@ -133,7 +133,8 @@ def test_forbidden_couplings(coupling: Any) -> None:
     message = refusal(vnode.CouplingError, centred, *inputs(), coupling=coupling)
     line_of(message, "mean = x.mean(0)")
     assert "coupling='error' forbids" in message and "in Centre" in message
-    assert "coupling='exact'" in message and "coupling='local'" in message
+    assert "coupling='exact'" in message and "from the data beforehand" in message
+    assert "coupling='local'" not in message  # which leaves sums of the data alone as they are
 
 
 def test_couplings_forbidden_elsewhere_do_not_matter() -> None:

@@ -13,7 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Coupled, Flow, Follows, State, Step
+from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
 from vnode.operators import Monoid
 from vnode.operators.control import Branches, Loop, Region, While, region_of
@@ -92,12 +92,12 @@ def loop_over_batch(follower: Follows, view: View, loop: Loop, body: Program, sc
     first, split = loop.constants, loop.constants + loop.carries
     (form, *others) = scanned
     if others or form.outer != 1 or form.ratio.denominator != 1:
-        raise Coupled(view.eqn, "it takes the examples in several orders")
+        raise Coupled(view.eqn, Why.SEVERAL)
     for i, other in enumerate(view.forms):
         if i >= split and isinstance(other, Whole):
             view.forms[i] = form
         elif isinstance(other, Slice | Varying) and (i < split or other != form):
-            raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
+            raise Coupled(view.eqn, Why.READS)
     states = [
         *inputs_of(follower, view, range(split)),
         *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
@@ -108,14 +108,14 @@ def loop_over_batch(follower: Follows, view: View, loop: Loop, body: Program, sc
             continue
         added = added_up(body, carry, out)
         if not added:
-            raise Coupled(view.eqn, "it carries a value from example to example")
+            raise Coupled(view.eqn, Why.CARRIES)
         follower.sums |= added
         states[first + i] = State(Partial(Monoid.SUM), model=view.states[first + i].model)
         view.forms[first + i] = Partial(Monoid.SUM)
     flow = follower.follow(body, states, body=True)
     ys = flow.output_forms[loop.carries :]
     if any(isinstance(f, Partial | Slice) for f in ys):
-        raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
+        raise Coupled(view.eqn, Why.READS)
     flow.output_forms[loop.carries :] = [VARYING] * len(ys)
     results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[loop.carries :]))
     return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
@@ -145,7 +145,7 @@ def while_step(follower: Follows, view: View, loop: While) -> Step:
         if isinstance(form, Whole):
             break
         if isinstance(form, Partial):
-            raise Coupled(view.eqn, "its condition is reduced over the batch")
+            raise Coupled(view.eqn, Why.CONDITION)
         if isinstance(form, Varying):
             joined = [join(view.eqn, state, State(VARYING)) for state in carries]
         else:
@@ -162,7 +162,7 @@ def while_step(follower: Follows, view: View, loop: While) -> Step:
 def branch_step(follower: Follows, view: View, branches: Branches) -> Step:
     view.complete([0] if isinstance(view.forms[0], Partial) else [])
     if isinstance(view.forms[0], Slice | Varying):
-        raise Coupled(view.eqn, "its branch depends on single examples")
+        raise Coupled(view.eqn, Why.BRANCH)
     if all(isinstance(form, Whole) for form in view.forms):
         return view.once()
     inputs = inputs_of(follower, view, range(1, len(view.forms)))
@@ -210,4 +210,4 @@ def join(eqn: JaxprEqn, a: State, b: State) -> State:
             if isinstance(form, Partial) and form.monoid is not Monoid.SUM and form != other:
                 break
             return State(form, zero=zero and isinstance(form, Whole), model=model)
-    raise Coupled(eqn, f"it carries a value that is {a.form} and becomes {b.form}")
+    raise Coupled(eqn, Why.FORMS)

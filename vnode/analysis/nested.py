@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 from vnode.analysis.forms import WHOLE, Batch, Partial, Slice, Varying
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Flow, Follows, State, Step
+from vnode.analysis.states import Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
 from vnode.operators.control import Body, Branches, Loop, Region, While
 
@@ -65,7 +65,7 @@ def nested_loop(follower: Follows, view: View, loop: Loop) -> Step:
     first, split = loop.constants, loop.constants + loop.carries
     for i, form in enumerate(view.forms):
         if i >= split and isinstance(form, Slice) and form.dim == 0:
-            view.materialize([i], "is gone through in order")
+            view.materialize([i], Why.IN_ORDER)
     constants, carries, xs = (
         outside(follower, view, positions)
         for positions in (range(first), range(first, split), range(split, len(view.forms)))
@@ -106,7 +106,7 @@ def nested_while(follower: Follows, view: View, loop: While) -> Step:
 
 
 def nested_branches(follower: Follows, view: View, branches: Branches) -> Step:
-    view.materialize([0], "chooses a branch")
+    view.materialize([0], Why.BRANCH)
     inputs = outside(follower, view, range(1, len(view.forms)))
     flows = body_flows(follower, view, branches.bodies, [inputs] * len(branches.bodies))
     results = [meet(flows[0], atom) for atom in flows[0].program.outputs]

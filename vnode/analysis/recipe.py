@@ -49,6 +49,11 @@ class Evaluation:
     carried: tuple[int, ...] = ()
     schedules: tuple[Any, ...] = ()
 
+    @property
+    def times(self) -> int:
+        """How many times bodies run; a ``while`` counts as one iteration."""
+        return self.step.region.length if isinstance(self.step.region, Loop) else 1
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:

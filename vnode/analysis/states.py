@@ -11,6 +11,7 @@ over batched values that reads a whole value of level k belongs to pass k. Where
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -64,23 +65,45 @@ class State:
 ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
 
 
+class Why(enum.Enum):
+    """Why a batched value is read whole, or why nodes cannot run a loop or branch on their own."""
+
+    WHOLE = "needs the whole batch at once"
+    RESULTS = "does not keep the batch in every result"
+    PAIRS = "compares every example with every other"
+    GATHERED = "is contracted with a value that needed the whole batch"
+    REORDERS = "orders the batch differently"
+    IN_ORDER = "is gone through in order"
+    SEVERAL = "takes the examples in several orders"
+    READS = "reads the batch while it goes through the batch"
+    CARRIES = "carries a value from example to example"
+    FORMS = "carries what is made of all examples"
+    SUM = "reads a sum over the batch inside the loop"
+    CONDITION = "has a condition that is reduced over the batch"
+    BRANCH = "chooses a branch by single examples"
+
+
 @dataclasses.dataclass(frozen=True)
 class Coupling:
     """One place where an example influences another.
 
     Attributes:
+      flow: batch flow of the program that it is in.
       eqn: the equation that reads what other examples contributed.
       kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
       level: the pass it belongs to.
       mode: ``"exact"`` or ``"local"``.
-      source: for a reduction, the equation that reduces.
+      source: for a reduction, the equation that reduces; for a loop, the one inside that nodes cannot run alone.
+      why: for the others, what stands in the way of each node working on its own examples.
     """
 
+    flow: Flow
     eqn: JaxprEqn
     kind: str
     level: int
     mode: str = "exact"
     source: JaxprEqn | None = None
+    why: Why | None = None
 
 
 @dataclasses.dataclass(eq=False)  # not frozen only because many are made
@@ -174,9 +197,10 @@ def literal_state(value: Any) -> State:
 class Coupled(Exception):
     """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
 
-    def __init__(self, eqn: JaxprEqn, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, eqn: JaxprEqn, why: Why) -> None:
+        super().__init__(why.value)
         self.eqn = eqn
+        self.why = why
 
 
 Mode = Callable[[JaxprEqn], str]
