@@ -15,7 +15,6 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.forms import Partial, Slice, Whole
 from vnode.analysis.states import Coupling, Flow, Step, Why
 from vnode.operators import Monoid
-from vnode.operators.control import While
 
 
 class Kind(enum.Enum):
@@ -126,18 +125,16 @@ SUM = Partial(Monoid.SUM)
 
 def ends_together(step: Step) -> bool:
     """Whether the condition of a loop around passes depends on a reduction over the examples."""
-    if not isinstance(step.region, While):
+    region = step.region
+    if region is None or not region.tests:
         return False
     test, body = step.bodies
-    carries = step.region.condition_constants
-    tested = {i - carries for i, var in enumerate(test.program.inputs) if i >= carries and var in read_by(test)}
-    return any(body.state(body.program.outputs[i]).whole_level > 0 for i in tested) or any(
-        inner.level > 0 for inner in test.steps
+    read = {atom for inner in test.steps for atom in inner.eqn.invars if isinstance(atom, Var)}
+    tested = {i for var, i in zip(test.program.inputs, region.inputs[0], strict=True) if var in read}
+    tested &= set(region.carried)
+    return any(body.state(body.program.outputs[i - region.carried.start]).whole_level for i in tested) or any(
+        inner.level for inner in test.steps
     )
-
-
-def read_by(flow: Flow) -> set[Var]:
-    return {atom for step in flow.steps for atom in step.eqn.invars if isinstance(atom, Var)}
 
 
 def step_of(flow: Flow, eqn: JaxprEqn) -> Step | None:

@@ -21,8 +21,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
 from vnode.analysis.program import Atom, Program
-from vnode.operators import OperatorDescription, describe
-from vnode.operators.control import Branches, Loop, Region, call_of, region_of
+from vnode.operators import OperatorDescription
+from vnode.operators.control import Region
+from vnode.operators.cost import equation_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +120,7 @@ class Step:
       description: for an equation that is neither loop nor branch.
       location: the factor that is split, if one is.
       region: the loop or branch that the equation is.
-      bodies: batch flow of the region's bodies, in the order of the region's fields.
+      bodies: batch flow of the region's bodies, in order.
       over_batch: the region is a loop that takes the examples one after another.
       nested: the region is evaluated once, around passes of its own; its batched operands and results exist for all
         nodes at once.
@@ -223,21 +224,3 @@ class Follows(Protocol):
     def anew(self, batch: Batch | None) -> Follows:
         """Another one for a program with passes of its own; `batch` if it has examples of its own."""
         ...
-
-
-def equation_flops(eqn: JaxprEqn) -> int:
-    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
-    call = call_of(eqn)
-    if call is not None:
-        return sum(equation_flops(e) for e in call.body.jaxpr.eqns)
-    region = region_of(eqn)
-    if region is None:
-        description = describe(eqn)
-        return 0 if description is None else description.flops
-    match region:
-        case Loop():
-            return region.length * sum(equation_flops(e) for e in region.body.jaxpr.eqns)
-        case Branches():
-            return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
-        case _:
-            return sum(equation_flops(e) for e in region.body.jaxpr.eqns)

@@ -21,11 +21,10 @@ from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
-from vnode.operators.control import Loop, While
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.evaluate import Env, Known, as_array, evaluate_once, evaluate_recipe, run_while
+from vnode.runtime.evaluate import Env, InProgram, Known, as_array, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, arrange
 
 
@@ -125,7 +124,7 @@ class Emission:
         ]
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
-        def body(made: Schedule, *inputs: Any) -> list[Any]:
+        def body(made: Schedule, inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
 
             def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
@@ -139,32 +138,9 @@ class Emission:
             outputs = emit(made, self.placement, bounded(flow.program.inputs, inputs), self.mode, self.lane)
             return bounded(flow.program.outputs, outputs)
 
-        match action.step.region:
-            case Loop() as loop:
-                first, split = loop.constants, loop.constants + loop.carries
-
-                def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                    out = body(action.schedules[0], *operands[:first], *carry, *xs)
-                    return out[: loop.carries], out[loop.carries :]
-
-                carry, ys = lax.scan(
-                    iteration, operands[first:split], operands[split:], loop.length, loop.reverse, loop.unroll
-                )
-                return [*carry, *ys]
-            case While() as loop:
-                split = loop.condition_constants
-                first = split + loop.body_constants
-                return run_while(
-                    eqn,
-                    lambda constants, carry: body(action.schedules[0], *constants, *carry)[0],
-                    lambda constants, carry: body(action.schedules[1], *constants, *carry),
-                    operands[:split],
-                    operands[split:first],
-                    operands[first:],
-                )
-            case _:
-                branches = [functools.partial(body, made) for made in action.schedules]
-                return list(lax.switch(operands[0], branches, *operands[1:]))
+        region = action.step.region
+        assert region is not None
+        return region.run(InProgram(eqn), [functools.partial(body, made) for made in action.schedules], operands)
 
     def in_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""

@@ -129,7 +129,7 @@ def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
     for (_, line), here in found.items():
         passes = {(c.flow, c.level): cost.get((c.flow, c.level), 0.0) for c in here}
         numbers = sorted({level for flow, level in passes if flow is here[0].flow})
-        text = f"{several('pass', numbers)}{'' if here[0].flow is made.flow else ' inside'}"
+        text = f"{numbered('pass', numbers)}{'' if here[0].flow is made.flow else ' inside'}"
         share = sum(passes.values())
         text += f" repeat{'s' * (len(numbers) == 1)} {share:.0%} of the step" if share >= 0.005 else ""
         lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
@@ -143,10 +143,10 @@ def place(eqn: JaxprEqn) -> str:
     return where(eqn) + (f" in {name}" if name else "")
 
 
-def several(noun: str, numbers: Sequence[int]) -> str:
+def numbered(noun: str, numbers: Sequence[int]) -> str:
     """A noun with numbers.
 
-    >>> several("pass", [1]), several("pass", [1, 3, 4])
+    >>> numbered("pass", [1]), numbered("pass", [1, 3, 4])
     ('pass 1', 'passes 1, 3 and 4')
     """
     *most, last = map(str, numbers)
