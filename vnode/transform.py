@@ -34,7 +34,7 @@ def virtualize(
     memory: int | str | None = None,
     in_axes: Any = (None, 0),
     coupling: str | Mapping[str, str] = "exact",
-    recompute_budget: float = 0.25,
+    recompute_budget: float = 0.5,
     reduction: str = "invariant",
     lanes: int | None = None,
     accumulate_dtype: Any = None,
@@ -59,7 +59,9 @@ def virtualize(
         so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
         each node from its own examples (ghost batch statistics). ``"error"``: refuse. A mapping from regular
         expressions, searched in the name stack, to modes chooses per coupling.
-      recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations.
+      recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations. The default
+        allows for one repeated forward pass, about a third of a deep step: what a contrastive loss, a statistic of the
+        losses or a sort over the batch costs. The statistics of several normalization layers cost more and are refused.
       reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
         the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the

@@ -163,8 +163,7 @@ def linen_sharpness_aware() -> Program:
         moved = jax.tree.map(lambda p, g: p + 0.05 * g / (norm + 1e-12), state.params, grads)
         return state.apply_gradients(grads=jax.grad(loss_fn)(moved)), loss
 
-    options = {"recompute_budget": 1.0}
-    return Program(step, (_linen_state(optax.adamw(1e-2)), _batch(12)), options)
+    return Program(step, (_linen_state(optax.adamw(1e-2)), _batch(12)))
 
 
 @case(item=1)
@@ -448,4 +447,4 @@ def haiku_with_state() -> Program:
         (loss, state), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         return (kit.sgd(params, grads), state), loss
 
-    return Program(step, (_haiku_init(model, _batch()["x"]), _batch()), {"recompute_budget": 10.0})
+    return Program(step, (_haiku_init(model, _batch()["x"]), _batch()))

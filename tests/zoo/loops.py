@@ -213,7 +213,7 @@ def scan_over_examples_with_sum_in_carry() -> Program:
         (total, grads), losses = lax.scan(body, carry, x)
         return kit.sgd(params, grads, 0.1 / x.shape[0]), total, losses
 
-    return Program(step, (kit.dense(WIDTH, HIDDEN, 2), kit.normal(16, WIDTH)), {"recompute_budget": 10.0})
+    return Program(step, (kit.dense(WIDTH, HIDDEN, 2), kit.normal(16, WIDTH)))
 
 
 @case(item=6, batch=12, may_refuse=True)
@@ -227,7 +227,7 @@ def scan_over_examples_with_order_in_carry() -> Program:
 
         return lax.scan(body, w, x)
 
-    return Program(step, (kit.normal(WIDTH), kit.normal(12, WIDTH)), {"recompute_budget": 10.0})
+    return Program(step, (kit.normal(WIDTH), kit.normal(12, WIDTH)))
 
 
 @case(item=6)
@@ -269,7 +269,7 @@ def while_loop_until_all_converge() -> Program:
 
         return lax.while_loop(going, body, (jnp.full_like(x, 10.0), 0))
 
-    return Program(step, (jnp.asarray(2.0, kit.real()), kit.normal(12)), {"recompute_budget": 10.0})
+    return Program(step, (jnp.asarray(2.0, kit.real()), kit.normal(12)))
 
 
 @case(item=6)
@@ -480,7 +480,7 @@ def truncated_backpropagation() -> Program:
         return params, h, losses
 
     batch = {"x": kit.normal(12, LENGTH, WIDTH), "h": kit.normal(12, HIDDEN)}
-    return Program(step, (_lstm_params(), batch), {"recompute_budget": 10.0})
+    return Program(step, (_lstm_params(), batch))
 
 
 @case(item=6)

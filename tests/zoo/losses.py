@@ -244,7 +244,7 @@ def loss_regression_family() -> Program:
         }
         return sum(parts.values()), parts
 
-    return _train(loss_fn, 12, recompute_budget=1.0)
+    return _train(loss_fn, 12)
 
 
 @case(item=4)
@@ -267,7 +267,7 @@ def loss_log_mean_exp_over_batch() -> Program:
         losses = kit.cross_entropy(kit.mlp(params, batch["x"]), batch["y"]).mean(axis=1)
         return jax.nn.logsumexp(losses) - jnp.log(losses.shape[0]), jax.nn.softmax(losses)
 
-    return _train(loss_fn, recompute_budget=10.0)
+    return _train(loss_fn)
 
 
 @case(item=4, batch=12)
@@ -278,7 +278,7 @@ def loss_worst_example() -> Program:
         losses = kit.cross_entropy(kit.mlp(params, batch["x"]), batch["y"]).mean(axis=1)
         return losses.max(), jnp.argmax(losses)
 
-    return _train(loss_fn, 12, recompute_budget=10.0)
+    return _train(loss_fn, 12)
 
 
 @case(item=4)
@@ -289,7 +289,7 @@ def loss_variance_of_losses() -> Program:
         losses = kit.cross_entropy(kit.mlp(params, batch["x"]), batch["y"]).mean(axis=1)
         return losses.mean() + 0.5 * losses.var(), losses.std()
 
-    return _train(loss_fn, recompute_budget=10.0)
+    return _train(loss_fn)
 
 
 @case(item=4, batch=12)
@@ -314,7 +314,7 @@ def loss_pairwise_ranking_by_matrix() -> Program:
         better = batch["weight"][:, None] > batch["weight"][None, :]
         return jnp.sum(jax.nn.softplus(-margin) * better) / better.sum(), ()
 
-    return _train(loss_fn, recompute_budget=10.0)
+    return _train(loss_fn)
 
 
 @case(item=4)

@@ -105,7 +105,7 @@ def metric_extremes() -> Program:
             "range": jnp.ptp(logits, axis=0),
         }
 
-    return _evaluate(metrics, **EXACT)
+    return _evaluate(metrics)
 
 
 @case(item=11, batch=12)
@@ -117,7 +117,7 @@ def metric_hardest_examples() -> Program:
         values, indices = lax.top_k(losses, 3)
         return values, indices, batch["x"][indices], losses
 
-    return _evaluate(metrics, 12, **EXACT)
+    return _evaluate(metrics, 12)
 
 
 @case(item=11)
@@ -132,7 +132,7 @@ def metric_histogram() -> Program:
         highest = jax.ops.segment_max(logits[:, 2], batch["y"], num_segments=CLASSES)
         return fixed, found, edges, by_segment, highest, place
 
-    return _evaluate(metrics, **EXACT)
+    return _evaluate(metrics)
 
 
 @case(item=11, batch=12)
@@ -163,7 +163,7 @@ def metric_area_under_curve() -> Program:
         false_rate = jnp.cumsum(~hits) / (~hits).sum()
         return jnp.trapezoid(true_rate, false_rate), true_rate
 
-    return _evaluate(metrics, **EXACT)
+    return _evaluate(metrics)
 
 
 @case(item=11, batch=12)
@@ -231,4 +231,4 @@ def metric_moments() -> Program:
             "log_sum_exp": jax.nn.logsumexp(logits, axis=0),
         }
 
-    return _evaluate(metrics, 12, **EXACT)
+    return _evaluate(metrics, 12)

@@ -74,7 +74,7 @@ def gradient_noise_scale() -> Program:
         variance = sum(jnp.sum(jnp.var(g, axis=0)) for g in jax.tree.leaves(grads))
         return kit.sgd(params, mean), {"scale": (small - big) / signal, "variance": variance}
 
-    return Program(step, (kit.dense(WIDTH, 6, 2), _regression()), EXACT)
+    return Program(step, (kit.dense(WIDTH, 6, 2), _regression()))
 
 
 @case(item=9, batch=12)
@@ -120,7 +120,7 @@ def gan() -> Program:
 
     g, d = kit.dense(3, 6, WIDTH), kit.dense(WIDTH, 6, 1, seed=1)
     state = (g, d, kit.warm(tx.init(g)), kit.warm(tx.init(d)), jax.random.key(4))
-    return Program(step, (state, kit.normal(16, WIDTH)), EXACT)
+    return Program(step, (state, kit.normal(16, WIDTH)))
 
 
 @case(item=9, batch=12)
@@ -184,7 +184,7 @@ def ppo_epochs() -> Program:
         return lax.scan(epoch, state, None, length=3)
 
     params = _ppo_params()
-    return Program(step, ((params, kit.warm(tx.init(params))), _rollout(16)), EXACT)
+    return Program(step, ((params, kit.warm(tx.init(params))), _rollout(16)))
 
 
 @case(item=9)
@@ -207,7 +207,7 @@ def ppo_epochs_and_minibatches() -> Program:
 
         return lax.scan(epoch, state, None, length=2)
 
-    return Program(step, ((_ppo_params(), jax.random.key(1)), _rollout(16)), EXACT)
+    return Program(step, ((_ppo_params(), jax.random.key(1)), _rollout(16)))
 
 
 @case(item=9, batch=12)
@@ -311,7 +311,7 @@ def actor_critic_with_entropy_temperature() -> Program:
 
     batch = {"x": kit.normal(12, WIDTH), "action": kit.uniform(12, 2, low=-1.0), "y": kit.normal(12)}
     state = (kit.dense(WIDTH, 6, 4), kit.dense(WIDTH + 2, 6, 1, seed=1), jnp.asarray(0.1, kit.real()))
-    return Program(step, (state, batch, jax.random.key(0)), EXACT)
+    return Program(step, (state, batch, jax.random.key(0)))
 
 
 @case(item=9)
@@ -450,7 +450,7 @@ def hessian_vector_product() -> Program:
         rate = dot(grads, grads) / jnp.maximum(jnp.abs(dot(grads, curved)), 1e-6)
         return kit.sgd(params, grads, 0.1 * jnp.minimum(rate, 1.0)), rate
 
-    return Program(step, (kit.dense(WIDTH, 6, 2), _regression(12)), EXACT)
+    return Program(step, (kit.dense(WIDTH, 6, 2), _regression(12)))
 
 
 @case(item=9)
@@ -482,7 +482,7 @@ def conjugate_gradient_step() -> Program:
         x, r, _ = lax.fori_loop(0, 3, body, (jnp.zeros_like(flat), -gradient, -gradient))
         return unravel(flat + x), jnp.linalg.norm(r)
 
-    return Program(step, (kit.dense(WIDTH, 4, 2), _regression()), EXACT)
+    return Program(step, (kit.dense(WIDTH, 4, 2), _regression()))
 
 
 @case(item=9, batch=12)
@@ -501,7 +501,7 @@ def line_search_by_optax() -> Program:
         return (optax.apply_updates(params, updates), opt_state), value
 
     params = kit.dense(WIDTH, 4, 2)
-    return Program(step, ((params, tx.init(params)), _regression(12)), EXACT)
+    return Program(step, ((params, tx.init(params)), _regression(12)))
 
 
 @case(item=9)
@@ -649,4 +649,4 @@ def diagonal_fisher_and_influence() -> Program:
         influence = grads @ (mean / (fisher + 0.1))
         return unravel(flat - 0.01 * mean / (fisher + 0.1)), fisher, influence
 
-    return Program(step, (kit.dense(WIDTH, 4, 2), _regression()), EXACT)
+    return Program(step, (kit.dense(WIDTH, 4, 2), _regression()))

@@ -111,7 +111,7 @@ def pairs_by_stride() -> Program:
         even, odd = out[::2], out[1::2]
         return jnp.mean(jnp.abs(even - odd)), even
 
-    return _train(loss_fn, 12, **EXACT)
+    return _train(loss_fn, 12)
 
 
 @case(item=15)
@@ -122,7 +122,7 @@ def halves_of_the_batch() -> Program:
         out = kit.mlp(params, batch["a"]).reshape(2, -1, CLASSES)
         return jnp.mean((out[0] - out[1]) ** 2), out[0]
 
-    return _train(loss_fn, **EXACT)
+    return _train(loss_fn)
 
 
 @case(item=15)
@@ -155,7 +155,7 @@ def minibatches_in_a_scan() -> Program:
 
         return lax.scan(update, params, minibatches)
 
-    return Program(step, (kit.dense(WIDTH, 6, CLASSES), _batch(24)), EXACT)
+    return Program(step, (kit.dense(WIDTH, 6, CLASSES), _batch(24)))
 
 
 @case(item=15, batch=6)
@@ -196,7 +196,7 @@ def accumulation_written_by_hand() -> Program:
         (loss, grads), losses = lax.scan(body, zeros, parts)
         return kit.sgd(params, grads, 0.1 / batch["y"].shape[0]), loss, losses
 
-    return Program(step, (kit.dense(WIDTH, 6, CLASSES), _batch(16)), EXACT)
+    return Program(step, (kit.dense(WIDTH, 6, CLASSES), _batch(16)))
 
 
 @case(item=15, batch=12)
@@ -287,7 +287,7 @@ def tables_indexed_by_examples() -> Program:
         usage = usage.at[batch["index"].reshape(-1)].add(1)
         return (table - 0.1 * grads, usage), loss, usage[batch["index"]]
 
-    return Program(step, ((kit.normal(WIDTH, 3), jnp.zeros(WIDTH, jnp.int32)), _batch(12)), EXACT)
+    return Program(step, ((kit.normal(WIDTH, 3), jnp.zeros(WIDTH, jnp.int32)), _batch(12)))
 
 
 @case(item=15)
@@ -299,7 +299,7 @@ def examples_found_by_other_examples() -> Program:
         partner = (batch["y"] * 5 + jnp.arange(out.shape[0])) % out.shape[0]
         return jnp.mean(out * out[partner]), out[partner]
 
-    return _train(loss_fn, **EXACT)
+    return _train(loss_fn)
 
 
 @case(item=15, batch=12)
@@ -312,7 +312,7 @@ def batch_padded_shifted_and_cut() -> Program:
         padded = jnp.pad(out, (1, 2))
         return jnp.mean(difference**2) + jnp.mean(out[1:] * out[:-1]), (difference, padded, out[:3], out[-1])
 
-    return _train(loss_fn, 12, **EXACT)
+    return _train(loss_fn, 12)
 
 
 @case(item=15)

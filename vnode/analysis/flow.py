@@ -32,7 +32,7 @@ from vnode.analysis.forms import (
 from vnode.analysis.loops import region_step
 from vnode.analysis.nested import nested_step
 from vnode.analysis.program import Program, signature, where
-from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step
+from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
 from vnode.analysis.view import View
 from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
 from vnode.operators import Monoid, OperatorDescription
@@ -274,18 +274,18 @@ class Follower:
                 continue
             location = locate(form, description.operands[i], description.sizes)
             if location is None or location.factor in description.whole or not self.accept(location):
-                view.materialize([i], "needs the whole batch at once")
+                view.materialize([i], Why.WHOLE)
             elif location.factor not in description.reduced and not all(
                 stands_in(location.factor, dims) for dims in description.results
             ):
-                view.materialize([i], "does not keep the batch in every result")
+                view.materialize([i], Why.RESULTS)
             else:
                 locations[i] = location
         if not locations:
             return None
         free = {loc.factor for loc in locations.values() if loc.factor not in description.reduced}
         if len(free) > 1:
-            view.materialize(locations, "compares every example with every other")
+            view.materialize(locations, Why.PAIRS)
             return None
 
         def weight(i: int) -> tuple[bool, int]:
@@ -293,9 +293,9 @@ class Follower:
 
         location = locations[max(locations, key=weight)]
         if self.contracts_gathered(view, description, locations, location):
-            view.materialize(locations, "is contracted with a value that needed the whole batch")
+            view.materialize(locations, Why.GATHERED)
             return None
-        view.materialize([i for i, other in locations.items() if other != location], "orders the batch differently")
+        view.materialize([i for i, other in locations.items() if other != location], Why.REORDERS)
         for dims in description.results:
             form = project(location, dims, description.sizes)
             if form is not None:

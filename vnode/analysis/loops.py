@@ -7,16 +7,16 @@ need one inside a body raises `Coupled`.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import functools
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.forms import VARYING, Form, Partial, Slice, Varying, Whole
+from vnode.analysis.forms import VARYING, Partial, Slice, Varying, Whole
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Coupled, Flow, Follows, State, Step
+from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
 from vnode.operators import Monoid
-from vnode.operators.control import Branches, Loop, Region, While, region_of
+from vnode.operators.control import Region, region_of
 
 
 def region_step(follower: Follows, view: View, region: Region) -> Step:
@@ -25,159 +25,101 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
     Raises:
       Coupled: examples meet inside it.
     """
-    match region:
-        case Loop():
-            return loop_step(follower, view, region)
-        case While():
-            return while_step(follower, view, region)
-        case _:
-            return branch_step(follower, view, region)
-
-
-def inputs_of(follower: Follows, view: View, positions: Iterable[int]) -> list[State]:
-    """States of a body's inputs: as the equation reads its operands, all available from the start."""
-    return [State(view.forms[i], zero=view.states[i].zero, model=view.states[i].model) for i in positions]
-
-
-def loop_step(follower: Follows, view: View, loop: Loop) -> Step:
-    first, split = loop.constants, loop.constants + loop.carries
-    count = len(view.forms)
-    view.complete([i for i in range(count) if isinstance(view.forms[i], Partial) and not first <= i < split])
+    view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial) and i not in region.passed])
+    if region.chooser is not None and isinstance(view.forms[region.chooser], Slice | Varying):
+        raise Coupled(view.eqn, Why.BRANCH)
     if all(isinstance(form, Whole) for form in view.forms):
         return view.once()
-    body = inline(loop.body.jaxpr, loop.body.constants, view.eqn)
-    scanned = {form for form in view.forms[split:] if isinstance(form, Slice) and form.dim == 0}
+    programs = [inline(body.jaxpr, body.constants, view.eqn) for body in region.bodies]
+    scanned = {form for i in region.scanned if isinstance(form := view.forms[i], Slice) and form.dim == 0}
     if scanned:
-        return loop_over_batch(follower, view, loop, body, scanned)
-    xs = [
-        dataclasses.replace(s, form=s.form.move(s.form.dim - 1)) if isinstance(s.form, Slice) else s
-        for s in inputs_of(follower, view, range(split, count))
-    ]
-    constants = inputs_of(follower, view, range(first))
-    carries = inputs_of(follower, view, range(first, split))
-    carries, flow = fixpoint(
-        follower,
-        view.eqn,
-        carries,
-        lambda states: follower.follow(body, [*constants, *states, *xs], body=True),
-        loop.carries,
-    )
-    forms = [state.form for state in carries]
-    results: list[Form] = [
-        *forms,
-        *(form.move(form.dim + 1) if isinstance(form, Slice) else form for form in flow.output_forms[loop.carries :]),
-    ]
-    flow.output_forms = [*forms, *flow.output_forms[loop.carries :]]
-    view.forms[first:split] = forms
-    return view.per_node(tuple(results), None, region=loop, bodies=(flow,))
+        return loop_over_batch(follower, view, region, programs[0], scanned)
+    given = inputs_of(view)
+    for i in region.scanned:
+        form = given[i].form
+        if isinstance(form, Slice):
+            given[i] = dataclasses.replace(given[i], form=form.move(form.dim - 1))
+    carried = list(region.carried)
 
-
-def fixpoint(
-    follower: Follows, eqn: JaxprEqn, carries: list[State], follow: Callable[[list[State]], Flow], count: int
-) -> tuple[list[State], Flow]:
-    """Follows a body until its carries keep their forms."""
-    while True:
-        flow = follow(carries)
-        joined = [
-            join(eqn, carry, flow.state(atom))
-            for carry, atom in zip(carries, flow.program.outputs[:count], strict=True)
+    def follow(bodies: slice) -> list[Flow]:
+        return [
+            follower.follow(program, [given[i] for i in inputs], body=True)
+            for program, inputs in zip(programs[bodies], region.inputs[bodies], strict=True)
         ]
-        if joined == carries:
-            return carries, flow
-        carries = joined
+
+    def settled(joined: list[State]) -> bool:
+        """Whether carries keep their forms; else they take up the others."""
+        before = [given[i] for i in carried]
+        for i, state in zip(carried, joined, strict=True):
+            given[i] = state
+        return joined == before
+
+    while True:
+        flows = follow(slice(region.tests, None))
+        after = [
+            functools.reduce(lambda a, b: join(view.eqn, a, b), states)
+            for states in zip(*([flow.state(atom) for atom in flow.program.outputs] for flow in flows), strict=True)
+        ]
+        if not settled([join(view.eqn, given[i], state) for i, state in zip(carried, after, strict=False)]):
+            continue
+        tests = follow(slice(region.tests))
+        forms = [form for test in tests for form in test.output_forms if not isinstance(form, Whole)]
+        if any(isinstance(form, Partial) for form in forms):
+            raise Coupled(view.eqn, Why.CONDITION)
+        if all(settled([join(view.eqn, given[i], State(form)) for i in carried]) for form in forms):
+            break
+    returned = [*(given[i].form for i in carried), *(state.form for state in after[len(carried) :])]
+    for flow in flows:
+        flow.output_forms = list(returned)
+    for i in carried:
+        view.forms[i] = given[i].form
+    results = [
+        form.move(form.dim + 1) if region.stacks and k >= len(carried) and isinstance(form, Slice) else form
+        for k, form in enumerate(returned)
+    ]
+    return view.per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
 
 
-def loop_over_batch(follower: Follows, view: View, loop: Loop, body: Program, scanned: set[Slice]) -> Step:
+def inputs_of(view: View) -> list[State]:
+    """States of bodies' inputs: as the equation reads its operands, all available from the start."""
+    return [
+        State(form, zero=state.zero, model=state.model) for form, state in zip(view.forms, view.states, strict=True)
+    ]
+
+
+def loop_over_batch(follower: Follows, view: View, loop: Region, body: Program, scanned: set[Slice]) -> Step:
     """A loop that takes the examples one after another, without passing anything on, is a plain split."""
-    first, split = loop.constants, loop.constants + loop.carries
+    first, split = loop.carried.start, loop.scanned.start
     (form, *others) = scanned
     if others or form.outer != 1 or form.ratio.denominator != 1:
-        raise Coupled(view.eqn, "it takes the examples in several orders")
+        raise Coupled(view.eqn, Why.SEVERAL)
     for i, other in enumerate(view.forms):
         if i >= split and isinstance(other, Whole):
             view.forms[i] = form
         elif isinstance(other, Slice | Varying) and (i < split or other != form):
-            raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
+            raise Coupled(view.eqn, Why.READS)
     states = [
-        *inputs_of(follower, view, range(split)),
+        *inputs_of(view)[:split],
         *(State(VARYING, model=view.states[i].model) for i in range(split, len(view.forms))),
     ]
-    for i in range(loop.carries):
+    carries = len(loop.carried)
+    for i in range(carries):
         carry, out = body.inputs[first + i], body.outputs[i]
         if out is carry:
             continue
         added = added_up(body, carry, out)
         if not added:
-            raise Coupled(view.eqn, "it carries a value from example to example")
+            raise Coupled(view.eqn, Why.CARRIES)
         follower.sums |= added
         states[first + i] = State(Partial(Monoid.SUM), model=view.states[first + i].model)
         view.forms[first + i] = Partial(Monoid.SUM)
     flow = follower.follow(body, states, body=True)
-    ys = flow.output_forms[loop.carries :]
+    ys = flow.output_forms[carries:]
     if any(isinstance(f, Partial | Slice) for f in ys):
-        raise Coupled(view.eqn, "it reads the batch while it goes through the batch")
-    flow.output_forms[loop.carries :] = [VARYING] * len(ys)
-    results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[loop.carries :]))
+        raise Coupled(view.eqn, Why.READS)
+    flow.output_forms[carries:] = [VARYING] * len(ys)
+    results = (*view.forms[first:split], *(form for _ in view.eqn.outvars[carries:]))
     return view.per_node(results, None, region=loop, bodies=(flow,), over_batch=True)
-
-
-def while_step(follower: Follows, view: View, loop: While) -> Step:
-    first = loop.condition_constants + loop.body_constants
-    count = len(view.forms)
-    view.complete([i for i in range(first) if isinstance(view.forms[i], Partial)])
-    if all(isinstance(form, Whole) for form in view.forms):
-        return view.once()
-    body = inline(loop.body.jaxpr, loop.body.constants, view.eqn)
-    condition = inline(loop.condition.jaxpr, loop.condition.constants, view.eqn)
-    condition_constants = inputs_of(follower, view, range(loop.condition_constants))
-    constants = inputs_of(follower, view, range(loop.condition_constants, first))
-    carries = inputs_of(follower, view, range(first, count))
-    while True:
-        carries, flow = fixpoint(
-            follower,
-            view.eqn,
-            carries,
-            lambda states: follower.follow(body, [*constants, *states], body=True),
-            len(carries),
-        )
-        test = follower.follow(condition, [*condition_constants, *carries], body=True)
-        (form,) = test.output_forms
-        if isinstance(form, Whole):
-            break
-        if isinstance(form, Partial):
-            raise Coupled(view.eqn, "its condition is reduced over the batch")
-        if isinstance(form, Varying):
-            joined = [join(view.eqn, state, State(VARYING)) for state in carries]
-        else:
-            joined = [join(view.eqn, state, State(form)) for state in carries]
-        if joined == carries:
-            break
-        carries = joined
-    forms = tuple(state.form for state in carries)
-    flow.output_forms = list(forms)
-    view.forms[first:] = forms
-    return view.per_node(forms, None, region=loop, bodies=(test, flow))
-
-
-def branch_step(follower: Follows, view: View, branches: Branches) -> Step:
-    view.complete([0] if isinstance(view.forms[0], Partial) else [])
-    if isinstance(view.forms[0], Slice | Varying):
-        raise Coupled(view.eqn, "its branch depends on single examples")
-    if all(isinstance(form, Whole) for form in view.forms):
-        return view.once()
-    inputs = inputs_of(follower, view, range(1, len(view.forms)))
-    flows = [
-        follower.follow(inline(body.jaxpr, body.constants, view.eqn), inputs, body=True) for body in branches.bodies
-    ]
-    joined = [flows[0].state(atom) for atom in flows[0].program.outputs]
-    for flow in flows[1:]:
-        joined = [
-            join(view.eqn, state, flow.state(atom)) for state, atom in zip(joined, flow.program.outputs, strict=True)
-        ]
-    forms = tuple(state.form for state in joined)
-    for flow in flows:
-        flow.output_forms = list(forms)
-    return view.per_node(forms, None, region=branches, bodies=tuple(flows))
 
 
 def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
@@ -202,12 +144,9 @@ def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
 
 def join(eqn: JaxprEqn, a: State, b: State) -> State:
     """The state of a value that is sometimes `a` and sometimes `b`: the form that both can be brought to."""
-    zero, model = a.zero and b.zero, a.model or b.model
-    for form, other, is_zero in ((a.form, b.form, b.zero), (b.form, a.form, a.zero)):
-        if form == other or isinstance(other, Whole):
-            if isinstance(form, Partial) and form.monoid is not Monoid.SUM and form != other and not is_zero:
-                break
-            if isinstance(form, Partial) and form.monoid is not Monoid.SUM and form != other:
-                break
-            return State(form, zero=zero and isinstance(form, Whole), model=model)
-    raise Coupled(eqn, f"it carries a value that is {a.form} and becomes {b.form}")
+    for form, other in ((a.form, b.form), (b.form, a.form)):
+        sums = not isinstance(form, Partial) or form.monoid is Monoid.SUM
+        if form != other and not (isinstance(other, Whole) and sums):
+            continue
+        return State(form, zero=a.zero and b.zero and isinstance(form, Whole), model=a.model or b.model)
+    raise Coupled(eqn, Why.FORMS)

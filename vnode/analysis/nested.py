@@ -7,13 +7,14 @@ at once. Must not know how passes are scheduled.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Sequence
 
-from vnode.analysis.forms import WHOLE, Batch, Partial, Slice, Varying
+from vnode.analysis.forms import WHOLE, Batch, Form, Partial, Slice, Varying
 from vnode.analysis.program import Atom, Program, inline
-from vnode.analysis.states import Flow, Follows, State, Step
+from vnode.analysis.states import Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
-from vnode.operators.control import Body, Branches, Loop, Region, While
+from vnode.operators.control import Body, Region
 
 
 def nested_step(follower: Follows, view: View, region: Region) -> Step:
@@ -21,13 +22,37 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
     if view.body:
         return view.once()
     view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
-    match region:
-        case Loop():
-            return nested_loop(follower, view, region)
-        case While():
-            return nested_while(follower, view, region)
-        case _:
-            return nested_branches(follower, view, region)
+    if region.chooser is not None:
+        view.materialize([region.chooser], Why.BRANCH)
+    for i in region.scanned:
+        form = view.forms[i]
+        if isinstance(form, Slice) and form.dim == 0:
+            view.materialize([i], Why.IN_ORDER)
+    given = [outside(form, state) for form, state in zip(view.forms, view.states, strict=True)]
+    for i in region.scanned:
+        given[i] = inside(given[i])
+    carried = list(region.carried)
+    while True:
+        flows = body_flows(follower, view, region.bodies, [[given[i] for i in inputs] for inputs in region.inputs])
+        after = [
+            functools.reduce(either, states)
+            for states in zip(
+                *([meet(f, atom) for atom in f.program.outputs] for f in flows[region.tests :]), strict=True
+            )
+        ]
+        joined = [either(given[i], state) for i, state in zip(carried, after[: len(carried)], strict=True)]
+        if joined == [given[i] for i in carried]:
+            break
+        for i, state in zip(carried, joined, strict=True):
+            given[i] = state
+    after[: len(carried)] = joined
+    for i in carried:
+        view.forms[i] = given[i].form
+    for flow in flows[region.tests :]:
+        flow.output_forms = [state.form for state in after]
+    if region.stacks:
+        after[len(carried) :] = [behind(state) for state in after[len(carried) :]]
+    return view.nested(region, tuple(flows), after)
 
 
 def body_flows(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:
@@ -49,80 +74,17 @@ def inner(follower: Follows, states: Sequence[State], program: Program) -> Follo
     return follower.anew(Batch(max(sizes, default=1)))
 
 
-def outside(follower: Follows, view: View, positions: Iterable[int]) -> list[State]:
-    """States of the inputs of a body with passes of its own."""
-    states = []
-    for i in positions:
-        form, state = view.forms[i], view.states[i]
-        if isinstance(form, Slice):
-            states.append(State(form, given=True, model=state.model))
-        else:
-            states.append(State(WHOLE, zero=state.zero, model=state.model, examples=state.examples))
-    return states
-
-
-def nested_loop(follower: Follows, view: View, loop: Loop) -> Step:
-    first, split = loop.constants, loop.constants + loop.carries
-    for i, form in enumerate(view.forms):
-        if i >= split and isinstance(form, Slice) and form.dim == 0:
-            view.materialize([i], "is gone through in order")
-    constants, carries, xs = (
-        outside(follower, view, positions)
-        for positions in (range(first), range(first, split), range(split, len(view.forms)))
-    )
-    xs = [inside(state) for state in xs]
-    while True:
-        (flow,) = body_flows(follower, view, [loop.body], [[*constants, *carries, *xs]])
-        after = [meet(flow, atom) for atom in flow.program.outputs]
-        joined = [either(carry, state) for carry, state in zip(carries, after[: loop.carries], strict=True)]
-        if joined == carries:
-            break
-        carries = joined
-    view.forms[first:split] = [state.form for state in carries]
-    results = [*carries, *(behind(state) for state in after[loop.carries :])]
-    flow.output_forms = [*(s.form for s in carries), *(s.form for s in after[loop.carries :])]
-    return view.nested(loop, (flow,), results)
-
-
-def nested_while(follower: Follows, view: View, loop: While) -> Step:
-    split = loop.condition_constants
-    first = split + loop.body_constants
-    tested, constants, carries = (
-        outside(follower, view, positions)
-        for positions in (range(split), range(split, first), range(first, len(view.forms)))
-    )
-    while True:
-        test, flow = body_flows(
-            follower, view, [loop.condition, loop.body], [[*tested, *carries], [*constants, *carries]]
-        )
-        after = [meet(flow, atom) for atom in flow.program.outputs]
-        joined = [either(carry, state) for carry, state in zip(carries, after, strict=True)]
-        if joined == carries:
-            break
-        carries = joined
-    view.forms[first:] = [state.form for state in carries]
-    flow.output_forms = [state.form for state in carries]
-    return view.nested(loop, (test, flow), carries)
-
-
-def nested_branches(follower: Follows, view: View, branches: Branches) -> Step:
-    view.materialize([0], "chooses a branch")
-    inputs = outside(follower, view, range(1, len(view.forms)))
-    flows = body_flows(follower, view, branches.bodies, [inputs] * len(branches.bodies))
-    results = [meet(flows[0], atom) for atom in flows[0].program.outputs]
-    for flow in flows[1:]:
-        results = [either(state, meet(flow, atom)) for state, atom in zip(results, flow.program.outputs, strict=True)]
-    for flow in flows:
-        flow.output_forms = [state.form for state in results]
-    return view.nested(branches, tuple(flows), results)
+def outside(form: Form, state: State) -> State:
+    """The state of an input of a body with passes of its own."""
+    if isinstance(form, Slice):
+        return State(form, given=True, model=state.model)
+    return State(WHOLE, zero=state.zero, model=state.model, examples=state.examples)
 
 
 def meet(flow: Flow, atom: Atom) -> State:
     """The state in which a body with passes of its own returns a value."""
     state = flow.state(atom)
-    if isinstance(state.form, Slice):
-        return State(state.form, given=True, model=state.model)
-    return State(WHOLE, zero=state.zero, model=state.model, examples=state.examples)
+    return outside(state.form, state)
 
 
 def either(a: State, b: State) -> State:

@@ -20,7 +20,7 @@ from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice,
 from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
 from vnode.operators import OperatorDescription
-from vnode.operators.control import Loop, While
+from vnode.operators.control import Region
 
 Key = tuple[Var, Form]
 
@@ -36,7 +36,7 @@ class Evaluation:
       description: for an equation that is neither loop nor branch, unless it is evaluated whole.
       location: the factor that is split, if one is.
       bodies: for a loop or branch evaluated by nodes: the recipe of each body.
-      carried: for a loop: the carries that are kept.
+      returned: the results that those of the bodies return that do not merely say how others are run.
       schedules: for a loop or branch around passes of its own: the schedule of each body.
     """
 
@@ -46,8 +46,13 @@ class Evaluation:
     description: OperatorDescription | None = None
     location: Location | None = None
     bodies: tuple[Recipe, ...] = ()
-    carried: tuple[int, ...] = ()
+    returned: tuple[int, ...] = ()
     schedules: tuple[Any, ...] = ()
+
+    @property
+    def times(self) -> int:
+        """How many times bodies run; a ``while`` counts as one iteration."""
+        return self.step.region.times if self.step.region is not None else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,82 +230,27 @@ def evaluation(step: Step, wanted: Sequence[bool], node_size: int) -> Evaluation
         return Evaluation(step, step.operands, results, step.description)
     if step.region is None:
         return Evaluation(step, step.operands, results, step.description, step.location)
-    match step.region:
-        case Loop() as loop:
-            return loop_evaluation(step, loop, results, node_size)
-        case While() as loop:
-            return while_evaluation(step, loop, results, node_size)
-        case _:
-            recipes = tuple(
-                recipe(
-                    flow,
-                    [
-                        (atom, form)
-                        for atom, form in zip(flow.program.outputs, results, strict=True)
-                        if form is not None
-                    ],
-                    node_size,
-                    effects=[s for s in flow.steps if s.eqn.effects],
-                )
-                for flow in step.bodies
-            )
-            used = {
-                flow.program.inputs.index(v) + 1
-                for r, flow in paired(recipes, step)
-                for v, _ in r.leaves
-                if v in flow.program.inputs
-            }
-            operands = tuple(form if i == 0 or i in used else None for i, form in enumerate(step.operands))
-            return Evaluation(step, operands, results, bodies=recipes)
+    return region_evaluation(step, step.region, results, node_size)
 
 
-def paired(recipes: Sequence[Recipe], step: Step) -> list[tuple[Recipe, Flow]]:
-    return list(zip(recipes, step.bodies, strict=True))
-
-
-def loop_evaluation(step: Step, loop: Loop, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
-    """Keeps the carries that the wanted results depend on."""
-    (flow,) = step.bodies
-    carried = {i for i in range(loop.carries) if results[i] is not None}
-    inputs = {var: i for i, var in enumerate(flow.program.inputs)}
+def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
+    """Keeps the carries that the wanted results, a condition and other carries that are kept depend on."""
+    first, carries = region.carried.start, len(region.carried)
+    returned = {i for i, form in enumerate(results) if form is not None}
     while True:
-        requests = [(flow.program.outputs[i], flow.output_forms[i]) for i in sorted(carried)]
-        requests += [
-            (flow.program.outputs[i], flow.output_forms[i])
-            for i in range(loop.carries, len(results))
-            if results[i] is not None
-        ]
-        body = recipe(flow, requests, node_size, effects=[s for s in flow.steps if s.eqn.effects])
-        used = {inputs[var] for var, _ in body.leaves if var in inputs}
-        more = {i - loop.constants for i in used if loop.constants <= i < loop.constants + loop.carries}
-        if more <= carried:
+        bodies = []
+        used = set() if region.chooser is None else {region.chooser}
+        for k, (flow, given) in enumerate(zip(step.bodies, region.inputs, strict=True)):
+            outputs = list(zip(flow.program.outputs, flow.output_forms, strict=True))
+            requests = outputs if k < region.tests else [outputs[i] for i in sorted(returned)]
+            effects = [s for s in flow.steps if s.eqn.effects]
+            bodies.append(recipe(flow, requests, node_size, effects=effects))
+            positions = dict(zip(flow.program.inputs, given, strict=True))
+            used |= {positions[var] for var, _ in bodies[-1].leaves if var in positions}
+        more = {i - first for i in used if i in region.carried}
+        if more <= returned:
             break
-        carried |= more
-    used |= {loop.constants + i for i in carried}
+        returned |= more
+    used |= {first + i for i in returned if i < carries}
     operands = tuple(form if i in used else None for i, form in enumerate(step.operands))
-    return Evaluation(step, operands, results, bodies=(body,), carried=tuple(sorted(carried)))
-
-
-def while_evaluation(step: Step, loop: While, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
-    """Keeps the carries that the wanted results and the condition depend on."""
-    test_flow, flow = step.bodies
-    test = recipe(test_flow, [(test_flow.program.outputs[0], test_flow.output_forms[0])], node_size)
-    test_inputs = {var: i for i, var in enumerate(test_flow.program.inputs)}
-    inputs = {var: i for i, var in enumerate(flow.program.inputs)}
-    tested = {test_inputs[var] for var, _ in test.leaves if var in test_inputs}
-    carried = {i for i, form in enumerate(results) if form is not None}
-    carried |= {i - loop.condition_constants for i in tested if i >= loop.condition_constants}
-    while True:
-        requests = [(flow.program.outputs[i], flow.output_forms[i]) for i in sorted(carried)]
-        body = recipe(flow, requests, node_size, effects=[s for s in flow.steps if s.eqn.effects])
-        used = {inputs[var] for var, _ in body.leaves if var in inputs}
-        more = {i - loop.body_constants for i in used if i >= loop.body_constants}
-        if more <= carried:
-            break
-        carried |= more
-    first = loop.condition_constants + loop.body_constants
-    positions = {i for i in tested if i < loop.condition_constants}
-    positions |= {loop.condition_constants + i for i in used if i < loop.body_constants}
-    positions |= {first + i for i in carried}
-    operands = tuple(form if i in positions else None for i, form in enumerate(step.operands))
-    return Evaluation(step, operands, results, bodies=(test, body), carried=tuple(sorted(carried)))
+    return Evaluation(step, operands, results, bodies=tuple(bodies), returned=tuple(sorted(returned)))

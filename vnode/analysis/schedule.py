@@ -27,7 +27,6 @@ from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Monoid
-from vnode.operators.control import Loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +94,16 @@ class Schedule:
     gathered: dict[Var, Slice]
     repeated: dict[int, int]
 
-    @property
+    @functools.cached_property
     def recomputed(self) -> int:
-        """Flops of equations that more than one pass evaluates, beyond the first time."""
-        return sum(self.repeated.values())
+        """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
+        inner = sum(
+            action.times * inner.recomputed
+            for stage in self.stages
+            for action in stage.once
+            for inner in action.schedules
+        )
+        return sum(self.repeated.values()) + inner
 
     @functools.cached_property
     def flops(self) -> int:
@@ -533,10 +538,6 @@ def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
     first: set[Step] = set()
     repeated: dict[int, int] = {}
     for stage in stages:
-        for action in stage.once:
-            times = action.step.region.length if isinstance(action.step.region, Loop) else 1
-            inner = times * sum(inner.recomputed for inner in action.schedules)
-            repeated[action.step.level] = repeated.get(action.step.level, 0) + inner
         for action in stage.nodes.recipe.actions if stage.nodes else ():
             if isinstance(action, Conversion) or not action.step.per_node:
                 continue

@@ -11,6 +11,7 @@ over batched values that reads a whole value of level k belongs to pass k. Where
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -20,8 +21,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
 from vnode.analysis.program import Atom, Program
-from vnode.operators import OperatorDescription, describe
-from vnode.operators.control import Branches, Loop, Region, call_of, region_of
+from vnode.operators import OperatorDescription
+from vnode.operators.control import Region
+from vnode.operators.cost import equation_flops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,23 +66,45 @@ class State:
 ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
 
 
+class Why(enum.Enum):
+    """Why a batched value is read whole, or why nodes cannot run a loop or branch on their own."""
+
+    WHOLE = "needs the whole batch at once"
+    RESULTS = "does not keep the batch in every result"
+    PAIRS = "compares every example with every other"
+    GATHERED = "is contracted with a value that needed the whole batch"
+    REORDERS = "orders the batch differently"
+    IN_ORDER = "is gone through in order"
+    SEVERAL = "takes the examples in several orders"
+    READS = "reads the batch while it goes through the batch"
+    CARRIES = "carries a value from example to example"
+    FORMS = "carries what is made of all examples"
+    SUM = "reads a sum over the batch inside the loop"
+    CONDITION = "has a condition that is reduced over the batch"
+    BRANCH = "chooses a branch by single examples"
+
+
 @dataclasses.dataclass(frozen=True)
 class Coupling:
     """One place where an example influences another.
 
     Attributes:
+      flow: batch flow of the program that it is in.
       eqn: the equation that reads what other examples contributed.
       kind: ``"reduction"`` (it reads a completed reduction) or ``"materialize"`` (it needs the whole batch at once).
       level: the pass it belongs to.
       mode: ``"exact"`` or ``"local"``.
-      source: for a reduction, the equation that reduces.
+      source: for a reduction, the equation that reduces; for a loop, the one inside that nodes cannot run alone.
+      why: for the others, what stands in the way of each node working on its own examples.
     """
 
+    flow: Flow
     eqn: JaxprEqn
     kind: str
     level: int
     mode: str = "exact"
     source: JaxprEqn | None = None
+    why: Why | None = None
 
 
 @dataclasses.dataclass(eq=False)  # not frozen only because many are made
@@ -96,7 +120,7 @@ class Step:
       description: for an equation that is neither loop nor branch.
       location: the factor that is split, if one is.
       region: the loop or branch that the equation is.
-      bodies: batch flow of the region's bodies, in the order of the region's fields.
+      bodies: batch flow of the region's bodies, in order.
       over_batch: the region is a loop that takes the examples one after another.
       nested: the region is evaluated once, around passes of its own; its batched operands and results exist for all
         nodes at once.
@@ -174,9 +198,10 @@ def literal_state(value: Any) -> State:
 class Coupled(Exception):
     """Inside a loop's body: examples meet here, so nodes cannot run the loop on their own."""
 
-    def __init__(self, eqn: JaxprEqn, why: str) -> None:
-        super().__init__(why)
+    def __init__(self, eqn: JaxprEqn, why: Why) -> None:
+        super().__init__(why.value)
         self.eqn = eqn
+        self.why = why
 
 
 Mode = Callable[[JaxprEqn], str]
@@ -199,21 +224,3 @@ class Follows(Protocol):
     def anew(self, batch: Batch | None) -> Follows:
         """Another one for a program with passes of its own; `batch` if it has examples of its own."""
         ...
-
-
-def equation_flops(eqn: JaxprEqn) -> int:
-    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
-    call = call_of(eqn)
-    if call is not None:
-        return sum(equation_flops(e) for e in call.body.jaxpr.eqns)
-    region = region_of(eqn)
-    if region is None:
-        description = describe(eqn)
-        return 0 if description is None else description.flops
-    match region:
-        case Loop():
-            return region.length * sum(equation_flops(e) for e in region.body.jaxpr.eqns)
-        case Branches():
-            return max(sum(equation_flops(e) for e in body.jaxpr.eqns) for body in region.bodies)
-        case _:
-            return sum(equation_flops(e) for e in region.body.jaxpr.eqns)

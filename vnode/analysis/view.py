@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
-from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step
+from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step, Why
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
 
@@ -29,7 +29,7 @@ class View:
     def __post_init__(self) -> None:
         self.states = [self.flow.state(atom) for atom in self.eqn.invars]
         self.forms: list[Form] = [state.form for state in self.states]
-        self.gathered: dict[int, str] = {}
+        self.gathered: dict[int, Why] = {}
         self.coupled: Coupled | None = None
         self.level = 0
 
@@ -37,14 +37,14 @@ class View:
         """Reads partial operands as completed reductions, one level up."""
         for i in positions:
             if self.body:
-                raise Coupled(self.eqn, "it reads a sum over the batch inside the loop")
+                raise Coupled(self.eqn, Why.SUM)
             self.forms[i] = WHOLE
 
-    def materialize(self, positions: Iterable[int], why: str) -> None:
+    def materialize(self, positions: Iterable[int], why: Why) -> None:
         """Reads batched operands whole, one level up."""
         for i in positions:
             if self.body:
-                raise Coupled(self.eqn, f"{self.eqn.primitive.name} {why}")
+                raise Coupled(self.eqn, why)
             if isinstance(self.forms[i], Slice | Varying):
                 self.gathered[i] = why
                 atom = self.eqn.invars[i]
@@ -111,7 +111,9 @@ class View:
                 state = dataclasses.replace(state, level=step.level, local=step.level, zero=False)
                 self.flow.states[var] = self.flow.one(state)
             if self.coupled is not None:
-                self.follower.couplings.append(Coupling(self.coupled.eqn, "loop", step.level))
+                self.follower.couplings.append(
+                    Coupling(self.flow, self.eqn, "loop", step.level, source=self.coupled.eqn, why=self.coupled.why)
+                )
             return
         zero = self.results_zero(step)
         estimates = step.per_node and any(
@@ -148,7 +150,8 @@ class View:
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
         if self.gathered:
-            self.follower.couplings.append(Coupling(self.eqn, "materialize", step.level))
+            why = next(iter(self.gathered.values()))
+            self.follower.couplings.append(Coupling(self.flow, self.eqn, "materialize", step.level, why=why))
         elif step.per_node:
             for i, form in enumerate(step.operands):
                 atom = self.eqn.invars[i]
@@ -159,7 +162,7 @@ class View:
                     continue
                 mode = "local" if self.states[i].estimated else "exact"
                 source = self.reducers.get(atom) if isinstance(atom, Var) else None
-                self.follower.couplings.append(Coupling(self.eqn, "reduction", step.level, mode, source))
+                self.follower.couplings.append(Coupling(self.flow, self.eqn, "reduction", step.level, mode, source))
 
     def results_zero(self, step: Step) -> bool:
         """Whether the equation maps zeros to zeros, and its operands are zeros."""

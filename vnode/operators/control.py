@@ -1,14 +1,15 @@
 """Equations that hold other jaxprs: calls to inline, and loops and branches to keep as regions.
 
-Knows the parameter names of jax's higher-order primitives in every supported version. Must not know what is done with
-the regions. Everything else asks `call_of` and `region_of` and sees plain data.
+Knows the parameter names of jax's higher-order primitives in every supported version, and which operands go where.
+Must not know what is done with the regions. Everything else asks `call_of` and `region_of`, and a `Region` which of its
+operands are carried, scanned or read by which body; nothing else tells loops from branches.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
@@ -40,40 +41,188 @@ class Call:
     reverse_only: bool = False
 
 
+class Control(Protocol):
+    """How loops and branches are run: in a compiled program, or by Python."""
+
+    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
+        """As `jax.lax.scan`: the last carry, and what the iterations return, stacked."""
+        ...
+
+    def repeat(
+        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        """The carry after as many iterations as the condition, a list of one value, asks for."""
+        ...
+
+    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
+        """As `jax.lax.switch` of functions that take one list."""
+        ...
+
+
+Run = Callable[[list[Any]], list[Any]]
+"""Runs a body: from its inputs to its outputs, both in order."""
+
+
 @dataclasses.dataclass(frozen=True)
-class Loop:
+class Region:
+    """A loop or branch: an equation whose bodies read its operands, and give its results.
+
+    Attributes:
+      bodies: in order of evaluation.
+      operands: how many the equation has.
+    """
+
+    bodies: tuple[Body, ...]
+    operands: int
+
+    tests: ClassVar[int] = 0
+    """How many bodies, of the first, only say how the others are run; the others return the equation's results."""
+
+    chooser: ClassVar[int | None] = None
+    """The operand that says which body is run."""
+
+    stacks: ClassVar[bool] = False
+    """Whether results that are not carried are stacked along dimension 0, one of each iteration."""
+
+    @property
+    def carried(self) -> range:
+        """Operands that change from iteration to iteration; what they become are the first results."""
+        return range(0)
+
+    @property
+    def scanned(self) -> range:
+        """Operands of which an iteration reads a slice along dimension 0."""
+        return range(0)
+
+    @property
+    def times(self) -> int:
+        """How often bodies are run, as far as is known."""
+        return 1
+
+    @property
+    def passed(self) -> range:
+        """Operands that the bodies hand on as their own results: whatever form they have, results may have."""
+        return self.carried
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each body the operands that it is given, in order."""
+        raise NotImplementedError
+
+    def work(self, costs: Sequence[int]) -> int:
+        """What the equation costs, given what a run of each body does."""
+        raise NotImplementedError
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        """Runs the region.
+
+        Args:
+          control: how.
+          bodies: what is run in place of each body. They are given None for an operand that is None, and may return
+            None for what is not wanted, always the same.
+          operands: values in order.
+
+        Returns:
+          The results, in order.
+        """
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop(Region):
     """``scan``: operands are constants, initial carries, then arrays that are sliced along dimension 0."""
 
-    body: Body
     constants: int
     carries: int
     length: int
     reverse: bool
     unroll: int
 
+    stacks: ClassVar[bool] = True
+
+    @property
+    def carried(self) -> range:
+        return range(self.constants, self.constants + self.carries)
+
+    @property
+    def scanned(self) -> range:
+        return range(self.constants + self.carries, self.operands)
+
+    @property
+    def times(self) -> int:
+        return self.length
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(range(self.operands)),)
+
+    def work(self, costs: Sequence[int]) -> int:
+        return self.length * costs[0]
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        (body,) = bodies
+        constants = list(operands[: self.constants])
+        first, split = self.carried.start, self.carried.stop
+
+        def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
+            out = body([*constants, *carry, *xs])
+            return out[: self.carries], out[self.carries :]
+
+        carry, ys = control.scan(iteration, list(operands[first:split]), list(operands[split:]), self)
+        return [*carry, *ys]
+
 
 @dataclasses.dataclass(frozen=True)
-class While:
+class While(Region):
     """``while``: operands are the condition's constants, the body's constants, then initial carries.
 
     The condition may return an array of booleans, as many leading dimensions as every carry has: then each element
     of the carry stops for itself, and the loop runs until all have stopped.
     """
 
-    condition: Body
-    body: Body
     condition_constants: int
     body_constants: int
 
+    tests: ClassVar[int] = 1
+
+    @property
+    def carried(self) -> range:
+        return range(self.condition_constants + self.body_constants, self.operands)
+
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        split, first = self.condition_constants, self.carried.start
+        return (*range(split), *self.carried), (*range(split, first), *self.carried)
+
+    def work(self, costs: Sequence[int]) -> int:
+        return costs[1]
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        condition, body = bodies
+        split, first = self.condition_constants, self.carried.start
+        constants = list(operands[:split]), list(operands[split:first])
+        return control.repeat(condition, body, *constants, list(operands[first:]))
+
 
 @dataclasses.dataclass(frozen=True)
-class Branches:
+class Branches(Region):
     """``cond``: operand 0 chooses the branch, the others are passed to it."""
 
-    bodies: tuple[Body, ...]
+    chooser: ClassVar[int | None] = 0
 
+    @property
+    def passed(self) -> range:
+        return range(1, self.operands)
 
-Region = Loop | While | Branches
+    @property
+    def inputs(self) -> tuple[tuple[int, ...], ...]:
+        return (tuple(self.passed),) * len(self.bodies)
+
+    def work(self, costs: Sequence[int]) -> int:
+        return max(costs)
+
+    def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
+        return control.switch(operands[0], bodies, list(operands[1:]))
 
 
 def body_of(jaxpr: Any) -> Body:
@@ -122,7 +271,7 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 
 def region_of(eqn: JaxprEqn) -> Region | None:
     """The loop or branch that an equation is, or None."""
-    params = eqn.params
+    params, count = eqn.params, len(eqn.invars)
     match eqn.primitive.name:
         case "scan":
             if "num_consts" in params:
@@ -130,18 +279,13 @@ def region_of(eqn: JaxprEqn) -> Region | None:
             else:
                 groups = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
                 constants, carries = len(list(groups[0])), len(list(groups[1]))
-            return Loop(
-                body_of(params["jaxpr"]), constants, carries, params["length"], params["reverse"], params["unroll"]
-            )
+            body = body_of(params["jaxpr"])
+            return Loop((body,), count, constants, carries, params["length"], params["reverse"], params["unroll"])
         case "while":
-            return While(
-                body_of(params["cond_jaxpr"]),
-                body_of(params["body_jaxpr"]),
-                params["cond_nconsts"],
-                params["body_nconsts"],
-            )
+            bodies = body_of(params["cond_jaxpr"]), body_of(params["body_jaxpr"])
+            return While(bodies, count, params["cond_nconsts"], params["body_nconsts"])
         case "cond":
-            return Branches(tuple(body_of(branch) for branch in params["branches"]))
+            return Branches(tuple(body_of(branch) for branch in params["branches"]), count)
     return None
 
 

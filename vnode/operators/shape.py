@@ -209,20 +209,6 @@ def rev(eqn: JaxprEqn) -> OperatorDescription:
     )
 
 
-def full_or_whole(
-    f: Factors, operand: Sequence[int], result: Sequence[int]
-) -> tuple[tuple[Dim, ...], tuple[Dim, ...], frozenset[int]]:
-    """Dimensions that keep their size are shared; the others are whole on both sides."""
-    whole: set[int] = set()
-    ins, outs = [], []
-    for n, m in zip(operand, result, strict=True):
-        ins.append((f.new(n),))
-        outs.append(ins[-1] if n == m else (f.new(m),))
-        if n != m:
-            whole |= {*ins[-1], *outs[-1]}
-    return tuple(ins), tuple(outs), frozenset(whole)
-
-
 @rule("slice")
 def slice_(eqn: JaxprEqn) -> OperatorDescription:
     """A dimension is (blocks, element) where the slice begins and ends between blocks; blocks cannot be split."""

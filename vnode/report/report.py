@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
+from jax.extend.core import JaxprEqn
 
-from vnode.analysis.forms import Slice
+from vnode.analysis.forms import Partial, Slice
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
-from vnode.analysis.states import Coupling, Flow
+from vnode.analysis.states import Coupling, Flow, Why
 from vnode.operators import Monoid
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
@@ -27,11 +28,13 @@ from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 
-TRANSFORMS_ONLY = re.compile(r"(\w+\(|\)|/)*")
-"""A name stack that says no more than which of jax's transformations the equation comes from: ``transpose(jvp())``."""
+TRANSFORMATIONS = re.compile(r"\w+\(|\)")
+"""In a name stack, what says which of jax's transformations the equation comes from: ``transpose(jvp(...))``."""
 
 FOLDERS = re.compile(r"^.*[/\\](?=[^/\\(]*:\d+ \()")
 """Of a source line, what stands before the file's name."""
+
+REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
 
 SHOWN = 12
 """Rows of a table, the largest; the others are counted."""
@@ -322,8 +325,8 @@ class Report(Drawn):
 def short(source: str) -> str:
     """A source line without the folders of its file.
 
-    >>> short("/home/me/train.py:7 (train.<locals>.loss) in jvp(a/b)")
-    'train.py:7 (train.<locals>.loss) in jvp(a/b)'
+    >>> short("/home/me/train.py:7 (train.<locals>.loss) in a/b")
+    'train.py:7 (train.<locals>.loss) in a/b'
     """
     return FOLDERS.sub("", source)
 
@@ -370,15 +373,35 @@ def kind(aval: Any) -> str:
 def coupling_line(coupling: Coupling) -> Line:
     """A coupling in one line: what reads what, and where the user wrote it."""
     source = coupling.source or coupling.eqn
-    what = {
-        "reduction": "reads a sum over the batch",
-        "materialize": "needs the whole batch",
-        "loop": "is repeated with passes of its own",
-    }[coupling.kind]
+    name = module(source)
+    return Line(f"pass {coupling.level}: {coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
+
+
+def coupling_text(coupling: Coupling) -> str:
+    """What reads what."""
+    source = coupling.source or coupling.eqn
+    name = source.primitive.name
     if coupling.mode == "local":
-        what = "reads each node's own estimate of a sum over the batch"
-    name = "" if TRANSFORMS_ONLY.fullmatch(scope(source)) else f" in {scope(source)}"
-    return Line(f"pass {coupling.level}: {source.primitive.name} {what}", where(source) + name)
+        return f"{name} reads each node's own estimate of a sum over the batch"
+    match coupling.kind:
+        case "loop":
+            return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
+        case "materialize":
+            return f"{name} {(coupling.why if coupling.why is Why.PAIRS else Why.WHOLE).value}"
+    if coupling.source is None:
+        return f"{name} reads what was made of the whole batch"
+    form = coupling.flow.states[source.outvars[0]].form
+    reduction = REDUCTIONS.get(form.monoid, form.monoid.value) if isinstance(form, Partial) else "sum"
+    return f"{name} reads a {reduction} over the batch"
+
+
+def module(eqn: JaxprEqn) -> str:
+    """The modules and scopes that the user named, whichever of jax's transformations the equation comes from.
+
+    >>> TRANSFORMATIONS.sub("", "transpose(jvp(Net))/BatchNorm_0")
+    'Net/BatchNorm_0'
+    """
+    return "/".join(part for part in TRANSFORMATIONS.sub("", scope(eqn)).split("/") if part)
 
 
 @dataclasses.dataclass(frozen=True)

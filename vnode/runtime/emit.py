@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +21,10 @@ from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
-from vnode.operators.control import Loop, While
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.evaluate import Env, Known, as_array, evaluate_once, evaluate_recipe, run_while
+from vnode.runtime.evaluate import Env, InProgram, Known, as_array, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, arrange
 
 
@@ -37,7 +36,14 @@ class Mode(enum.Enum):
     DIFFERENTIABLE = "no loops of run-time length"
 
 
-def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: Mode, lane: int = 1) -> list[Any]:
+def emit(
+    schedule: Schedule,
+    placement: Placement,
+    inputs: Sequence[Any],
+    mode: Mode,
+    lane: int = 1,
+    arguments: Collection[int] | None = None,
+) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
     Args:
@@ -47,11 +53,16 @@ def emit(schedule: Schedule, placement: Placement, inputs: Sequence[Any], mode: 
         `ShardedBatch` of this placement.
       mode: what is asked of the emission.
       lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
+      arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
+        are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
 
     Returns:
       The program's outputs at their global shapes.
     """
-    return Emission(schedule, placement, inputs, mode, lane).run()
+    emission = Emission(schedule, placement, inputs, mode, lane)
+    given = schedule.flow.program.inputs
+    emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
+    return emission.run()
 
 
 class Emission:
@@ -71,6 +82,7 @@ class Emission:
         self.batched: dict[Var, Any] = {}
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
+        self.arguments: set[Var] = set()  # of the step, in memory as they are
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
@@ -105,7 +117,7 @@ class Emission:
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
-            if self.mode is Mode.INVARIANT:
+            if self.mode is Mode.INVARIANT and atom not in self.arguments:
                 (value,) = loops.materialized([loops.BufferPart(value, value.shape)])
             self.whole[atom] = value
         return self.whole[atom]
@@ -125,8 +137,12 @@ class Emission:
         ]
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
 
-        def body(made: Schedule, *inputs: Any) -> list[Any]:
+        region = action.step.region
+        assert region is not None
+
+        def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
+            arguments = [k for k, i in enumerate(given) if i in fixed and eqn.invars[i] in self.arguments]
 
             def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
                 if flow.batch == self.flow.batch:
@@ -136,35 +152,15 @@ class Emission:
                     for atom, value in zip(atoms, values, strict=True)
                 ]
 
-            outputs = emit(made, self.placement, bounded(flow.program.inputs, inputs), self.mode, self.lane)
+            values = bounded(flow.program.inputs, inputs)
+            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments)
             return bounded(flow.program.outputs, outputs)
 
-        match action.step.region:
-            case Loop() as loop:
-                first, split = loop.constants, loop.constants + loop.carries
-
-                def iteration(carry: list[Any], xs: list[Any]) -> tuple[list[Any], list[Any]]:
-                    out = body(action.schedules[0], *operands[:first], *carry, *xs)
-                    return out[: loop.carries], out[loop.carries :]
-
-                carry, ys = lax.scan(
-                    iteration, operands[first:split], operands[split:], loop.length, loop.reverse, loop.unroll
-                )
-                return [*carry, *ys]
-            case While() as loop:
-                split = loop.condition_constants
-                first = split + loop.body_constants
-                return run_while(
-                    eqn,
-                    lambda constants, carry: body(action.schedules[0], *constants, *carry)[0],
-                    lambda constants, carry: body(action.schedules[1], *constants, *carry),
-                    operands[:split],
-                    operands[split:first],
-                    operands[first:],
-                )
-            case _:
-                branches = [functools.partial(body, made) for made in action.schedules]
-                return list(lax.switch(operands[0], branches, *operands[1:]))
+        fixed = set(range(region.operands)).difference(region.carried, region.scanned)
+        bodies = [
+            functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
+        ]
+        return region.run(InProgram(eqn), bodies, operands)
 
     def in_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""

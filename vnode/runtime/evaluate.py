@@ -7,6 +7,7 @@ primitive by name.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,7 +24,7 @@ from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid
 from vnode.operators import evaluate as evaluate_operator
-from vnode.operators.control import Loop, While, bind_while
+from vnode.operators.control import Loop, Region, Run, bind_while
 from vnode.runtime.node import Node, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -232,109 +233,81 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: 
 
 
 def evaluate_region(action: Evaluation, node: Node | None, read: Callable[[Atom, Form], Any]) -> list[Any]:
-    eqn = action.step.eqn
+    """Evaluates what is wanted of a loop or branch, in the forms that `action` names; None for the other results."""
+    eqn, region = action.step.eqn, action.step.region
+    assert region is not None
     operands = [
         None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
     ]
-    match action.step.region:
-        case Loop() as loop:
-            return evaluate_loop(action, loop, operands, node)
-        case While() as loop:
-            return evaluate_while(action, loop, operands, node)
-        case _:
-            return evaluate_branches(action, operands, node)
-
-
-def outputs(recipe: Recipe, values: dict[int, Any], node: Node | None) -> list[Any]:
-    """What a body's recipe returns, given the values of its inputs by position."""
-    positions = {var: i for i, var in enumerate(recipe.flow.program.inputs)}
-    env = {(var, form): values[positions[var]] for var, form in recipe.leaves if var in positions}
-    results = evaluate_recipe(recipe, env, node)
-    return [as_array(value, atom) for value, (atom, _) in zip(results, recipe.requests, strict=True)]
-
-
-def evaluate_loop(action: Evaluation, loop: Loop, operands: list[Any], node: Node | None) -> list[Any]:
-    (body,) = action.bodies
-    carried = action.carried
-    first, split = loop.constants, loop.constants + loop.carries
-    results: list[Any] = [None] * len(action.results)
-    wanted = [i for i in range(loop.carries, len(results)) if action.results[i] is not None]
-    scanned = {i: operands[i] for i in range(split, len(operands)) if operands[i] is not None}
-    constants = {i: operands[i] for i in range(first) if operands[i] is not None}
-    length, real = loop.length, None
+    for i in region.carried:
+        if operands[i] is not None:
+            operands[i] = as_array(operands[i], eqn.invars[i])
+    bodies = [
+        functools.partial(run_body, made, None if k < region.tests else action, node)
+        for k, made in enumerate(action.bodies)
+    ]
     if action.step.over_batch and node is not None:
-        form = next(f for f in action.step.operands[split:] if isinstance(f, Slice))
-        length = node.local(form.ratio)
-        if node.padded(form.batch):
-            real = node.real(Location(form.batch, 0, form.outer, form.ratio))
-
-    def iteration(carry: list[Any], xs: tuple[dict[int, Any], Any]) -> tuple[list[Any], list[Any]]:
-        values = {**constants, **{first + i: c for i, c in zip(carried, carry, strict=True)}, **xs[0]}
-        out = outputs(body, values, node)
-        kept = out[: len(carried)]
-        if real is not None:  # padding adds nothing
-            kept = [jnp.where(xs[1], new, old) for new, old in zip(kept, carry, strict=True)]
-        return kept, out[len(carried) :]
-
-    init = [as_array(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
-    carry, ys = lax.scan(iteration, init, (scanned, real), length, loop.reverse, loop.unroll)
-    for i, value in zip(carried, carry, strict=True):
-        results[i] = value
-    for i, value in zip(wanted, ys, strict=True):
-        results[i] = value
-    return results
+        return run_over_batch(action, region, bodies[0], operands, node)
+    return region.run(InProgram(eqn), bodies, operands)
 
 
-def evaluate_while(action: Evaluation, loop: While, operands: list[Any], node: Node | None) -> list[Any]:
-    test, body = action.bodies
-    carried = action.carried
-    split = loop.condition_constants
-    first = split + loop.body_constants
-    outer = {i: value for i, value in enumerate(operands[:first]) if value is not None}
-
-    def condition(constants: dict[int, Any], carry: list[Any]) -> Any:
-        values = {**constants, **{split + i: c for i, c in zip(carried, carry, strict=True)}}
-        return outputs(test, values, node)[0]
-
-    def iterate(constants: dict[int, Any], carry: list[Any]) -> list[Any]:
-        values = {i - split: value for i, value in constants.items()}
-        values |= {loop.body_constants + i: c for i, c in zip(carried, carry, strict=True)}
-        return outputs(body, values, node)
-
-    tested = {i: value for i, value in outer.items() if i < split}
-    used = {i: value for i, value in outer.items() if i >= split}
-    init = [as_array(operands[first + i], action.step.eqn.invars[first + i]) for i in carried]
-    final = run_while(action.step.eqn, condition, iterate, tested, used, init)
+def run_body(recipe: Recipe, action: Evaluation | None, node: Node | None, values: Sequence[Any]) -> list[Any]:
+    """What a body's recipe returns, given its inputs: as the results of `action` if it is for one."""
+    inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
+    env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}
+    made = evaluate_recipe(recipe, env, node)
+    made = [as_array(value, atom) for value, (atom, _) in zip(made, recipe.requests, strict=True)]
+    if action is None:
+        return made
     results: list[Any] = [None] * len(action.results)
-    for i, value in zip(carried, final, strict=True):
+    for i, value in zip(action.returned, made, strict=True):
         results[i] = value
     return results
 
 
-def run_while(
-    eqn: JaxprEqn,
-    condition: Callable[[Any, list[Any]], Any],
-    body: Callable[[Any, list[Any]], list[Any]],
-    condition_constants: Any,
-    constants: Any,
-    init: list[Any],
-) -> list[Any]:
-    """Runs a ``while`` whose condition and body are Python functions of (pytree of constants, carries)."""
-    return bind_while(
-        eqn,
-        jax.make_jaxpr(condition)(condition_constants, init),
-        jax.make_jaxpr(body)(constants, init),
-        jax.tree.leaves(condition_constants),
-        jax.tree.leaves(constants),
-        init,
-    )
+def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list[Any], node: Node) -> list[Any]:
+    """Runs a loop over a node's own examples; padding adds nothing to what it carries."""
+    form = next(action.step.operands[i] for i in region.scanned if isinstance(action.step.operands[i], Slice))
+    assert isinstance(form, Slice)
+    real = node.real(Location(form.batch, 0, form.outer, form.ratio)) if node.padded(form.batch) else None
+
+    def masked(values: list[Any]) -> list[Any]:
+        *values, counts = values
+        out = body(values)
+        if counts is not None:
+            for k, i in enumerate(region.carried):
+                out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
+        return out
+
+    own = dataclasses.replace(region, length=node.local(form.ratio), operands=region.operands + 1)
+    return own.run(InProgram(action.step.eqn), [masked], [*operands, real])
 
 
-def evaluate_branches(action: Evaluation, operands: list[Any], node: Node | None) -> list[Any]:
-    passed = {i - 1: value for i, value in enumerate(operands) if i > 0 and value is not None}
+class InProgram:
+    """Runs loops and branches as jax does, as part of a program.
 
-    def branch(recipe: Recipe) -> Callable[[dict[int, Any]], list[Any]]:
-        return lambda values: outputs(recipe, values, node)
+    Args:
+      eqn: the loop or branch.
+    """
 
-    out = iter(lax.switch(operands[0], [branch(recipe) for recipe in action.bodies], passed))
-    return [None if form is None else next(out) for form in action.results]
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self._eqn = eqn
+
+    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
+        return lax.scan(body, carry, xs, loop.length, loop.reverse, loop.unroll)
+
+    def repeat(
+        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        final = bind_while(
+            self._eqn,
+            jax.make_jaxpr(lambda constants, carry: condition([*constants, *carry])[0])(condition_constants, carry),
+            jax.make_jaxpr(lambda constants, carry: body([*constants, *carry]))(constants, carry),
+            jax.tree.leaves(condition_constants),
+            jax.tree.leaves(constants),
+            jax.tree.leaves(carry),
+        )
+        return jax.tree.unflatten(jax.tree.structure(carry), final)
+
+    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
+        return lax.switch(index, branches, operands)

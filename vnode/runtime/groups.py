@@ -18,14 +18,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
-from vnode.operators.control import Loop, While
+from vnode.operators.control import Loop, Run
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.transfer import replicated
@@ -407,35 +407,48 @@ class GroupProgram:
                     results[k] = [self.joined(results[k], form, flow, group) for group in self.groups]
             return results
 
-        match action.step.region:
-            case Loop() as loop:
-                first, split = loop.constants, loop.constants + loop.carries
-                carry, rows = operands[first:split], []
-                order = range(loop.length)
-                for i in reversed(order) if loop.reverse else order:
-                    xs = [[value[i] for value in column] for column in operands[split:]]
-                    out = body(action.schedules[0], [*operands[:first], *carry, *xs])
-                    carry = out[: loop.carries]
-                    rows.append(out[loop.carries :])
-                rows = rows[::-1] if loop.reverse else rows
-                empty = [[jnp.zeros(var.aval.shape, var.aval.dtype)] * len(held) for var in eqn.outvars[loop.carries :]]
-                stacks = [
-                    [jnp.stack(column) for column in zip(*values, strict=True)] for values in zip(*rows, strict=True)
-                ]
-                ys = stacks if rows else empty
-                results = [*carry, *ys]
-            case While() as loop:
-                split = loop.condition_constants
-                first = split + loop.body_constants
-                results = operands[first:]
-                while bool(body(action.schedules[0], [*operands[:split], *results])[0][0]):
-                    results = body(action.schedules[1], [*operands[split:first], *results])
-            case _:
-                branch = min(max(int(operands[0][0]), 0), len(action.schedules) - 1)
-                results = body(action.schedules[branch], operands[1:])
+        region = action.step.region
+        assert region is not None
+        results = region.run(
+            Stepwise(eqn, len(held)), [functools.partial(body, made) for made in action.schedules], operands
+        )
         for var, form, values in zip(eqn.outvars, action.results, results, strict=True):
             for mine, value in zip(held, values, strict=True):
                 mine["full" if isinstance(form, Slice) else "whole", var] = value
+
+
+class Stepwise:
+    """Runs loops and branches in Python, on values of which every group has one.
+
+    Args:
+      eqn: the loop or branch.
+      groups: how many.
+    """
+
+    def __init__(self, eqn: JaxprEqn, groups: int) -> None:
+        self._eqn, self._groups = eqn, groups
+
+    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
+        rows = []
+        order = range(loop.length)
+        for i in reversed(order) if loop.reverse else order:
+            carry, row = body(carry, [[value[i] for value in column] for column in xs])
+            rows.append(row)
+        if not rows:
+            empty = [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self._eqn.outvars[loop.carries :]]
+            return carry, [[value] * self._groups for value in empty]
+        stacks = zip(*(rows[::-1] if loop.reverse else rows), strict=True)
+        return carry, [[jnp.stack(column) for column in zip(*values, strict=True)] for values in stacks]
+
+    def repeat(
+        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
+    ) -> list[Any]:
+        while bool(condition([*condition_constants, *carry])[0][0]):
+            carry = body([*constants, *carry])
+        return carry
+
+    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
+        return branches[min(max(int(index[0]), 0), len(branches) - 1)](operands)
 
 
 def operand(mine: Held, atom: Atom) -> Any:

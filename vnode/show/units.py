@@ -8,17 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def size(count: float) -> str:
-    """Bytes for people.
+def size(count: float, digits: int = 1) -> str:
+    """Bytes for people, with so many digits behind the point.
 
-    >>> size(1536)
-    '1.5 KiB'
+    >>> size(1536), size(1536, 2)
+    ('1.5 KiB', '1.50 KiB')
     """
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+            return f"{count:.0f} B" if unit == "B" else f"{count:.{digits}f} {unit}"
         count /= 1024
-    return f"{count:.1f} TiB"
+    return f"{count:.{digits}f} TiB"
 
 
 def number(count: float) -> str:

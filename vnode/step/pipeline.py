@@ -13,30 +13,29 @@ from __future__ import annotations
 
 import contextvars
 import dataclasses
+import functools
 import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import Program, Traced, scope, signature, trace, where
+from vnode.analysis.program import Program, Traced, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
-from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
+from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
-from vnode.report.report import coupling_line
 from vnode.runtime.emit import Mode, emit
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
 from vnode.step.collector import collector_paused
+from vnode.step.couplings import Option, check_couplings, mode_of, of_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +43,7 @@ class Options:
     """What the user asked of `virtualize`."""
 
     virtual_nodes: int
-    coupling: str | Mapping[str, str]
+    coupling: Option
     recompute_budget: float
     reduction: str
     lanes: int | None
@@ -54,16 +53,6 @@ class Options:
     def lane(self) -> int:
         """Consecutive nodes that are added one after another."""
         return -(-self.virtual_nodes // (self.lanes or self.virtual_nodes))
-
-    def mode(self, eqn: JaxprEqn) -> str:
-        """The coupling mode of an equation, by its name stack."""
-        if isinstance(self.coupling, str):
-            return self.coupling
-        name = scope(eqn)
-        for pattern, mode in self.coupling.items():
-            if re.search(pattern, name):
-                return mode
-        return "exact"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +110,6 @@ def analyse(
     finally:
         OUTER_DEVICES.reset(within)
     batch = Batch(size)
-    follower = Follower(batch, options.virtual_nodes, options.mode)
     states = []
     for axis, leaf in zip(axes, shapes, strict=True):
         if axis is None or size == 1:
@@ -129,9 +117,15 @@ def analyse(
         else:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
-    made = schedule(follower.follow(traced.program, states), options.accumulate_dtype)
-    check_couplings(made, follower.couplings, options)
-    return Analysis(traced, made, follower.couplings)
+
+    def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
+        follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
+        made = schedule(follower.follow(traced.program, states), options.accumulate_dtype)
+        return made, of_step(made, follower.couplings)
+
+    made, couplings = follow(options.coupling)
+    check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
+    return Analysis(traced, made, couplings)
 
 
 @collector_paused()
@@ -313,46 +307,3 @@ def uses_references(program: Program) -> bool:
     """Whether the step mutates arrays in place (`jax.new_ref`), which a derivative rule around it cannot hold."""
     atoms = (atom for eqn in program.equations if eqn.effects for atom in (*eqn.invars, *eqn.outvars))
     return any(hasattr(atom.aval, "inner_aval") for atom in atoms)
-
-
-def check_couplings(made: Schedule, couplings: Sequence[Coupling], options: Options) -> None:
-    """Refuses couplings that the user does not want, and those that would cost more than the budget.
-
-    Raises:
-      CouplingError: there are such.
-    """
-    refused = [c for c in couplings if options.mode(c.source or c.eqn) == "error"]
-    if refused:
-        raise CouplingError(
-            layout_message(
-                "examples influence each other, which coupling='error' forbids.",
-                facts=couplings_text(refused, made),
-                remedies=["coupling='exact' for extra passes", "coupling='local' for per-node statistics"],
-            )
-        )
-    budget = options.recompute_budget
-    if made.recomputed and made.recomputed > budget * made.flops:
-        raise CouplingError(
-            layout_message(
-                f"exactness would recompute {made.recomputed / made.flops:.0%} of the step "
-                f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                facts=couplings_text(couplings, made),
-                remedies=[
-                    f"recompute_budget={math.ceil(100 * made.recomputed / made.flops) / 100} to pay for it",
-                    "coupling='local' to estimate model statistics in each node (ghost batch normalization)",
-                    "coupling={'BatchNorm': 'local'} to do so for some scopes only",
-                    "normalize within examples instead (GroupNorm, LayerNorm)",
-                ],
-            )
-        )
-
-
-def couplings_text(couplings: Sequence[Coupling], made: Schedule) -> list[str]:
-    """Couplings for an error message, each place once, with what the pass that it calls for repeats."""
-    costs = {
-        coupling_line(coupling): made.repeated.get(coupling.level, 0) / max(made.flops, 1) for coupling in couplings
-    }
-    return [
-        f"{line.what} at {line.where}" + (f": the pass repeats {cost:.0%} of the step" if cost else "")
-        for line, cost in costs.items()
-    ]

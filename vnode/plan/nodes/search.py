@@ -14,6 +14,7 @@ from typing import Any
 
 from vnode.placement.placement import Placement
 from vnode.plan.nodes.memory import program_memory, refusal
+from vnode.show.units import size
 from vnode.step.virtual import VirtualStep, with_nodes
 
 
@@ -55,7 +56,7 @@ class NodeSearch:
         """The table, a line each."""
         head = (f"{'V':>8}  {'waves':>6}  {'a node':>8}  {'a device':>10}",)
         return head + tuple(
-            f"{t.virtual_nodes:>8}  {t.waves:>6}  {t.node_size:>8}  {amount(t.bytes):>10}"
+            f"{t.virtual_nodes:>8}  {t.waves:>6}  {t.node_size:>8}  {'?' if t.bytes is None else size(t.bytes, 2):>10}"
             + ("" if not t.fits else "  chosen" if t.virtual_nodes == self.chosen else "  fits")
             + ("" if t.fits else "  too much")
             for t in sorted(self.trials, key=lambda t: t.virtual_nodes)
@@ -64,7 +65,7 @@ class NodeSearch:
     @property
     def verdict(self) -> str:
         """The outcome in a few words."""
-        limit = f"in the {amount(self.limit)} of a device"
+        limit = f"in the {size(self.limit, 2)} of a device"
         return f"no V fits {limit}" if self.chosen is None else f"V = {self.chosen}, the smallest that fits {limit}"
 
     def __str__(self) -> str:
@@ -213,18 +214,3 @@ def trial(step: VirtualStep, batch: int, limit: int, args: Sequence[Any], kwargs
     node_size = -(-batch // placement.virtual_nodes)
     fits = not refused and needed is not None and needed <= limit
     return Trial(placement.virtual_nodes, placement.waves, node_size, needed, fits)
-
-
-def amount(count: float | None) -> str:
-    """Bytes for people, with digits enough to compare with a limit.
-
-    >>> amount(1536), amount(None)
-    ('1.50 KiB', '?')
-    """
-    if count is None:
-        return "?"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

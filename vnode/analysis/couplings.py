@@ -1,0 +1,171 @@
+"""What kind of coupling it is, and what helps against its cost.
+
+Knows batch flow's verdicts and descriptions: where the value that is read came from, and how. Must not know any
+primitive by name, nor what the couplings of a step cost together.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Iterator, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.forms import Partial, Slice, Whole
+from vnode.analysis.states import Coupling, Flow, Step, Why
+from vnode.operators import Monoid
+
+
+class Kind(enum.Enum):
+    """What an example has of the others, in words that finish "for"."""
+
+    COUNT = "a sum of the batch alone"
+    NORMALIZATION = "statistics of a normalization over the batch"
+    STATISTIC = "a statistic of the whole batch"
+    EVALUATION = "the model at other parameters"
+    SHARED = "sums over examples that others read"
+    PAIRS = "every example compared with every other"
+    MOVE = "examples that are moved or picked"
+    WHOLE = "an operation on all examples at once"
+    CONDITION = "a loop that ends for all examples together"
+    CARRY = "a loop from example to example"
+    BRANCH = "a branch taken for single examples"
+    INSIDE = "a loop with passes of its own"
+
+
+GROUPS = "reshape to [groups, size, ...] with groups a multiple of virtual_nodes, and jax.vmap over the groups"
+
+REMEDIES: dict[Kind, tuple[str, ...]] = {
+    Kind.COUNT: ("compute it from the data beforehand, and pass it as an argument that is not batched",),
+    Kind.NORMALIZATION: ("normalize within examples (GroupNorm, LayerNorm), if it is a layer of the model",),
+    Kind.STATISTIC: ("use that of the step before: return it, and pass it as an argument that is not batched",),
+    Kind.EVALUATION: (
+        "evaluate the model once per step: with a step length from a schedule, or at what the step before has found "
+        "(return it, and pass it as an argument that is not batched)",
+    ),
+    Kind.SHARED: (f"form them within groups: {GROUPS}",),
+    Kind.PAIRS: (
+        f"compare within groups: {GROUPS}",
+        "compare with a queue of earlier embeddings, passed as an argument that is not batched",
+    ),
+    Kind.MOVE: (
+        "move or pick examples before the model is applied, where nothing is computed again",
+        f"move or pick within groups: {GROUPS}",
+    ),
+    Kind.WHOLE: (
+        f"do it within groups: {GROUPS}",
+        "use the result of the step before: return it, and pass it as an argument that is not batched",
+    ),
+    Kind.CONDITION: (
+        "jax.vmap the loop over the examples, so that each stops by itself",
+        "let the loop run a fixed number of times (lax.fori_loop)",
+    ),
+    Kind.CARRY: ("carry nothing but sums from one example to the next, or jax.vmap over the examples",),
+    Kind.BRANCH: ("jax.vmap over the examples, or jnp.where in place of the branch",),
+    Kind.INSIDE: (),
+}
+"""What helps against the cost of a kind, besides paying for it and estimating sums locally; the best first."""
+
+
+def kinds_of(couplings: Sequence[Coupling]) -> list[Kind | None]:
+    """The kind of each coupling; None if it follows from another one, of which it reads the result.
+
+    What a reduction is for is seen where it meets what it was made from. Others read it too: the backward pass.
+    """
+    kinds = [kind_of(coupling) for coupling in couplings]
+    known = {
+        (coupling.flow, coupling.source.outvars[0]): kind
+        for coupling, kind in zip(couplings, kinds, strict=True)
+        if kind in (Kind.NORMALIZATION, Kind.STATISTIC) and coupling.source is not None
+    }
+    return [
+        known.get((coupling.flow, coupling.source.outvars[0]), kind)
+        if kind is not None and coupling.source is not None and coupling.source.outvars
+        else kind
+        for coupling, kind in zip(couplings, kinds, strict=True)
+    ]
+
+
+def kind_of(coupling: Coupling) -> Kind | None:
+    """The kind of a coupling, by itself."""
+    flow, why = coupling.flow, coupling.why
+    step = step_of(flow, coupling.eqn)
+    if coupling.kind == "loop":
+        if why is Why.BRANCH:
+            return Kind.BRANCH
+        if why in (Why.CARRIES, Why.READS, Why.SEVERAL):
+            return Kind.CARRY
+        return Kind.CONDITION if step is not None and ends_together(step) else Kind.INSIDE
+    if coupling.kind == "materialize":
+        if why in (Why.PAIRS, Why.GATHERED):
+            return Kind.PAIRS
+        description = flow.program.describe(coupling.eqn)
+        moves = description is not None and (description.movement or bool(description.indices))
+        return Kind.MOVE if moves or why is Why.REORDERS else Kind.WHOLE
+    reduced = step_of(flow, coupling.source) if coupling.source is not None else None
+    if reduced is None or not any(isinstance(form, Partial) for form in reduced.results):
+        return None
+    if not any(flow.states[var].model for var in reduced.eqn.outvars):
+        return Kind.COUNT
+    description = reduced.description
+    if description is not None and description.indices:
+        return Kind.MOVE
+    if step is not None and not set(origins(flow, step)).isdisjoint(origins(flow, reduced)):
+        per_feature = any(math.prod(getattr(var.aval, "shape", ())) > 1 for var in reduced.eqn.outvars)
+        plain = description is not None and not description.contraction and set(reduced.results) == {SUM}
+        return Kind.NORMALIZATION if per_feature and plain else Kind.STATISTIC
+    if step is not None and reads_parameters(flow, step):
+        return Kind.EVALUATION
+    return Kind.SHARED
+
+
+SUM = Partial(Monoid.SUM)
+
+
+def ends_together(step: Step) -> bool:
+    """Whether the condition of a loop around passes depends on a reduction over the examples."""
+    region = step.region
+    if region is None or not region.tests:
+        return False
+    test, body = step.bodies
+    read = {atom for inner in test.steps for atom in inner.eqn.invars if isinstance(atom, Var)}
+    tested = {i for var, i in zip(test.program.inputs, region.inputs[0], strict=True) if var in read}
+    tested &= set(region.carried)
+    return any(body.state(body.program.outputs[i - region.carried.start]).whole_level for i in tested) or any(
+        inner.level for inner in test.steps
+    )
+
+
+def step_of(flow: Flow, eqn: JaxprEqn) -> Step | None:
+    return flow.steps[flow.position[eqn.outvars[0]]] if eqn.outvars and eqn.outvars[0] in flow.position else None
+
+
+def origins(flow: Flow, step: Step) -> Iterator[Var]:
+    """The batched values that what a step reads of single examples was made from, element by element."""
+    seen: set[Var] = set()
+    stack = list(step.eqn.invars)
+    while stack:
+        var = stack.pop()
+        if not isinstance(var, Var) or var in seen or not isinstance(flow.states[var].form, Slice | Partial):
+            continue
+        seen.add(var)
+        state = flow.states[var]
+        if state.model and isinstance(state.form, Slice):
+            yield var
+        before = flow.steps[flow.position[var]] if var in flow.position else None
+        if before is not None and before.description is not None and not before.description.contraction:
+            stack += before.eqn.invars
+
+
+def reads_parameters(flow: Flow, reader: Step) -> bool:
+    """Whether a later pass reads values in the place of parameters: of the shape of an argument that is not batched."""
+    given = {
+        shape
+        for var in flow.program.inputs
+        if not isinstance(flow.states[var].form, Slice) and (shape := getattr(var.aval, "shape", ()))
+    }
+    return any(
+        isinstance(form, Whole) and isinstance(atom, Var) and flow.states[atom].level and atom.aval.shape in given
+        for atom, form in zip(reader.eqn.invars, reader.operands, strict=True)
+    )

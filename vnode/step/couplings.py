@@ -1,0 +1,193 @@
+"""Refuses couplings that the user does not want, and those that would cost more than the budget; says what helps.
+
+Knows schedules, couplings and the user's two options about them. Must not know how a step is traced or emitted.
+
+A remedy is offered only where it helps: what to do follows from the kind of each coupling that costs something, and
+estimating sums locally is tried on the step itself before it is proposed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn
+
+from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
+from vnode.analysis.program import scope, where
+from vnode.analysis.schedule import Schedule
+from vnode.analysis.states import Coupling, Flow
+from vnode.errors import CouplingError, layout_message
+from vnode.report.report import SHOWN, coupling_text, module
+
+Option = str | Mapping[str, str]
+"""What the user gives as ``coupling``."""
+
+Analysed = tuple[Schedule, Sequence[Coupling]]
+
+LOCAL = "each node estimates the sums that depend on the model from its own examples"
+GHOST = "each node normalizes by the statistics of its own examples (ghost batch normalization)"
+
+
+def mode_of(option: Option, eqn: JaxprEqn) -> str:
+    """The coupling mode of an equation, by its name stack."""
+    if isinstance(option, str):
+        return option
+    name = scope(eqn)
+    return next((mode for pattern, mode in option.items() if re.search(pattern, name)), "exact")
+
+
+def check_couplings(
+    made: Schedule,
+    couplings: Sequence[Coupling],
+    option: Option,
+    budget: float,
+    again: Callable[[Option], Analysed],
+) -> None:
+    """Refuses couplings that the user does not want, and those that would cost more than the budget.
+
+    Args:
+      made: the schedule of the step.
+      couplings: those of it.
+      option: the user's ``coupling``.
+      budget: the user's ``recompute_budget``.
+      again: schedules the step with another ``coupling``.
+
+    Raises:
+      CouplingError: there are such.
+    """
+    refused = [c for c in couplings if mode_of(option, c.source or c.eqn) == "error"]
+    if refused:
+        remedies = ["coupling='exact': further passes, for the result of the whole batch"]
+        allowed = {pattern: "local" if mode == "error" else mode for pattern, mode in patterns(option).items()}
+        if any(coupling.mode == "local" for coupling in again(allowed)[1]):
+            remedies.append(f"coupling='local': {LOCAL}")
+        raise CouplingError(
+            layout_message(
+                "examples influence each other, which coupling='error' forbids.",
+                facts=facts(made, refused),
+                remedies=remedies + advice(refused),
+            )
+        )
+    if made.recomputed and made.recomputed > budget * made.flops:
+        share = made.recomputed / made.flops
+        cost = costs(made)
+        causes = [coupling for coupling in couplings if cost.get((coupling.flow, coupling.level))]
+        raise CouplingError(
+            layout_message(
+                f"exactness would recompute {share:.0%} of the step "
+                f"({len(made.passes)} passes), more than recompute_budget={budget}.",
+                facts=facts(made, couplings),
+                remedies=[
+                    f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
+                    *locally(made, couplings, option, budget, again),
+                    *advice(causes),
+                ],
+            )
+        )
+
+
+def patterns(option: Option) -> Mapping[str, str]:
+    return {"": option} if isinstance(option, str) else option
+
+
+def of_step(made: Schedule, couplings: Sequence[Coupling]) -> list[Coupling]:
+    """Those couplings that the schedule has: a loop is followed several times, until its carries keep their forms."""
+    followed = {inner.flow for inner, _ in schedules(made)}
+    return [coupling for coupling in couplings if coupling.flow in followed]
+
+
+def schedules(made: Schedule, times: int = 1) -> Iterator[tuple[Schedule, int]]:
+    """A schedule and those within it, each with how many times it runs (a ``while`` counts as one iteration)."""
+    yield made, times
+    for stage in made.stages:
+        for action in stage.once:
+            for inner in action.schedules:
+                yield from schedules(inner, times * action.times)
+
+
+def costs(made: Schedule) -> dict[tuple[Flow, int], float]:
+    """What each pass repeats, as a share of the step; passes are told by their flow and level."""
+    return {
+        (inner.flow, level): times * repeated / max(made.flops, 1)
+        for inner, times in schedules(made)
+        for level, repeated in inner.repeated.items()
+        if repeated
+    }
+
+
+def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
+    """Couplings for an error message, each place once and the dearest only, with the passes that it calls for."""
+    cost = costs(made)
+    found: dict[tuple[str, str], list[Coupling]] = {}
+    for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
+        if kind is not None:
+            source = coupling.source or coupling.eqn
+            found.setdefault((source.primitive.name, place(source)), []).append(coupling)
+    lines: dict[str, float] = {}
+    for (_, line), here in found.items():
+        passes = {(c.flow, c.level): cost.get((c.flow, c.level), 0.0) for c in here}
+        numbers = sorted({level for flow, level in passes if flow is here[0].flow})
+        text = f"{numbered('pass', numbers)}{'' if here[0].flow is made.flow else ' inside'}"
+        share = sum(passes.values())
+        text += f" repeat{'s' * (len(numbers) == 1)} {share:.0%} of the step" if share >= 0.005 else ""
+        lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
+    shown = sorted(lines, key=lambda line: -lines[line])[:SHOWN]
+    rest = [f"... and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
+    return [line for line in lines if line in shown] + rest
+
+
+def place(eqn: JaxprEqn) -> str:
+    name = module(eqn)
+    return where(eqn) + (f" in {name}" if name else "")
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """A noun with numbers.
+
+    >>> numbered("pass", [1]), numbered("pass", [1, 3, 4])
+    ('pass 1', 'passes 1, 3 and 4')
+    """
+    *most, last = map(str, numbers)
+    return f"{noun}es {', '.join(most)} and {last}" if most else f"{noun} {last}"
+
+
+def advice(couplings: Sequence[Coupling]) -> list[str]:
+    """What helps against each kind, and which is which where there are several.
+
+    Sums of the batch alone come first in a step with others, and cost next to nothing.
+    """
+    found = dict.fromkeys(kind for kind in kinds_of(couplings) if kind is not None and REMEDIES[kind])
+    causes = [kind for kind in found if kind is not Kind.COUNT] or list(found)
+    return [
+        f"for {kind.value}: {remedy}" if len(causes) > 1 else remedy for kind in causes for remedy in REMEDIES[kind]
+    ]
+
+
+def locally(
+    made: Schedule, couplings: Sequence[Coupling], option: Option, budget: float, again: Callable[[Option], Analysed]
+) -> list[str]:
+    """The smallest change of ``coupling`` after which the step is accepted, or else costs less, if there is one."""
+    kinds = zip(couplings, kinds_of(couplings), strict=True)
+    normalizing = [c.source or c.eqn for c, kind in kinds if c.mode == "exact" and kind is Kind.NORMALIZATION]
+    names = dict.fromkeys(map(layer, normalizing))
+    choices: list[tuple[Option, str]] = [("local", LOCAL)]
+    if normalizing and all(names):
+        choices.insert(0, ({"|".join(names): "local", **({} if isinstance(option, str) else option)}, GHOST))
+    elif normalizing:
+        choices = [("local", GHOST)]
+    for choice, meaning in choices:
+        then, _ = again(choice)
+        last = choice == "local"
+        if then.recomputed <= budget * then.flops or (last and made.recomputed - then.recomputed > made.flops / 100):
+            share = then.recomputed / max(then.flops, 1)
+            left = f"; {share:.0%} of the step is then recomputed" if share >= 0.005 else ""
+            return [f"coupling={choice!r}: {meaning}{left}"]
+    return []
+
+
+def layer(eqn: JaxprEqn) -> str:
+    """A pattern for the innermost module or scope that the user named, without its number."""
+    innermost = module(eqn).rpartition("/")[2]
+    return re.escape(re.sub(r"_\d+$", "", innermost))
