@@ -26,7 +26,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
 from vnode.runtime.evaluate import Env, Known, as_array, evaluate_once, evaluate_recipe, run_while
-from vnode.runtime.node import Node, arrange
+from vnode.runtime.node import Node, Once, arrange
 
 
 class Mode(enum.Enum):
@@ -71,6 +71,7 @@ class Emission:
         self.batched: dict[Var, Any] = {}
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
+        self.once = Once(placement.devices[0].platform)
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
@@ -91,7 +92,9 @@ class Emission:
         return outputs
 
     def run_once(self, action: Evaluation) -> None:
-        values = self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known)
+        values = (
+            self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known, self.once)
+        )
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
                 self.batched[var] = value if action.schedules else self.as_computed_once(value)
