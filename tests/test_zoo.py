@@ -26,7 +26,7 @@ def nodes_of(case: zoo.Case) -> tuple[int, ...]:
 
 
 def precisions_of(case: zoo.Case) -> tuple[str, ...]:
-    return ("float32",) if case.float64 is None else ("float64", "float32")
+    return ("float64", "float32") if case.float64 else ("float32",)
 
 
 def matrix(case: zoo.Case, index: int) -> list[tuple[int, int, str]]:

@@ -80,8 +80,9 @@ class Case:
       item: which item of the promise it stands for.
       batch: the number of examples B.
       make: builds the program.
-      float64: the greatest relative error in float64; None for a step that names its own precision.
-      float32: the greatest relative error in float32.
+      float64: whether it runs in float64 too; not a step that names its own precision.
+      coarsest: the coarsest type that the step computes in, if that is not the precision of the run.
+      exact: nothing is rounded, the results are equal.
       expect: for steps that must be refused: the name of an error class of `vnode`, and a pattern in its message.
       may_refuse: the step may be refused by a `VnodeError` instead of being computed.
       nodes: numbers of nodes that make sense, if not all.
@@ -92,8 +93,9 @@ class Case:
     item: int
     batch: int
     make: Callable[[], Program]
-    float64: float | None = 1e-10
-    float32: float = 2e-5
+    float64: bool = True
+    coarsest: str | None = None
+    exact: bool = False
     expect: tuple[str, str] | None = None
     may_refuse: bool = False
     nodes: tuple[int, ...] | None = None

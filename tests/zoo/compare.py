@@ -4,8 +4,9 @@ Knows vnode's public interface and what counts as equal. Must not know any case.
 
 Float64 is switched on around a run, so that both precisions can run in either order; jax keeps separate compiled
 programs for them. It is switched for all threads: callbacks run in threads of XLA's. The error of a leaf is measured
-against the greatest absolute value of that leaf, with a floor far below anything a step computes with: what is zero
-in exact arithmetic is rounding noise in both.
+in units of what rounding can do to that leaf: one unit in the last place of its greatest value, and what the step
+itself makes of arguments that are moved by one unit each. What is zero in exact arithmetic, and is rounding noise in
+both results, moves with the arguments as much as it differs; so no tolerance is fitted to a machine.
 
 Compiling takes nearly all of the time, so the runs in float64, which are the most, are compiled without XLA's
 expensive optimizations; those in float32 as users compile. References are always compiled without.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +27,15 @@ import vnode
 
 from . import Case, Program, unchanged
 
-HALF = 2e-2
-"""Error allowed in values of 16 bits or fewer."""
+ROUNDINGS = 50
+"""How many times what one rounding does a result may be off. The zoo's greatest sums have some thousand terms, whose
+roundings add up like the square root of their number."""
+
+FEW = 4
+"""The same where a step rounds to 16 bits or fewer: nothing is added up in such types."""
+
+MOVED = 3
+"""How many times the arguments are moved, each element up or down by chance."""
 
 
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
@@ -73,8 +81,13 @@ def check(case: Case, nodes: int, devices: int, precision: str) -> None:
             if case.may_refuse:
                 return
             raise
-        want = reference(case, precision, nodes if program.reference else 0)
-        compare(got, want, {"float64": case.float64 or 0.0, "float32": case.float32})
+        agrees(case, got, nodes, precision)
+
+
+def agrees(case: Case, got: Any, nodes: int, precision: str) -> None:
+    """Asserts that a result of a case's virtualized step is the reference's."""
+    want, *moved = references(case, precision, nodes if build(case, precision).reference else 0)
+    compare(got, want, moved, unit(case, precision))
 
 
 def call(case: Case, program: Program, nodes: int, devices: int) -> Any:
@@ -101,22 +114,57 @@ def build(case: Case, precision: str) -> Program:
 
 
 @functools.lru_cache(maxsize=8)
-def reference(case: Case, precision: str, nodes: int) -> Any:
-    """The result of the step as the user wrote it."""
+def references(case: Case, precision: str, nodes: int) -> list[Any]:
+    """The result of the step as the user wrote it, and those for arguments that are moved by a unit of rounding."""
     program = build(case, precision)
     step = program.reference(nodes) if program.reference else program.step
     plain = program.jit is jax.jit and program.outer is unchanged  # jax takes options of outermost functions only
     jit = functools.partial(jax.jit, compiler_options=QUICKLY) if plain else program.jit
-    return jax.tree.map(host, program.outer(jit(step))(*program.args))
+    run = program.outer(jit(step))
+    rng = np.random.default_rng(0)
+    several = [program.args] + [moved_by(program.args, unit(case, precision), rng) for _ in range(MOVED)]
+    return [jax.tree.map(host, run(*args)) for args in several]
 
 
-def compare(got: Any, want: Any, tolerances: dict[str, float]) -> None:
-    """Asserts that two trees are equal up to rounding, in structure, shapes, types and values."""
+def unit(case: Case, precision: str) -> float:
+    """The unit of rounding of the coarsest type that a case computes in; zero if it rounds nothing."""
+    return 0.0 if case.exact else float(jnp.finfo(case.coarsest or precision).eps)
+
+
+def moved_by(args: Any, size: float, rng: np.random.Generator) -> Any:
+    """Arguments whose fractions are moved by `size`, relatively; whole numbers (masks, counts) were never rounded."""
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, jax.Array | np.ndarray) or not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x
+        wide = np.asarray(x).astype(np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64)
+        fraction = np.isfinite(wide) & (wide != np.rint(wide))
+        signs = rng.choice([-1.0, 1.0], wide.shape)
+        return jnp.asarray(np.multiply(wide, 1.0 + size * signs, out=wide, where=fraction).astype(x.dtype))
+
+    return jax.tree.map(leaf, args)
+
+
+def compare(got: Any, want: Any, moved: Sequence[Any], size: float) -> None:
+    """Asserts that two trees are equal up to rounding, in structure, shapes, types and values.
+
+    Args:
+      got: the result.
+      want: what it is compared with.
+      moved: the same as `want` for arguments moved by a unit of rounding.
+      size: that unit.
+
+    Raises:
+      AssertionError: they differ, with each leaf that does.
+    """
     got_structure, want_structure = jax.tree.structure(got), jax.tree.structure(want)
     assert got_structure == want_structure, f"structure: {got_structure} instead of {want_structure}"
     problems = []
-    for (path, w), g in zip(jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), strict=True):
-        problem = difference(host(g), w, tolerances)
+    leaves = zip(
+        jax.tree_util.tree_leaves_with_path(want), jax.tree.leaves(got), *map(jax.tree.leaves, moved), strict=True
+    )
+    for (path, w), g, *others in leaves:
+        problem = difference(host(g), w, others, size)
         if problem:
             problems.append(f"{jax.tree_util.keystr(path) or 'result'}: {problem}")
     assert not problems, "\n".join(problems)
@@ -131,7 +179,7 @@ def host(leaf: Any) -> Any:
     return np.asarray(leaf)
 
 
-def difference(got: Any, want: Any, tolerances: dict[str, float]) -> str | None:
+def difference(got: Any, want: Any, moved: Sequence[Any], size: float) -> str | None:
     """What is different, in words, or None."""
     if not isinstance(want, np.ndarray):
         return None if got is want or got == want else f"{got!r} instead of {want!r}"
@@ -141,16 +189,16 @@ def difference(got: Any, want: Any, tolerances: dict[str, float]) -> str | None:
         wrong = int(np.sum(got != want))
         return f"{wrong} of {want.size} elements differ: {_head(got)} instead of {_head(want)}" if wrong else None
     wide = np.complex128 if jnp.issubdtype(want.dtype, jnp.complexfloating) else np.float64
+    size = max(size, float(jnp.finfo(want.dtype).eps)) if size else 0.0
     got, want, kind = got.astype(wide), want.astype(wide), want.dtype.name
-    special = ~np.isfinite(want)
-    if not np.array_equal(got[special], want[special], equal_nan=True) or not np.isfinite(got[~special]).all():
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
         return f"NaN or infinity: {_head(got)} instead of {_head(want)}"
-    tolerance = tolerances.get(kind.replace("complex128", "float64").replace("complex64", "float32"), HALF)
-    scale = np.max(np.abs(want[~special]), initial=0.0)
-    floor = 1e-5 if kind in ("float64", "complex128") else 1e-3
-    error = np.max(np.abs(got - want)[~special], initial=0.0)
-    if error > tolerance * max(scale, floor):
-        return f"relative error {error / max(scale, floor):.1e} in {kind}: {_head(got)} instead of {_head(want)}"
+    error = np.max(np.abs(got - want)[finite], initial=0.0)
+    shifts = [np.abs(other.astype(wide) - want)[finite] for other in moved]
+    noise = size * np.max(np.abs(want[finite]), initial=0.0) + np.max(shifts, initial=0.0, where=np.isfinite(shifts))
+    if error > (FEW if size > 1e-4 else ROUNDINGS) * noise:
+        return f"off by {error:.1e}, {error / noise:.1f} roundings, in {kind}: {_head(got)} instead of {_head(want)}"
     return None
 
 

@@ -85,14 +85,14 @@ def linen_injected_hyperparameters() -> Program:
 
 
 # optax.MultiSteps adds gradients up in float32, whatever their type.
-@case(item=1, float64=1e-6)
+@case(item=1, coarsest="float32")
 def linen_multi_steps() -> Program:
     """Accumulation inside the step: the mini step before the update, and (the next case) the one with it."""
     tx = optax.MultiSteps(optax.adamw(1e-2), every_k_schedule=2)
     return Program(_linen_step, (_linen_state(tx), _batch()))
 
 
-@case(item=1, batch=24, float64=1e-6)
+@case(item=1, batch=24, coarsest="float32")
 def linen_multi_steps_updating() -> Program:
     tx = optax.MultiSteps(optax.sgd(0.1, momentum=0.9), every_k_schedule=2)
     state = _linen_state(tx)

@@ -118,7 +118,7 @@ def nnx_dropout() -> Program:
 
 
 # nnx.metrics add up in float32.
-@case(item=1, batch=12, nnx=True, float64=None)
+@case(item=1, batch=12, nnx=True, float64=False)
 def nnx_metrics_and_averages() -> Program:
     """Metric objects are updated in place, and an average of the parameters is kept in another module."""
 

@@ -149,12 +149,12 @@ def lm_rotary_positions() -> Program:
 
 
 # jax.nn.dot_product_attention takes its softmax in float32.
-@case(item=3, float64=1e-6)
+@case(item=3, coarsest="float32")
 def lm_fused_attention() -> Program:
     return _train(Model(fused=True), 16)
 
 
-@case(item=3, batch=12, float64=1e-6)
+@case(item=3, batch=12, coarsest="float32")
 def lm_grouped_query_attention_tied_embeddings() -> Program:
     return _train(Model(fused=True, kv_heads=1, tied=True), 12)
 

@@ -56,17 +56,17 @@ def _mixed(dtype: Any, batch: int = 16, **options: Any) -> Program:
 
 
 # A gradient rounded to 8 bits of mantissa (bfloat16) after it was summed in another order.
-@case(item=10, float64=None, float32=2e-2)
+@case(item=10, float64=False, coarsest="bfloat16")
 def bfloat16_compute() -> Program:
     return _mixed(jnp.bfloat16)
 
 
-@case(item=10, batch=12, float64=None, float32=4e-3)
+@case(item=10, batch=12, float64=False, coarsest="float16")
 def float16_compute() -> Program:
     return _mixed(jnp.float16, 12)
 
 
-@case(item=10, float64=None, float32=2e-2)
+@case(item=10, float64=False, coarsest="bfloat16")
 def bfloat16_compute_with_float32_accumulators() -> Program:
     return _mixed(jnp.bfloat16, accumulate_dtype=jnp.float32)
 
@@ -85,7 +85,7 @@ def float64_accumulators() -> Program:
     return Program(step, (kit.dense(WIDTH, 8, CLASSES), _batch(12)), {"accumulate_dtype": kit.real()})
 
 
-@case(item=10, batch=24, float32=1e-9, nodes=(24,))
+@case(item=10, batch=24, exact=True, nodes=(24,))
 def sum_in_wider_accumulators() -> Program:
     """Ones added to 2**24 are lost in float32; accumulators over nodes in float64 keep them (where enabled)."""
 
@@ -100,7 +100,7 @@ def sum_in_wider_accumulators() -> Program:
     return Program(step, (None, x), {"accumulate_dtype": kit.real()}, reference=exact)
 
 
-@case(item=10, batch=24, float64=None, nodes=(1, 2, 8, 24))
+@case(item=10, batch=24, float64=False, exact=True, nodes=(1, 2, 8, 24))
 def sum_of_bfloat16_does_not_lose_small_terms() -> Program:
     """256 and many ones: a bfloat16 accumulator would stay at 256. The whole batch adds in float32 (as XLA does)."""
 
@@ -112,7 +112,7 @@ def sum_of_bfloat16_does_not_lose_small_terms() -> Program:
     return Program(step, (None, jnp.asarray(values, jnp.bfloat16)))
 
 
-@case(item=10, float64=None, float32=2e-2)
+@case(item=10, float64=False, coarsest="bfloat16")
 def parameters_in_bfloat16() -> Program:
     """Everything in bfloat16, masters in the optimizer's state in float32."""
 
@@ -151,13 +151,13 @@ def _scaled_step(state: Any, batch: dict[str, jax.Array]) -> Any:
     return (params, scale, jnp.where(grow, 0, good_steps)), {"loss": loss / scale, "finite": finite}
 
 
-@case(item=10, float64=None, float32=4e-3)
+@case(item=10, float64=False, coarsest="float16")
 def loss_scaling_updating() -> Program:
     state = (kit.dense(WIDTH, 8, CLASSES), jnp.asarray(64.0, jnp.float32), jnp.asarray(1))
     return Program(_scaled_step, (state, _batch()))
 
 
-@case(item=10, batch=12, float64=None, float32=4e-3)
+@case(item=10, batch=12, float64=False, coarsest="float16")
 def loss_scaling_skipping() -> Program:
     """One example overflows float16, so nobody's update is applied."""
     state = (kit.dense(WIDTH, 8, CLASSES), jnp.asarray(64.0, jnp.float32), jnp.asarray(1))
@@ -179,7 +179,7 @@ def all_finite_over_the_batch() -> Program:
     return Program(step, (kit.dense(WIDTH, 8, CLASSES), {**batch, "x": batch["x"].at[3, 2].set(jnp.inf)}))
 
 
-@case(item=10, batch=12, float64=None)
+@case(item=10, batch=12, float64=False)
 def float8_inputs() -> Program:
     """Examples stored in eight bits, unpacked inside the step."""
 
@@ -219,7 +219,7 @@ def integer_inputs() -> Program:
     return Program(step, (kit.dense(WIDTH, 8, 1), batch))
 
 
-@case(item=10, batch=12, float64=None, float32=1e-3)
+@case(item=10, batch=12, float64=False)
 def quantized_training() -> Program:
     """Weights and activations rounded to integers, straight-through gradients, an integer matrix product."""
 

@@ -330,7 +330,7 @@ def draw_for_a_batch_that_is_no_multiple() -> Program:
     return _noise(lambda key, x: jax.random.normal(key, x.shape, x.dtype), 13)
 
 
-@case(item=5, float64=1e-6)
+@case(item=5, coarsest="float32")
 def draw_half_precision() -> Program:
     def draw(key: jax.Array, x: jax.Array) -> jax.Array:
         a, b = jax.random.split(key)

@@ -309,7 +309,7 @@ class Vit(nn.Module):
         return nn.Dense(CLASSES)(x[:, 0])
 
 
-@case(item=2, float32=5e-5)  # the gradient of the keys' bias is nothing but rounding
+@case(item=2)
 def vit_with_convolution() -> Program:
     return _train(Vit())
 

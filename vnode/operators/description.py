@@ -124,6 +124,8 @@ class OperatorDescription:
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with `positional`.
       emit_on: the same for single platforms, where the default is slow inside a loop.
+      replaced_on: for single platforms on which the primitive must not be bound as it stands, how the equation is
+        evaluated instead, a copy or the whole of it.
     """
 
     sizes: Sizes
@@ -147,6 +149,7 @@ class OperatorDescription:
     resize: Resize | None = None
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
+    replaced_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def flops(self) -> int:
@@ -349,8 +352,9 @@ def evaluate(
     Returns:
       The results, of the shapes that `description` has at `sizes`.
     """
-    emit = description.emit_on.get(platform, description.emit)
-    if emit is not None and (positions or sizes != description.sizes):
+    emit = description.emit_on.get(platform, description.emit) if positions or sizes != description.sizes else None
+    emit = description.replaced_on.get(platform, emit)
+    if emit is not None:
         return list(emit(description, eqn, operands, sizes, positions))
     params = eqn.params if description.resize is None else description.resize(description, eqn, sizes)
     results = eqn.primitive.bind(*operands, **params)

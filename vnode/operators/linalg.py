@@ -2,15 +2,25 @@
 
 Knows how many trailing dimensions of each operand belong to one problem. The leading ones number the problems, which
 are solved independently; one problem is taken whole.
+
+On CPUs, jaxlib calls LAPACK for a stack of problems by handing them to a pool of threads and waiting. XLA itself runs
+parts of a program in that pool; where all its threads wait in such calls, as loops of several devices do on few cores,
+nobody is left to solve the problems, and the program hangs. A stack of one is solved by the thread that calls. So
+stacks are taken apart there: XLA then runs the calls at the same time, as far as it has threads.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
+import jax
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Factors, OperatorDescription, rule
+from vnode.operators.description import Factors, OperatorDescription, Positions, Sizes, rule
 
 CORE: dict[str, tuple[int, ...]] = {
     "cholesky": (2,),
@@ -37,6 +47,35 @@ CORE: dict[str, tuple[int, ...]] = {
 LINEAR = {"triangular_solve": 1, "tridiagonal_solve": 3}
 """The operand in which a primitive is linear: a solver's right-hand side."""
 
+TOGETHER = 8
+"""Problems of a stack that are written out as calls of their own; more take turns in a loop."""
+
+
+def taken_apart(
+    description: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Solves a stack of problems by a call for each."""
+    primitive, params = eqn.primitive, eqn.primitive.get_bind_params(eqn.params)
+    leading = jnp.ndim(operands[0]) - CORE[primitive.name][0]
+    stack = jnp.shape(operands[0])[:leading]
+    count = math.prod(stack)
+
+    def solve(parts: Sequence[Any]) -> list[Any]:
+        results = primitive.bind(*parts, **params)
+        return list(results) if primitive.multiple_results else [results]
+
+    if count < 2:
+        return solve(operands)
+    group = max(n for n in range(1, TOGETHER + 1) if count % n == 0)
+
+    def some(parts: list[jax.Array]) -> list[jax.Array]:
+        solved = [solve([part[i : i + 1] for part in parts]) for i in range(group)]
+        return [jnp.concatenate(column) for column in zip(*solved, strict=True)]
+
+    groups = [jnp.reshape(x, (count // group, group, *jnp.shape(x)[leading:])) for x in operands]
+    results = [x[None] for x in some([g[0] for g in groups])] if count == group else lax.map(some, groups)
+    return [x.reshape(*stack, *x.shape[2:]) for x in results]
+
 
 @rule(*CORE)
 def stacked(eqn: JaxprEqn) -> OperatorDescription:
@@ -61,6 +100,7 @@ def stacked(eqn: JaxprEqn) -> OperatorDescription:
         linear=(frozenset({LINEAR[name]}),) if name in LINEAR else (),
         uncounted=frozenset(range(len(f.sizes))) - counted,
         work=max(1, *core) if len(core) == 2 and name not in LINEAR else 1,
+        replaced_on={"cpu": taken_apart},
     )
 
 

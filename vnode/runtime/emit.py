@@ -25,7 +25,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
 from vnode.runtime.evaluate import Env, InProgram, Known, as_array, evaluate_once, evaluate_recipe
-from vnode.runtime.node import Node, arrange
+from vnode.runtime.node import Node, Once, arrange
 
 
 class Mode(enum.Enum):
@@ -83,6 +83,7 @@ class Emission:
         self.collected: dict[Var, Any] = {}
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
+        self.once = Once(placement.devices[0].platform)
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
@@ -103,7 +104,9 @@ class Emission:
         return outputs
 
     def run_once(self, action: Evaluation) -> None:
-        values = self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known)
+        values = (
+            self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known, self.once)
+        )
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
                 self.batched[var] = value if action.schedules else self.as_computed_once(value)

@@ -22,10 +22,10 @@ from jax.extend.core import JaxprEqn, Literal
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.operators import Monoid
+from vnode.operators import Monoid, OperatorDescription
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Loop, Region, Run, bind_while
-from vnode.runtime.node import Node, leading, mask_dim
+from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
 
@@ -42,8 +42,10 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
     return contexts
 
 
-def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+def bind(eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]) -> list[Any]:
     """Evaluates an equation as it stands."""
+    if description is not None and platform in description.replaced_on:
+        return evaluate_operator(description, eqn, operands, description.sizes, {}, platform)
     params = eqn.primitive.get_bind_params(eqn.params)
     results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
@@ -74,7 +76,7 @@ class Known:
         """
         if eqn.effects:
             return run(operands)
-        description = self._program.describe(eqn)
+        description = self.describe(eqn)
         if description is not None and description.spreads:
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
             operands = [self._spread(value, shape) for value in operands]
@@ -87,6 +89,10 @@ class Known:
         if found is None:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
+
+    def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
+        """The description of an equation of the program."""
+        return self._program.describe(eqn)
 
     def _spread(self, value: Any, shape: tuple[int, ...]) -> Any:
         """A value at another shape; jax would spread it where it is used, each use anew."""
@@ -109,13 +115,14 @@ def identity(value: Any) -> Any:
     return id(value)
 
 
-def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known) -> list[Any]:
+def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known, place: Once) -> list[Any]:
     """Evaluates an equation on whole values.
 
     Args:
       action: an evaluation all of whose forms are whole.
       read: gives the whole value of an atom.
       known: what has been evaluated so far.
+      place: where.
 
     Returns:
       The results, those that nobody wants included.
@@ -123,17 +130,18 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known)
     eqn = action.step.eqn
     with context_of(eqn):
         if not action.bodies:
-            return known.evaluate(eqn, [read(atom) for atom in eqn.invars], functools.partial(bind, eqn))
-        return evaluate_region(action, None, lambda atom, form: read(atom))
+            operands = [read(atom) for atom in eqn.invars]
+            return known.evaluate(eqn, operands, functools.partial(bind, eqn, known.describe(eqn), place.platform))
+        return evaluate_region(action, place, lambda atom, form: read(atom))
 
 
-def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
+def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
     """Evaluates a recipe.
 
     Args:
       recipe: what to evaluate.
       env: the leaves' values; extended in place.
-      node: the node that evaluates; None for a recipe of whole values.
+      node: the node that evaluates, or where a recipe of whole values is evaluated.
 
     Returns:
       The requested values, in order.
@@ -147,13 +155,13 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | None) -> list[Any]:
             return env[(atom, form)]
         if not isinstance(form, Slice | Partial):
             return atom.val
-        assert node is not None
+        assert isinstance(node, Node)
         return node.convert(as_array(atom.val, atom), WHOLE, form, flow.state(atom).zero)
 
     known = Known(flow.program)
     for action in recipe.actions:
         if isinstance(action, Conversion):
-            assert node is not None
+            assert isinstance(node, Node)
             value = env[(action.var, action.source)]
             zero = flow.states[action.var].zero
             env[(action.var, action.target)] = node.convert(value, action.source, action.target, zero)
@@ -184,7 +192,7 @@ def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
 
 
 def evaluate_action(
-    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | None, known: Known
+    action: Evaluation, read: Callable[[Atom, Form], Any], node: Node | Once, known: Known
 ) -> list[Any]:
     """Evaluates one equation in the forms that `action` names."""
     eqn = action.step.eqn
@@ -194,8 +202,8 @@ def evaluate_action(
         operands = [
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
-        if action.description is None or node is None or action.location is None:
-            return known.evaluate(eqn, operands, functools.partial(bind, eqn))
+        if action.description is None or action.location is None or isinstance(node, Once):
+            return known.evaluate(eqn, operands, functools.partial(bind, eqn, known.describe(eqn), node.platform))
         return known.evaluate(eqn, operands, lambda values: evaluate_split(action, values, node), action.location)
 
 
@@ -232,7 +240,7 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: 
 # Loops and branches
 
 
-def evaluate_region(action: Evaluation, node: Node | None, read: Callable[[Atom, Form], Any]) -> list[Any]:
+def evaluate_region(action: Evaluation, node: Node | Once, read: Callable[[Atom, Form], Any]) -> list[Any]:
     """Evaluates what is wanted of a loop or branch, in the forms that `action` names; None for the other results."""
     eqn, region = action.step.eqn, action.step.region
     assert region is not None
@@ -246,12 +254,12 @@ def evaluate_region(action: Evaluation, node: Node | None, read: Callable[[Atom,
         functools.partial(run_body, made, None if k < region.tests else action, node)
         for k, made in enumerate(action.bodies)
     ]
-    if action.step.over_batch and node is not None:
+    if action.step.over_batch and isinstance(node, Node):
         return run_over_batch(action, region, bodies[0], operands, node)
     return region.run(InProgram(eqn), bodies, operands)
 
 
-def run_body(recipe: Recipe, action: Evaluation | None, node: Node | None, values: Sequence[Any]) -> list[Any]:
+def run_body(recipe: Recipe, action: Evaluation | None, node: Node | Once, values: Sequence[Any]) -> list[Any]:
     """What a body's recipe returns, given its inputs: as the results of `action` if it is for one."""
     inputs = dict(zip(recipe.flow.program.inputs, values, strict=True))
     env = {(var, form): inputs[var] for var, form in recipe.leaves if var in inputs}

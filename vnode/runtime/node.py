@@ -24,6 +24,17 @@ from vnode.analysis.forms import Batch, Form, Location, Partial, Slice, Varying,
 from vnode.operators import Monoid
 
 
+@dataclasses.dataclass(frozen=True)
+class Once:
+    """Where whole values are evaluated: on every device alike.
+
+    Attributes:
+      platform: what the program is compiled for.
+    """
+
+    platform: str
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Node:
     """A virtual node while its computation is emitted.
