@@ -17,6 +17,7 @@ from vnode.placement.placement import Placement
 from vnode.plan.balance.balance import Balance, balance
 from vnode.plan.balance.measure import profile
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles
+from vnode.plan.check import Check, check
 from vnode.plan.compare import explain
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.fit import Fit, fit
@@ -27,6 +28,7 @@ __all__ = [
     "AutoStep",
     "Balance",
     "BatchError",
+    "Check",
     "CouplingError",
     "Fit",
     "Measurement",
@@ -40,6 +42,7 @@ __all__ = [
     "VirtualStep",
     "VnodeError",
     "balance",
+    "check",
     "explain",
     "fit",
     "operators",
