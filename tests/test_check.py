@@ -210,4 +210,4 @@ def test_doctor(capsys: Any) -> None:
 
 def test_the_command_is_the_module() -> None:
     run = [sys.executable, "-m", "vnode", "--version"]
-    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == f"vnode {cli.version('vnode')}\n"
+    assert subprocess.run(run, capture_output=True, text=True, check=True).stdout == f"vnode {vnode.__version__}\n"

@@ -14,6 +14,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import vnode
+
 REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
 """Of a requirement: a name, its extras, its versions, and a condition."""
 
@@ -30,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       The exit status: 0, or 1 where the self-test failed.
     """
     parser = argparse.ArgumentParser("vnode", description="Training steps on virtual nodes.")
-    parser.add_argument("--version", action="version", version=f"vnode {version('vnode')}")
+    parser.add_argument("--version", action="version", version=f"vnode {vnode.__version__}")
     commands = parser.add_subparsers(dest="command")
     doctor = commands.add_parser("doctor", help="versions, devices, extras, and a self-test of the same bits")
     doctor.add_argument("--cpu-devices", type=int, metavar="N", help="let the CPU count as N devices, on the CPU only")
@@ -107,7 +109,7 @@ def page() -> Any:
         blocks.append(
             Table("Extras", columns, tuple(rows), "libraries for parts of vnode; none is needed for the core")
         )
-    return Page(f"vnode {version('vnode')}", "", tuple(blocks))
+    return Page(f"vnode {vnode.__version__}", "", tuple(blocks))
 
 
 MISSING = "not installed"
@@ -142,8 +144,6 @@ def self_test() -> Any:
     """Checks a training step with what makes bits differ: products, uneven counts of examples, clipping, Adam."""
     import jax
     import jax.numpy as jnp
-
-    import vnode
 
     def train_step(state: Any, batch: Any) -> Any:
         def loss_fn(params: Any) -> jax.Array:

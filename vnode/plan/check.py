@@ -287,17 +287,17 @@ class Reference:
         leaves = [leaf.whole() if is_sharded_batch(leaf) else leaf for leaf in leaves]
         with jax.default_device(device):
             try:
-                here = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
-                compiled = fitting(jax.jit(fun), device, *here)
-                self._wants = list(map(host, compiled(*here)))
+                placed = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+                compiled = fitting(jax.jit(fun), device, *placed)
+                self._wants = list(map(host, compiled(*placed)))
             except TooLarge as error:
                 self.absent = f"{error}; a smaller batch would fit, with as many nodes"
                 return
             try:
                 other = jax.jit(rounded_otherwise(fun), compiler_options=QUICKLY if device.platform == "cpu" else None)
-                compiled = fitting(other, device, np.uint32(0), *here)
+                compiled = fitting(other, device, np.uint32(0), *placed)
                 for seed in range(1, SAMPLES + 1):
-                    others = map(host, compiled(np.uint32(seed), *here))
+                    others = map(host, compiled(np.uint32(seed), *placed))
                     moved = [distance(other, want) for other, want in zip(others, self._wants, strict=True)]
                     self._spreads = list(map(np.fmax, self._spreads, moved)) if self._spreads else moved
                 self.noisy = True

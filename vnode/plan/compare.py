@@ -134,7 +134,7 @@ class Comparison(Drawn):
         if len(others) > 1:
             numbers = [f"{len(r.counts):,}" for r in others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
-        other = others[0]
+        other = self.reports[-1]
         return (
             f"on {several(len(other.counts), 'device')} {instead}: {several(other.waves, 'wave')} instead of "
             f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
