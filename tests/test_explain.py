@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ import optax
 import pytest
 
 import vnode
+from vnode.report.report import near
 
 FLOAT = 4
 LARGE = {"recompute_budget": 10.0}
@@ -29,6 +31,11 @@ def normal(*shape: int) -> jax.Array:
 
 def explain(step: Any, *args: Any, nodes: int = 4, devices: int = 4, **options: Any) -> Any:
     return vnode.virtualize(step, virtual_nodes=nodes, **options).on(jax.devices()[:devices]).explain(*args)
+
+
+def words(thing: Any) -> str:
+    """Its text, wherever lines are broken."""
+    return " ".join(str(thing).split())
 
 
 def sizes(lines: Any) -> list[int]:
@@ -101,34 +108,34 @@ def test_bytes_sent_by_devices_that_hold_several_blocks() -> None:
 @pytest.mark.parametrize(
     ("options", "text", "buffers"),
     [
-        ({"reduction": "fast"}, "fast: each device in node order, then across devices in any order", 0),
-        ({}, "invariant: in the order of a tree over the nodes, 2 more buffers ({}) on a device", 2),
-        ({"lanes": 4}, "invariant: in the order of a tree over 4 lanes of 2, 1 more buffers ({}) on a device", 1),
+        ({"reduction": "fast"}, "fast each device in node order, then across devices in any order", 0),
+        ({}, "invariant in the order of a tree over the nodes", 2),
+        ({"lanes": 4}, "invariant in the order of a tree over 4 lanes of 2", 1),
     ],
 )
 def test_reduction_is_said(options: dict[str, Any], text: str, buffers: int) -> None:
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
     step = vnode.virtualize(mlp, virtual_nodes=8, **options).on(jax.devices()[:2])
-    said = str(step.explain(*mlp_arguments(16)))
-    bytes_more = f"{buffers * total / 1024:.1f} KiB"
-    assert f"  reduction     {text.format(bytes_more)}\n" in said, said
+    said = words(step.explain(*mlp_arguments(16)))
+    assert f"sums over nodes {text} " in said, said
+    assert (f"{buffers * total / 1024:.1f} KiB of buffers for the tree" in said) == bool(buffers)
 
 
 def test_sharded_states_are_excepted() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
     sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
     step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
-    assert "but not of what the step itself sums" in str(step.explain({"w": sharded}, jnp.ones((4, 3))))
-    assert "argument 0['w']" in str(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    assert "but not of what the step itself sums" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    assert "argument 0['w']" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
     assert "but not" not in str(step.explain({"w": jnp.ones(4)}, jnp.ones((4, 3))))
 
 
 def test_padding_and_uneven_devices_are_said() -> None:
     report = explain(mlp, *mlp_arguments(14), devices=3)
     assert (report.node_size, report.padding) == (4, 2)
-    text = str(report)
-    assert "mlp: 14 examples on 4 virtual nodes of 4 (2 of padding)" in text
-    assert "3 with 1 to 2 nodes each, 2 waves" in text
+    text = words(report)
+    assert "mlp 14 examples on 4 virtual nodes of 4, 3 devices, 2 waves" in text
+    assert "padding 2 examples at the end" in text and "3 with 1 to 2 nodes each" in text
 
 
 def test_work_does_not_depend_on_nodes_and_devices() -> None:
@@ -278,7 +285,9 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
     (inner,) = report.nested
     (only,) = inner.passes
     assert sizes(only.accumulators) == [FLOAT, FLOAT * IN * OUT]
-    assert "around passes of its own:" in str(report)
+    assert inner.turns == 3 and report.all_passes == 3 and report.sent == 3 * only.sent
+    text = words(report)
+    assert "Around passes of its own" in text and "3 passes, 3 of them in 3 turns of a loop" in text
 
 
 # The text
@@ -287,29 +296,106 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
 def test_the_text_says_what_the_report_holds() -> None:
     report = explain(batch_norm, *batch_norm_arguments(), **LARGE)
     text = str(report)
-    assert text.startswith("batch_norm: 16 examples on 4 virtual nodes of 4\n")
+    assert text.startswith("batch_norm   16 examples on 4 virtual nodes of 4, 4 devices, 1 wave\n")
     for p in report.passes:
-        assert re.search(rf"^  pass {p.level} +{p.equations} equations per node", text, re.MULTILINE)
-    assert len(re.findall(r"^    \+ ", text, re.MULTILINE)) == sum(len(p.accumulators) for p in report.passes)
-    assert "couplings (one example influences another):" in text
-    assert re.search(r"sum f32\[(32,8|8,32)\] +1\.0 KiB +\S*test_explain\.py:\d+ \(", text)
-    assert f"{report.recomputed / report.flops:.1%} recomputed" in text
+        assert re.search(rf"^ +{p.level} +{p.equations} .*{p.sent} B$|^ +{p.level} +{p.equations} ", text, re.MULTILINE)
+    assert "Couplings where one example influences another" in words(report)
+    assert re.search(r"sum f32\[(32,8|8,32)\] +1\.0 KiB +w +tests/test_explain\.py:\d+$", text, re.MULTILINE)
+    assert f"{report.recomputed / report.flops:.1%} of it computed again" in words(report)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_shares_of_the_work_add_up() -> None:
+    for report in (explain(batch_norm, *batch_norm_arguments(), **LARGE), explain(mlp, *mlp_arguments())):
+        shares = [float(s) for s in re.findall(r"^ +(?:\d|once) .*flop +([\d.]+)%", str(report), re.MULTILINE)]
+        assert len(shares) == len(report.passes) + 1
+        assert sum(shares) == pytest.approx(100, abs=0.1 * len(shares))
 
 
 def test_long_tables_are_cut_and_counted() -> None:
+    """Twenty parameters of twenty shapes."""
+
     def step(params: list[jax.Array], x: jax.Array) -> Any:
-        return [p + (x * i).sum(0) for i, p in enumerate(params)]
+        return [p + x[:, : len(p)].sum(0) for p in params]
 
-    text = str(explain(step, [normal(IN)] * 20, normal(B, IN)))
-    shown = len(re.findall(r"^    \+ ", text, re.MULTILINE))
-    (more,) = re.findall(r"\.\.\. and (\d+) more", text)
-    assert shown + int(more) - 1 == len(explain(step, [normal(IN)] * 20, normal(B, IN)).passes[0].accumulators)
+    report = explain(step, [normal(i + 2) for i in range(20)], normal(B, IN))
+    shown = len(re.findall(r"sum f32\[\d+\] ", str(report)))
+    (more,) = re.findall(r"… and (\d+) smaller ones", str(report))
+    assert shown + int(more) == len(report.passes[0].accumulators) == 20
 
 
-def test_which_devices_they_are_does_not_show() -> None:
-    """Only how many nodes each has."""
+def repeated_layers(layers: list[Any], x: jax.Array) -> Any:
+    def loss_fn(layers: list[Any]) -> jax.Array:
+        h = x
+        for layer in layers:
+            h = jnp.tanh(h @ layer["kernel"] + layer["bias"])
+        return jnp.mean(h**2)
+
+    return sgd(layers, jax.grad(loss_fn)(layers))
+
+
+def test_repeated_layers_are_one_row_with_their_parameters() -> None:
+    layers = [{"kernel": normal(IN, IN), "bias": normal(IN)} for _ in range(12)]
+    report = explain(repeated_layers, layers, normal(B, IN))
+    assert len(report.passes[0].accumulators) == 24
+    text = str(report)
+    assert re.search(rf"12 x sum f32\[{IN},{IN}\] +{12 * FLOAT * IN * IN // 1024}.0 KiB +0..11/kernel ", text)
+    assert re.search(rf"12 x sum f32\[(?:1,)?{IN}\] +{12 * FLOAT * IN / 1024:.1f} KiB +0..11/bias ", text)
+    assert text.count(" x sum f32[") == 2
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "lion", "adafactor"])
+def test_accumulators_have_the_names_of_their_parameters(optimizer: str) -> None:
+    """Whatever the optimizer keeps beside them, clipped by the global norm."""
+    rules = {"sgd": optax.sgd, "adamw": optax.adamw, "lion": optax.lion, "adafactor": optax.adafactor}
+    rule = optax.chain(optax.clip_by_global_norm(1.0), rules[optimizer](1e-3))
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> jax.Array:
+            hidden = jnp.tanh(batch["x"] @ params["first"]["w"] + params["first"]["b"])
+            return jnp.mean((hidden @ params["second"]["w"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        updates, slots = rule.update(grads, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}, {"loss": loss}
+
+    params = {"first": {"w": normal(IN, HIDDEN), "b": normal(HIDDEN)}, "second": {"w": normal(HIDDEN, OUT)}}
+    state = {"params": params, "slots": rule.init(params)}
+    (only,) = explain(step, state, {"x": normal(B, IN), "y": normal(B, OUT)}).passes
+    wanted = {"first/w": IN * HIDDEN, "first/b": HIDDEN, "second/w": HIDDEN * OUT, "loss": 1}
+    found = {line.name.removeprefix("params/"): line.bytes for line in only.accumulators}
+    assert found == {name: FLOAT * n for name, n in wanted.items()}
+
+
+def test_source_lines_are_seen_from_the_working_directory(monkeypatch: Any, tmp_path: Any) -> None:
+    """Or from the folder of the package, where they are not in it."""
+    report = explain(repeated_layers, [{"kernel": normal(IN, IN), "bias": normal(IN)}], normal(B, IN))
+    assert re.search(r" tests/test_explain\.py:\d+", str(report))
+    near.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    assert re.search(r" tests/test_explain\.py:\d+", str(report))
+    near.cache_clear()
+    monkeypatch.chdir(Path(__file__).parent)
+    assert re.search(r" test_explain\.py:\d+", str(report))
+    near.cache_clear()
+
+
+def test_columns_of_a_comparison_are_not_repeated() -> None:
+    step = vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[:2])
+    answer = vnode.explain(step, *mlp_arguments(), devices=[1, 2, 4, 4])
+    assert [r.counts for r in answer.others] == [(4,), (2, 2), (1,) * 4, (1,) * 4]
+    assert answer.heads == ("now: 2 devices", "1 device", "4 devices")
+    assert all(len(row.values) == 3 for row in answer.rows)
+    assert "what would change" in str(vnode.explain(step, *mlp_arguments(), devices=2))
+
+
+def test_which_devices_they_are_shows_in_their_names_only() -> None:
     reports = {
-        str(vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[d : d + 2]).explain(*mlp_arguments()))
+        re.sub(
+            r"cpu:\d",
+            "cpu",
+            str(vnode.virtualize(mlp, virtual_nodes=4).on(jax.devices()[d : d + 2]).explain(*mlp_arguments())),
+        )
         for d in (0, 3, 6)
     }
     assert len(reports) == 1
@@ -357,8 +443,8 @@ def test_imagined_devices_are_like_real_ones(options: dict[str, Any]) -> None:
     for devices, imagined in enumerate(reports_of(step, *args, devices=range(1, 9)), 1):
         real = step.on(jax.devices()[:devices]).explain(*args)
         assert imagined.counts == real.placement.counts
-        assert dataclasses.replace(imagined, placement=real.placement) == real
-        assert str(imagined) == str(real)
+        named = dataclasses.replace(imagined, placement=real.placement)
+        assert named == real and str(named) == str(real)
 
 
 def test_the_step_is_traced_once_for_all_devices() -> None:

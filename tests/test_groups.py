@@ -188,7 +188,7 @@ def test_what_is_returned_as_it_is_is_not_given_up() -> None:
 
 def test_what_explain_says() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None)).on(grouped([1, 2], [4, 3, 1]))
-    text = str(step.explain(normal(3), normal(21, 3), 1.0))
+    text = " ".join(str(step.explain(normal(3), normal(21, 3), 1.0)).split())
     assert "not of what is computed once: on groups of devices" in text
     assert "not of what is computed once" not in str(step.on(jax.devices()).explain(normal(3), normal(21, 3), 1.0))
     assert all(name in str(step.placement.page()) for name in ("cpu:0", "cpu:1", "cpu:2"))

@@ -254,15 +254,17 @@ def test_reports_show_what_they_hold(report: Any, draw: Any) -> None:
 
 
 def test_reports_show_themselves(report: Any, capsys: Any) -> None:
-    """Plain text stays what `print` prints, and what a prompt shows."""
-    assert repr(report) == str(report) and str(report).startswith("couple: 14 examples on 5 virtual nodes of 3")
+    """What `print` prints is what a terminal shows, without colours; what a prompt shows is one line."""
+    assert str(report).startswith("couple   14 examples on 5 virtual nodes of 3")
+    assert repr(report) == "Report(couple: 14 examples on 5 virtual nodes of 3, 3 devices, 3 waves)"
+    assert terminal(report, 80).rstrip("\n") == str(report)
     report.show()
     assert "Nodes by device and wave" in capsys.readouterr().out
 
 
 def test_folders_are_left_to_the_tooltip(report: Any) -> None:
     places = [cell for cell in notebook(report).of("td", "code") if "test_show.py" in cell["text"]]
-    assert places and all(cell["text"].startswith("test_show.py:") for cell in places)
+    assert places and all(cell["text"].startswith("tests/test_show.py:") for cell in places)
     assert all(cell["title"].startswith(__file__) for cell in places)
 
 
@@ -356,5 +358,6 @@ def test_rich_is_not_needed(report: Any) -> None:
         "print(vnode.explain(step, 1.0, jnp.ones(4), devices=2))\n"
     )
     assert (
-        "what would" in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        "would change"
+        in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     )

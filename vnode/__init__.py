@@ -1,7 +1,7 @@
 """Write the training step once, for one big device and the whole batch; run it on whatever devices there are."""
 
-import importlib
-from typing import Any
+import importlib as _importlib
+import typing as _typing
 
 from vnode import operators
 from vnode.errors import (
@@ -17,6 +17,7 @@ from vnode.placement.placement import Placement
 from vnode.plan.balance.balance import Balance, balance
 from vnode.plan.balance.measure import profile
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles
+from vnode.plan.check import Check, check
 from vnode.plan.compare import explain
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.fit import Fit, fit
@@ -27,6 +28,7 @@ __all__ = [
     "AutoStep",
     "Balance",
     "BatchError",
+    "Check",
     "CouplingError",
     "Fit",
     "Measurement",
@@ -40,6 +42,7 @@ __all__ = [
     "VirtualStep",
     "VnodeError",
     "balance",
+    "check",
     "explain",
     "fit",
     "operators",
@@ -47,8 +50,15 @@ __all__ = [
     "virtualize",
 ]
 
+if _typing.TYPE_CHECKING:
+    from vnode import data as data
+    from vnode import elastic as elastic
+    from vnode.data import grain as grain
+    from vnode.integrations import nnx as nnx
 
-LAZY = {
+    __version__: str
+
+_LAZY = {
     "data": "vnode.data",
     "elastic": "vnode.elastic",
     "grain": "vnode.data.grain",
@@ -57,7 +67,20 @@ LAZY = {
 """Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
 
 
-def __getattr__(name: str) -> Any:
-    if name not in LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return importlib.import_module(LAZY[name])
+if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name == "__version__":
+            from importlib import metadata
+
+            try:
+                return metadata.version("vnode")
+            except metadata.PackageNotFoundError:  # a source tree that is not installed
+                return "0+unknown"
+        if name not in _LAZY:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return _importlib.import_module(_LAZY[name])
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LAZY, "__version__"])

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +21,55 @@ from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.memory import byte_count
 from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
+from vnode.step.protocol import P, R
 from vnode.step.virtual import VirtualStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
+
+
+class StepOptions(TypedDict, total=False):
+    """Options of `virtualize` besides the number of nodes, for type checkers: the function itself documents them."""
+
+    in_axes: Any
+    coupling: str | Mapping[str, str]
+    recompute_budget: float
+    reduction: str
+    lanes: int | None
+    accumulate_dtype: Any
+    placement: Placement | None
+    donate_argnums: int | Sequence[int]
+    static_argnums: int | Sequence[int]
+
+
+@overload
+def virtualize(fun: Callable[P, R], *, virtual_nodes: int, **options: Unpack[StepOptions]) -> VirtualStep[P, R]: ...
+
+
+@overload
+def virtualize(
+    fun: Callable[P, R],
+    *,
+    virtual_nodes: Literal["auto"],
+    memory: int | str | None = None,
+    **options: Unpack[StepOptions],
+) -> AutoStep[P, R]: ...
+
+
+@overload
+def virtualize(
+    fun: None = None, *, virtual_nodes: int, **options: Unpack[StepOptions]
+) -> Callable[[Callable[P, R]], VirtualStep[P, R]]: ...
+
+
+@overload
+def virtualize(
+    fun: None = None,
+    *,
+    virtual_nodes: Literal["auto"],
+    memory: int | str | None = None,
+    **options: Unpack[StepOptions],
+) -> Callable[[Callable[P, R]], AutoStep[P, R]]: ...
 
 
 def virtualize(
@@ -91,7 +136,7 @@ def virtualize(
     """
     if fun is None:
         return functools.partial(
-            virtualize,
+            cast(Any, virtualize),
             virtual_nodes=virtual_nodes,
             memory=memory,
             in_axes=in_axes,

@@ -237,6 +237,10 @@ class Batches:
         self.examples = examples_of(data)
         self.order = Order(len(self.examples), batch_size, seed, shuffle, last)
 
+    def __repr__(self) -> str:
+        options = dataclasses.asdict(self.order)
+        return f"Batches({', '.join(f'{name}={value!r}' for name, value in options.items())})"
+
     def describe(self) -> dict[str, Any]:
         """What the batches depend on besides the step number and the examples themselves, fit for JSON."""
         return dataclasses.asdict(self.order)

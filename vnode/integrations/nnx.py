@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 from flax import nnx
 from flax.nnx import extract
@@ -100,6 +100,14 @@ class ObjectStep(Step[P, R]):
             pure_args, pure_kwargs = nnx.to_tree(copies, ctxtag=self._tag)
             with self._step.resolved(pure_args, pure_kwargs, choose=choose) as here:
                 yield here
+
+
+@overload
+def virtualize(fun: Callable[P, R], **options: Any) -> ObjectStep[P, R]: ...
+
+
+@overload
+def virtualize(fun: None = None, **options: Any) -> Callable[[Callable[P, R]], ObjectStep[P, R]]: ...
 
 
 def virtualize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:

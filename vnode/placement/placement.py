@@ -224,6 +224,8 @@ class Placement(Drawn):
         parts = [f"{group.size} x {group.kinds}: {list(group.counts)}" for group in self.groups]
         return f"Placement({self.virtual_nodes} nodes on {', '.join(parts)})"
 
+    __str__ = __repr__  # in messages it is one of several words; `show` draws it
+
     @property
     def kinds(self) -> str:
         """What devices there are, for people."""

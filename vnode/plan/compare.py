@@ -62,8 +62,12 @@ class Comparison(Drawn):
 
     @property
     def reports(self) -> tuple[Report, ...]:
-        """Now, then the others."""
-        return (self.now, *self.others)
+        """Now, then the others; those that are alike once."""
+        found = [self.now]
+        for other in self.others:
+            if all(one.counts != other.counts for one in found):
+                found.append(other)
+        return tuple(found)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -102,7 +106,7 @@ class Comparison(Drawn):
         elif now.exceptions:
             bits = Fact("the result", f"every bit of it, but {'; '.join(now.exceptions)}")
         nodes = f"{several(now.virtual_nodes, 'node')} of {several(now.node_size, 'example')}"
-        passes = f"{several(len(now.passes), 'pass', 'passes')}, {number(now.flops)}flop in all, {now.repeated}"
+        passes = f"{now.passes_in_words}, {number(now.flops)}flop in all, {now.repeated}"
         return (
             bits,
             Fact("the nodes", nodes, "what each computes, and the random numbers it draws"),
@@ -113,7 +117,7 @@ class Comparison(Drawn):
     @property
     def heads(self) -> tuple[str, ...]:
         """What to call now and each of the others."""
-        return ("now: " + devices(self.now), *map(devices, self.others))
+        return ("now: " + devices(self.now), *map(devices, self.reports[1:]))
 
     @property
     def title(self) -> str:
@@ -124,8 +128,11 @@ class Comparison(Drawn):
     def summary(self) -> str:
         """The answer in one sentence."""
         instead = f"instead of {len(self.now.counts):,}"
-        if len(self.others) > 1:
-            numbers = [f"{len(r.counts):,}" for r in self.others]
+        others = self.reports[1:]
+        if not others:
+            return f"nothing: it is on {several(len(self.now.counts), 'device')} already"
+        if len(others) > 1:
+            numbers = [f"{len(r.counts):,}" for r in others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
         other = self.reports[-1]
         return (
@@ -133,23 +140,9 @@ class Comparison(Drawn):
             f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
         )
 
-    def __str__(self) -> str:
-        table = [("", *self.heads), *((row.name, *row.values) for row in self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"{self.title} {self.summary}"]
-        for name, *values in table:
-            aligned = "  ".join(f"{value:>{width}}" for value, width in zip(values, widths[1:], strict=True))
-            lines.append(f"  {name:<{widths[0]}}  {aligned}")
-        lines.append("  step time is by waves alone")
-        lines.append("what would not:")
-        lines += [f"  {fact.name:<12}  {fact.text}" for fact in self.unchanged]
-        return "\n".join(lines)
-
-    __repr__ = __str__
-
     def page(self) -> Page:
         """What there is to see."""
-        one = len(self.others) == 1
+        one = len(self.reports) == 2
         columns = (Column(""), *(Column(head, right=True) for head in self.heads), *([Column("", wide=True)] * one))
         rows = tuple(
             (

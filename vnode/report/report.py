@@ -1,15 +1,18 @@
 """What `VirtualStep.explain` says: the schedule of a step in words and numbers.
 
 Knows schedules, couplings, placements, and how devices add. Must not know how a schedule is made or emitted, nor how
-words and numbers are drawn in a terminal or a notebook.
+words and numbers are drawn: as text, in a terminal or in a notebook, it is one page.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -21,8 +24,10 @@ from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.analysis.states import Coupling, Flow, Why
 from vnode.operators import Monoid
+from vnode.operators.control import Loop, region_of
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
+from vnode.report.names import Names, summary
 from vnode.runtime.collectives import ReductionPlan
 from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
@@ -31,8 +36,8 @@ from vnode.show.units import number, several, size, spread
 TRANSFORMATIONS = re.compile(r"\w+\(|\)")
 """In a name stack, what says which of jax's transformations the equation comes from: ``transpose(jvp(...))``."""
 
-FOLDERS = re.compile(r"^.*[/\\](?=[^/\\(]*:\d+ \()")
-"""Of a source line, what stands before the file's name."""
+LINE = re.compile(r"^(.+?)(:\d+ \(.*)$")
+"""A source line: the file, and the rest."""
 
 REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
 
@@ -42,11 +47,19 @@ SHOWN = 12
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """One accumulator, collected value or coupling, for display."""
+    """One accumulator, collected value or coupling, for display.
+
+    Attributes:
+      what: dtype and shape, or a sentence.
+      where: the user's source line, with the whole path of the file.
+      bytes: of it.
+      name: of the parameter or result that it belongs to, if there is one.
+    """
 
     what: str
     where: str
     bytes: int = 0
+    name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,9 +86,9 @@ class PassReport:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Report(Drawn):
-    """What a step becomes; `str` of it is the text that `explain` prints.
+    """What a step becomes; print it.
 
-    A notebook draws it by itself, `show` draws it in a terminal (with rich).
+    A notebook draws it by itself, `show` draws it in a terminal (with rich), in colour: what they say is the same.
 
     Attributes:
       name: of the step.
@@ -99,6 +112,7 @@ class Report(Drawn):
       buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
       temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
       search: how the number of nodes was found, if it was; a line each.
+      turns: of a loop around passes, how often it runs, if that is known; else 1.
     """
 
     name: str
@@ -121,40 +135,7 @@ class Report(Drawn):
     buffers: int = 0
     temporary: int | None = None
     search: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        counts = self.placement.counts
-        lines = [
-            f"{self.name}: {self.batch} examples on {self.virtual_nodes} virtual nodes of {self.node_size}"
-            + (f" ({self.padding} of padding)" if self.padding else ""),
-            f"  devices       {len(counts)} with {spread(counts)} nodes each, {max(counts)} waves",
-            f"  split         {len(self.inputs)} arguments, {size(sum(line.bytes for line in self.inputs))}",
-            f"  once          {self.once} equations, {self.hoisted} of them before the first pass",
-            f"  work          {number(self.flops)}flop"
-            + (f", {self.recomputed / self.flops:.1%} recomputed" if self.recomputed else ""),
-            f"  reduction     {self.reduction}",
-            *(f"                but {exception}" for exception in self.exceptions),
-        ]
-        lines += [f"  {'' if i else 'search':<14}{line}" for i, line in enumerate(self.search)]
-        for p in self.passes:
-            total = sum(line.bytes for line in p.accumulators)
-            lines.append(
-                f"  pass {p.level}        {p.equations} equations per node, {number(p.flops)}flop, "
-                f"{len(p.accumulators)} accumulators ({size(total)}), {size(p.sent)} sent per device"
-            )
-            lines += table("    + ", p.accumulators)
-            lines += table("    keeps ", p.collected)
-        for inner in self.nested:
-            lines += ["  around passes of its own:", *("    " + line for line in str(inner).splitlines())]
-        if self.gathered:
-            lines += ["  whole on every device:", *table("    ", self.gathered)]
-        if self.sliced:
-            lines += ["  built whole, then sliced:", *table("    ", self.sliced)]
-        if self.couplings:
-            lines += ["  couplings (one example influences another):", *table("    ", self.couplings)]
-        return "\n".join(lines)
-
-    __repr__ = __str__
+    turns: int = 1
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -193,8 +174,18 @@ class Report(Drawn):
 
     @property
     def sent(self) -> int:
-        """Bytes that a device sends to reduce across devices in one step, a loop around passes counted once."""
-        return sum(p.sent for p in self.passes) + sum(inner.sent for inner in self.nested)
+        """Bytes that a device sends to reduce across devices in one step, in every turn of a loop around passes."""
+        return sum(p.sent for p in self.passes) + sum(inner.turns * inner.sent for inner in self.nested)
+
+    @property
+    def all_passes(self) -> int:
+        """Passes of one step, in every turn of a loop around passes."""
+        return len(self.passes) + sum(inner.turns * inner.all_passes for inner in self.nested)
+
+    @property
+    def pass_flops(self) -> int:
+        """Scalar operations of all passes of one step."""
+        return sum(p.flops for p in self.passes) + sum(inner.turns * inner.pass_flops for inner in self.nested)
 
     def of_device(self, lines: Sequence[Line]) -> int:
         """Bytes of batched values that the fullest device holds."""
@@ -217,12 +208,23 @@ class Report(Drawn):
         nodes = f"{several(self.virtual_nodes, 'virtual node')} of {self.node_size}"
         return f"{nodes}, {several(len(self.counts), 'device')}, {several(self.waves, 'wave')}"
 
+    @property
+    def passes_in_words(self) -> str:
+        """How many passes there are, and where."""
+        inside = self.all_passes - len(self.passes)
+        text = several(self.all_passes, "pass", "passes")
+        if not inside:
+            return text
+        turns = sorted({inner.turns for inner in self.nested})
+        loops = f"in {turns[0]:,} turns of a loop" if len(self.nested) == 1 and turns[0] > 1 else "in loops or branches"
+        return f"{text}, {inside:,} of them {loops}"
+
     def _facts(self) -> list[Fact]:
         idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
         how, _, detail = self.reduction.partition(": ")
         if self.buffers:
             detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
-        inputs = ", ".join(short(line.what) for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
+        inputs = ", ".join(line.what for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
             Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)} each", idle),
             Fact(
@@ -230,6 +232,7 @@ class Report(Drawn):
                 f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",
                 inputs,
             ),
+            Fact("passes", self.passes_in_words, "each is one loop over all nodes"),
             Fact(
                 "once per step",
                 several(self.once, "equation"),
@@ -271,7 +274,7 @@ class Report(Drawn):
         grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
         blocks: list[Facts | Picture | Table | Page] = [
             Facts(tuple(facts)),
-            Picture("Nodes by device and wave", grid, "a device computes its nodes one after another, left to right"),
+            Picture("Nodes by device and wave", grid, "a device computes its nodes one by one, left to right"),
         ]
         return blocks + self._tables()
 
@@ -288,7 +291,10 @@ class Report(Drawn):
             tables.append(listed("Kept of every node", "returned, gathered, or read by a later pass", kept))
         for inner in self.nested:
             title = f"Around passes of its own: {short(inner.name)}"
-            tables.append(Page(title, "a loop or branch whose body runs over all nodes", tuple(inner._tables())))
+            turns = f", in each of {several(inner.turns, 'turn')}" if inner.turns > 1 else ""
+            tables.append(
+                Page(title, f"a loop or branch whose body runs over all nodes{turns}", tuple(inner._tables()))
+            )
         if self.gathered:
             note = "gathered from all nodes, because something reads them at once"
             tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
@@ -302,64 +308,95 @@ class Report(Drawn):
         return tables
 
     def _passes(self) -> Table:
-        """The passes with their cost."""
-        names = ("pass", "equations per node", "work", "share", "accumulators", "sent per device")
+        """The passes with their cost, and what is done besides."""
+        names = ("pass", "equations", "work", "share", "accumulators", "sent")
         columns = tuple(Column(name, right=True) for name in names)
         rows = []
         for p in self.passes:
-            share = p.flops / max(self.flops, 1)
             total = size(sum(line.bytes for line in p.accumulators))
             rows.append(
                 (
                     Cell(str(p.level), strong=True),
-                    Cell(f"{p.equations:,}"),
-                    Cell(f"{number(p.flops)}flop"),
-                    Cell(f"{share:.1%}", "of all work of the step", share=min(share, 1.0)),
+                    Cell(f"{p.equations:,}", "of every node"),
+                    Cell(f"{number(p.flops)}flop", "of all nodes together"),
+                    self._share(p.flops),
                     Cell(f"{len(p.accumulators)}, {total}" if p.accumulators else "none"),
-                    Cell(size(p.sent)),
+                    Cell(size(p.sent), "by each device"),
                 )
             )
-        return Table("Passes", columns, tuple(rows), "each is one loop over all nodes")
+        rest = max(self.flops + self.recomputed - self.pass_flops, 0)
+        once = (
+            Cell("once"),
+            Cell(f"{self.once:,}"),
+            Cell(f"{number(rest)}flop"),
+            self._share(rest),
+            Cell(""),
+            Cell(""),
+        )
+        note = "share: of the step's work; equations: of a node; sent: by each device"
+        return Table("Passes", columns, (*rows, once), note)
+
+    def _share(self, flops: int) -> Cell:
+        share = min(flops / max(self.flops + self.recomputed, 1), 1.0)
+        return Cell(f"{share:.1%}", "of all work of the step, what is computed again included", share=share)
 
 
 def short(source: str) -> str:
-    """A source line without the folders of its file.
+    """A source line with its file seen from the working directory, else from the folder that holds its package.
 
-    >>> short("/home/me/train.py:7 (train.<locals>.loss) in a/b")
-    'train.py:7 (train.<locals>.loss) in a/b'
+    >>> short("/nowhere/me/train.py:7 (train.<locals>.loss) in a/b")
+    'train.py:7 (train.loss) in a/b'
     """
-    return FOLDERS.sub("", source)
+    found = LINE.match(source)
+    if not found or not os.path.isabs(found[1]):
+        return source
+    return near(found[1]) + found[2].replace(".<locals>", "")
+
+
+@functools.lru_cache(maxsize=1024)
+def near(file: str) -> str:
+    """A file's path from the working directory if it is in there, else from the folder that holds its package."""
+    path = Path(file)
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    root = path.parent
+    while (root / "__init__.py").exists():
+        root = root.parent
+    return str(path.relative_to(root))
 
 
 def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
-    """Values of passes with their bytes, the largest first."""
-    ordered = sorted(entries, key=lambda entry: -entry[1].bytes)
+    """Values of passes with their bytes, the largest first; those that are alike, of one source line, in one row."""
+    alike: dict[tuple[str, str, str], list[Line]] = {}
+    for level, line in entries:
+        alike.setdefault((level, line.what, line.where), []).append(line)
+    ordered = sorted(alike.items(), key=lambda entry: -sum(line.bytes for line in entry[1]))
     total = max(sum(line.bytes for _, line in entries), 1)
     several_passes = any(level for level, _ in entries)
-    columns = (Column("value", code=True), Column("bytes", right=True), Column("source line", code=True, wide=True))
+    named = any(line.name for _, line in entries)
+    columns = (
+        *((Column("pass", right=True),) * several_passes),
+        Column("value", code=True),
+        Column("bytes", right=True),
+        *((Column("of", code=True, wide=True),) * named),
+        Column("source line", code=True, wide=True),
+    )
     rows = []
-    for level, line in ordered[:SHOWN]:
-        first = (Cell(level),) if several_passes else ()
-        cells = (Cell(line.what), Cell(size(line.bytes), share=line.bytes / total), Cell(short(line.where), line.where))
-        rows.append(first + cells)
-    left = ordered[SHOWN:]
-    rest = f"… and {several(len(left), 'smaller one')}, {size(sum(line.bytes for _, line in left))}" if left else ""
-    return Table(title, ((Column("pass", right=True),) if several_passes else ()) + columns, tuple(rows), note, rest)
-
-
-def table(prefix: str, entries: Sequence[Line], limit: int = SHOWN) -> list[str]:
-    """Entries in columns, the largest first; what is left out is counted."""
-    ordered = sorted(entries, key=lambda line: -line.bytes)
-    width = max((len(line.what) for line in ordered[:limit]), default=0)
-    sized = any(line.bytes for line in ordered)
-    rows = [
-        f"{prefix}{line.what:<{width}}{f'  {size(line.bytes):>9}' if sized else ''}  {line.where}".rstrip()
-        for line in ordered[:limit]
-    ]
-    if len(ordered) > limit:
-        rest = sum(line.bytes for line in ordered[limit:])
-        rows.append(f"{prefix}... and {len(ordered) - limit} more" + (f", {size(rest)}" if rest else ""))
-    return rows
+    for (level, what, place), lines in ordered[:SHOWN]:
+        bytes_of_all = sum(line.bytes for line in lines)
+        share = bytes_of_all / total
+        rows.append(
+            (
+                *((Cell(level),) * several_passes),
+                Cell(f"{len(lines)} x {what}" if len(lines) > 1 else what),
+                Cell(size(bytes_of_all), f"{share:.1%} of this table's", share=share),
+                *((Cell(summary([line.name for line in lines if line.name])),) * named),
+                Cell(short(place), place),
+            )
+        )
+    left = [line for _, lines in ordered[SHOWN:] for line in lines]
+    rest = f"… and {several(len(left), 'smaller one')}, {size(sum(line.bytes for line in left))}" if left else ""
+    return Table(title, columns, tuple(rows), note, rest)
 
 
 def bytes_of(aval: Any) -> int:
@@ -466,7 +503,13 @@ def inexact(accumulator: Accumulator) -> bool:
 
 
 def report(
-    made: Schedule, placement: Placement | Layout, name: str, couplings: Sequence[Coupling], reduction: Reduction
+    made: Schedule,
+    placement: Placement | Layout,
+    name: str,
+    couplings: Sequence[Coupling],
+    reduction: Reduction,
+    names: Names | None = None,
+    turns: int = 1,
 ) -> Report:
     """Describes a schedule.
 
@@ -476,13 +519,24 @@ def report(
       name: of the step.
       couplings: met by batch flow.
       reduction: how sums over nodes are formed.
+      names: of its program's values, by their paths.
+      turns: how often it runs in one step.
 
     Returns:
       The report.
     """
     flow = made.flow
+    names = names or Names(flow.program)
     nested = [
-        report(inner, placement, where(action.step.eqn), (), reduction)
+        report(
+            inner,
+            placement,
+            where(action.step.eqn),
+            (),
+            reduction,
+            names.within(action.step.eqn, inner.flow.program),
+            region.length if isinstance(region := region_of(action.step.eqn), Loop) else 1,
+        )
         for stage in made.stages
         for action in stage.once
         for inner in action.schedules
@@ -500,7 +554,7 @@ def report(
             for var in flow.program.inputs
             if isinstance(flow.states[var].form, Slice)
         ),
-        passes=tuple(pass_report(flow, p, placement, reduction) for p in made.passes),
+        passes=tuple(pass_report(flow, p, placement, reduction, names) for p in made.passes),
         nested=tuple(nested),
         once=sum(len(stage.once) for stage in made.stages),
         hoisted=len(made.stages[0].once) if made.passes else 0,
@@ -524,10 +578,13 @@ def report(
         reduction=reduction.text(made, placement),
         exceptions=reduction.exceptions(made, placement),
         buffers=reduction.buffers(made, placement),
+        turns=turns,
     )
 
 
-def pass_report(flow: Flow, nodes: Pass, placement: Placement | Layout, reduction: Reduction) -> PassReport:
+def pass_report(
+    flow: Flow, nodes: Pass, placement: Placement | Layout, reduction: Reduction, names: Names
+) -> PassReport:
     defined = flow.program.definitions
     actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
     devices = len(placement.counts)
@@ -540,8 +597,11 @@ def pass_report(flow: Flow, nodes: Pass, placement: Placement | Layout, reductio
         equations=len(actions),
         flops=sum(action.step.flops for action in actions),
         accumulators=tuple(
-            Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes) for a in nodes.accumulators
+            Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes, names(a.var))
+            for a in nodes.accumulators
         ),
-        collected=tuple(Line(kind(var.aval), where(defined[var]), bytes_of(var.aval)) for var, _ in nodes.collected),
+        collected=tuple(
+            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval), names(var)) for var, _ in nodes.collected
+        ),
         sent=int((devices - 1) / devices * total),
     )

@@ -112,11 +112,20 @@ class Page:
 
 
 class Drawn:
-    """An object with a `page` draws itself: in a terminal by rich, and as HTML in notebooks."""
+    """An object with a `page` draws itself: as text, in a terminal by rich, and as HTML in notebooks."""
 
     def page(self) -> Page:
         """What there is to see."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        from vnode.show import text
+
+        return text.draw(self.page())
+
+    def __repr__(self) -> str:
+        page = self.page()
+        return f"{type(self).__name__}({page.title}: {page.subtitle})"
 
     def show(self) -> None:
         """Draws it in the terminal; without rich, prints it as text."""

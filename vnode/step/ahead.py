@@ -31,6 +31,11 @@ class Preparation:
         self._futures = {placement: pool.submit(timed, compiler) for placement, compiler in compilers.items()}
         pool.shutdown(wait=False)
 
+    def __repr__(self) -> str:
+        ready = sum(future.done() for future in self._futures.values())
+        more = ", ..." if len(self.placements) > 2 else ""
+        return f"Preparation({ready} of {len(self._futures)} ready: {', '.join(map(str, self.placements[:2]))}{more})"
+
     def done(self, placement: Placement | None = None) -> bool:
         """Whether the program for a placement, or all of them, is there (or has failed)."""
         return all(future.done() for future in self._asked(placement))

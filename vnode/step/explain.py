@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, even_counts
+from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.report import Reduction, Report, report
 from vnode.step.call import OutputTree
 from vnode.step.pipeline import Analysis, analyse
@@ -21,16 +22,27 @@ from vnode.step.protocol import Resolved
 
 def analysis(here: Resolved) -> Analysis:
     """The step's program, schedule and couplings for these arguments."""
-    spec = here.step.spec
+    return named_analysis(here)[0]
+
+
+def named_analysis(here: Resolved) -> tuple[Analysis, Names]:
+    """The step's program, schedule and couplings for these arguments; and what its values are called."""
+    spec, output = here.step.spec, OutputTree()
     call = spec.call(here.args, here.kwargs)
-    return analyse(call.flat(spec.fun, OutputTree()), call.leaves, call.axes, call.size, spec.options)
+    made = analyse(call.flat(spec.fun, output), call.leaves, call.axes, call.size, spec.options)
+    arguments = argument_paths(*jax.tree.unflatten(call.treedef, call.leaves))
+    results = paths_of(output.merge([0] * output.treedef.num_leaves))
+    return made, Names(made.program, arguments, results)
 
 
 def reports(here: Resolved, places: Sequence[Placement | Layout]) -> list[Report]:
     """What `explain` says for several placements, of devices that are there or not; the step is analysed once."""
-    made, spec = analysis(here), here.step.spec
+    (made, names), spec = named_analysis(here), here.step.spec
     reduction = Reduction(spec.options.reduction, spec.options.lane, sharded_over_nodes(here))
-    return [report(made.schedule, place, spec.name, made.couplings, reduction).found_by(here.found) for place in places]
+    return [
+        report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
+        for place in places
+    ]
 
 
 def layout(here: Resolved, devices: int) -> Layout:

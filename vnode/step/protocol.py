@@ -8,8 +8,8 @@ from __future__ import annotations
 import abc
 import contextlib
 import types
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 from vnode.placement.placement import Placement
 
@@ -19,10 +19,11 @@ if TYPE_CHECKING:
     from vnode.step.virtual import VirtualStep
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 R = TypeVar("R")
 
 
-class Resolved(NamedTuple):
+class Resolved:
     """A step on a known number of nodes, and the arguments of a call as pytrees of arrays.
 
     Attributes:
@@ -33,11 +34,19 @@ class Resolved(NamedTuple):
       chosen: whether the number of nodes is the step's own; otherwise it is the smallest there may be.
     """
 
-    step: VirtualStep
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    found: tuple[str, ...] = ()
-    chosen: bool = True
+    def __init__(
+        self,
+        step: VirtualStep,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        found: tuple[str, ...] = (),
+        chosen: bool = True,
+    ) -> None:
+        self.step = step  # of no dataclass: a step in a class is a method to type checkers
+        self.args = args
+        self.kwargs = kwargs
+        self.found = found
+        self.chosen = chosen
 
 
 class Step(abc.ABC, Generic[P, R]):
@@ -104,6 +113,12 @@ class Step(abc.ABC, Generic[P, R]):
         with self.resolved(args, kwargs) as here:
             (found,) = reports(here, [here.step.placement])
             return found
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> Self: ...
+
+    @overload
+    def __get__(self: Step[Concatenate[Any, Q], R], instance: object, owner: Any = None) -> Callable[Q, R]: ...
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A step defined in a class is a method."""

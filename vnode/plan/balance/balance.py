@@ -68,7 +68,7 @@ class LeftOut:
     seconds: float | None
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Balance:
     """The placement with the shortest step; `str` of it is a table.
 
@@ -124,6 +124,9 @@ class Balance:
           PlacementError: there are fewer devices of a kind than the placement needs.
         """
         return place(self.virtual_nodes, self.counts, by_kind(devices))
+
+    def __repr__(self) -> str:
+        return f"Balance({self.virtual_nodes} nodes, {self.seconds:.4g} s a step: {text(self.counts)})"
 
     def __str__(self) -> str:
         devices = self.best.devices

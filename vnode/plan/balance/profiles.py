@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from vnode.errors import PlacementError, ProfileError, layout_message
+from vnode.show.units import several
 
 FORMAT = "vnode profiles"
 VERSION = 1
@@ -55,7 +56,7 @@ class Measurement:
             raise ProfileError(f"a measurement needs devices, nodes and a positive time, not {self}")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Profile:
     """The times of one kind of device.
 
@@ -79,6 +80,14 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.measurements or self.devices < 1:
             raise ProfileError(f"the profile of {self.kind!r} needs a device and a measurement")
+
+    def __repr__(self) -> str:
+        return f"Profile({self})"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.devices} x {self.kind}, {self.node:.3g} s a node, {several(len(self.measurements), 'measurement')}"
+        )
 
     @functools.cached_property
     def _fitted(self) -> tuple[float, float, float]:
@@ -149,7 +158,7 @@ class Signature:
     jax: str
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Profiles:
     """The times of a step on all kinds of devices; made by `vnode.profile`, or by hand from published ones.
 
@@ -174,6 +183,9 @@ class Profiles:
         names = [profile.kind for profile in self.kinds]
         if not names or len(set(names)) != len(names):
             raise ProfileError(f"profiles are of one or several different kinds of devices, not of {names}")
+
+    def __repr__(self) -> str:
+        return f"Profiles({'; '.join(map(str, self.kinds))})"
 
     def __getitem__(self, kind: str) -> Profile:
         for profile in self.kinds:

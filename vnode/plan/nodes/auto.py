@@ -97,7 +97,7 @@ class AutoStep(Step[P, R]):
         """
         return self._known("placement").placement
 
-    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> Any:
+    def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> Step[P, R]:
         """The same step on other devices; the number of nodes stays, once it is chosen.
 
         Args:
@@ -144,7 +144,7 @@ class AutoStep(Step[P, R]):
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
         return jax.tree.map(lambda leaf: to_placement(leaf, self.template) if is_array(leaf) else leaf, tree)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         step = self._step
         return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
 
@@ -164,7 +164,7 @@ class AutoStep(Step[P, R]):
             f"AutoStep({self.pattern.spec.name}, {'V not chosen yet' if self._choice.step is None else self._chosen()})"
         )
 
-    def chosen(self, *args: Any, **kwargs: Any) -> Any:
+    def chosen(self, *args: Any, **kwargs: Any) -> VirtualStep[P, R]:
         """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
         return self._chosen(args, kwargs)
 

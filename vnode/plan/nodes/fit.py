@@ -35,7 +35,7 @@ ENVIRONMENT = {
 processes may compile. Set on machines without a TPU only, and only what is not set."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class KindFit:
     """What fits on one kind of device.
 
@@ -58,6 +58,9 @@ class KindFit:
         if self.given is not None:
             lines[0] += f"; the step's own {self.given.virtual_nodes} " + ("fit" if self.given.fits else "are too much")
         return "\n".join([*lines, *("  " + line for line in self.search.lines)])
+
+    def __repr__(self) -> str:
+        return f"KindFit({self.name}: {self.devices} x {self.kind}: {self.search.verdict})"
 
 
 class Fit(Mapping[str, KindFit]):
@@ -83,7 +86,9 @@ class Fit(Mapping[str, KindFit]):
     def __str__(self) -> str:
         return "\n".join(map(str, self._entries.values()))
 
-    __repr__ = __str__
+    def __repr__(self) -> str:
+        found = [f"{name}: {'none' if v is None else f'V = {v}'}" for name, v in self.smallest.items()]
+        return f"Fit({', '.join(found)})"
 
 
 def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:

@@ -37,7 +37,7 @@ class Trial:
     fits: bool
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class NodeSearch:
     """A search for the smallest number of nodes that fits; `str` of it is a table.
 
@@ -70,6 +70,9 @@ class NodeSearch:
 
     def __str__(self) -> str:
         return "\n".join([self.verdict, *self.lines])
+
+    def __repr__(self) -> str:
+        return f"NodeSearch({self.verdict}; {len(self.trials)} tried)"
 
 
 def candidates(batch: int, unit: int, least: int = 1) -> list[int]:

@@ -1,0 +1,185 @@
+"""What the user calls a value: the path of the parameter that it changes, or of the result that it is.
+
+Knows programs, and paths of arguments and results. Must not know schedules, nor what is made of names.
+
+A gradient has no name in a jaxpr. But what an optimizer makes of it has as many elements, element by element, down to
+the new parameter; on the way it meets the old one, and its slots. The end that their paths share is the name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Atom, Program
+from vnode.placement.sharded import is_sharded_batch
+
+Path = tuple[str, ...]
+
+LIMIT = 500
+"""Equations that are followed from one value: an optimizer takes tens."""
+
+
+class Names:
+    """Names of a program's values.
+
+    Args:
+      program: whose.
+      inputs: the path of each input within its argument, or nothing; see `argument_paths`.
+      outputs: the path of each output, or nothing; see `paths_of`.
+    """
+
+    def __init__(self, program: Program, inputs: Sequence[Path] = (), outputs: Sequence[Path] = ()) -> None:
+        self._program = program
+        self._inputs = {var: path for var, path in zip(program.inputs, inputs, strict=False) if path}
+        self._outputs: dict[Any, Path] = {}
+        for atom, path in zip(program.outputs, outputs, strict=False):
+            if isinstance(atom, Var) and path:
+                self._outputs.setdefault(atom, path)
+        self._readers: dict[Var, list[JaxprEqn]] = {}
+        for eqn in program.equations:
+            for atom in eqn.invars:
+                if isinstance(atom, Var):
+                    self._readers.setdefault(atom, []).append(eqn)
+
+    def __call__(self, var: Var) -> str:
+        """The name of a value, or nothing."""
+        if not self._inputs and not self._outputs:
+            return ""
+        inputs: list[Path] = []
+        outputs: list[Path] = []
+        seen, queue = {var}, [var]
+        while queue and len(seen) < LIMIT:
+            here = queue.pop(0)
+            if here in self._outputs:
+                outputs.append(self._outputs[here])
+            for eqn in self._readers.get(here, ()):
+                if elements(here) > 1 and self._elementwise(eqn, var):
+                    inputs += [path for atom in eqn.invars if (path := self.origin(atom, var)) and atom is not here]
+                    new = [out for out in eqn.outvars if out not in seen and elements(out) == elements(var)]
+                elif self._scales(eqn):
+                    new = [out for out in eqn.outvars if out not in seen]
+                else:
+                    continue
+                seen.update(new)
+                queue += new
+        return ending(inputs, outputs)
+
+    def origin(self, atom: Atom, like: Any = None) -> Path:
+        """The path of the input that a value is made of, element by element; nothing if there is none."""
+        like = atom if like is None else like
+        for _ in range(LIMIT):
+            if not isinstance(atom, Var) or elements(atom) != elements(like) or elements(atom) < 2:
+                break
+            if atom in self._inputs:
+                return self._inputs[atom]
+            eqn = self._program.definitions.get(atom)
+            if eqn is None or not self._elementwise(eqn, like):
+                break
+            same = [a for a in eqn.invars if isinstance(a, Var) and elements(a) == elements(like)]
+            if len(same) != 1:
+                break
+            atom = same[0]
+        return ()
+
+    def within(self, eqn: JaxprEqn, inner: Program) -> Names:
+        """Names of the values in a loop's or branch's body."""
+        paths = [self.origin(atom) for atom in eqn.invars]
+        paths = paths[max(0, len(paths) - len(inner.inputs)) :]  # what only a condition reads comes first
+        return Names(inner, paths)
+
+    def _elementwise(self, eqn: JaxprEqn, like: Any) -> bool:
+        """Whether elements stay apart, and some result has as many as a value."""
+        description = self._program.describe(eqn)
+        if description is None or any(description.sizes[f] > 1 for f in (*description.reduced, *description.whole)):
+            return False
+        return any(elements(out) == elements(like) for out in eqn.outvars)
+
+    def _scales(self, eqn: JaxprEqn) -> bool:
+        """Whether it makes one scalar of another, linearly: a sum becomes a mean."""
+        description = self._program.describe(eqn)
+        scalars = all(elements(atom) == 1 for atom in (*eqn.invars, *eqn.outvars))
+        return description is not None and scalars and bool(description.linear)
+
+
+def paths_of(tree: Any) -> list[Path]:
+    """The path of every leaf of a pytree, key by key.
+
+    >>> paths_of(({"w": 1.0, "b": [2.0]},))
+    [('0', 'b', '0'), ('0', 'w')]
+    """
+    return [
+        tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
+        for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)
+    ]
+
+
+def argument_paths(args: Sequence[Any], kwargs: Any) -> list[Path]:
+    """The path of every leaf within its argument; of an argument that is a leaf itself, its number.
+
+    >>> argument_paths((1.0, {"w": 2.0}), {"rate": 3.0})
+    [('argument 0',), ('w',), ('rate',)]
+    """
+    inside = [path[1:] or (f"argument {path[0]}",) for path in paths_of(tuple(args))]
+    return inside + paths_of(dict(kwargs))
+
+
+def elements(atom: Any) -> int:
+    """How many an array has; 0 for what is none."""
+    return getattr(atom.aval, "size", 0)
+
+
+def ending(inputs: Sequence[Path], outputs: Sequence[Path]) -> str:
+    """The end that paths share; of results alone without the positions that it begins with.
+
+    >>> ending([("opt_state", "0", "mu", "Dense_0", "kernel"), ("params", "Dense_0", "kernel")], [])
+    'Dense_0/kernel'
+    >>> ending([("3", "kernel")], [("0", "3", "kernel")]), ending([], [("1", "loss")]), ending([], [("1",)])
+    ('3/kernel', 'loss', 'result 1')
+    """
+    paths = [*inputs, *outputs]
+    if not paths:
+        return ""
+    shared: list[str] = []
+    for keys in zip(*(reversed(path) for path in paths), strict=False):
+        if len(set(keys)) > 1:
+            break
+        shared.insert(0, keys[0])
+    if inputs:
+        return "/".join(shared or inputs[0])
+    shared = shared or list(paths[0])
+    named = shared[next((i for i, key in enumerate(shared) if not key.isdigit()), len(shared)) :]
+    return "/".join(named) if named else f"result {'/'.join(shared)}"
+
+
+def summary(names: Sequence[str], most: int = 3) -> str:
+    """Many names in a few words: those that differ by one number become one.
+
+    >>> summary(["h_0/w", "h_1/w", "h_2/w", "h_0/b", "h_1/b", "h_2/b"])
+    'h_0..2/w, h_0..2/b'
+    >>> summary(["a", "a", "b"]), summary([]), summary(["h_1/w", "h_3/w"])
+    ('a, b', '', 'h_1,3/w')
+    """
+    alike: dict[str, list[list[str]]] = {}
+    for name in dict.fromkeys(names):
+        alike.setdefault(re.sub(r"\d+", "\0", name), []).append(re.findall(r"\d+", name))
+    found = []
+    for pattern, numbers in alike.items():
+        text = pattern
+        for values in zip(*numbers, strict=True):
+            text = text.replace("\0", several_numbers(sorted(set(map(int, values)))), 1)
+        found.append(text)
+    return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
+
+
+def several_numbers(numbers: Sequence[int]) -> str:
+    """Ascending numbers: the first and the last if none is missing."""
+    if len(numbers) > 2 and numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{numbers[0]}..{numbers[-1]}"
+    if len(numbers) > 4:
+        return f"{numbers[0]},..,{numbers[-1]}"
+    return ",".join(map(str, numbers))
