@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,47 @@ import jax
 
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
+
+
+class Worker:
+    """A background thread that does one thing after another, and ends when there is nothing to do.
+
+    It is a daemon, unlike those of `concurrent.futures`: the process may end without waiting for a compilation.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tasks: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Does a task after those before it, unless its future is cancelled until then."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self.lock:
+            self.tasks.append((future, task))
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name="vnode-prepare", daemon=True)
+                self.thread.start()
+        return future
+
+    def work(self) -> None:
+        """The background thread."""
+        while True:
+            with self.lock:
+                if not self.tasks:
+                    self.thread = None
+                    return
+                future, task = self.tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:  # it belongs to who asks
+                    future.set_exception(error)
+            del future, task
+
+
+WORKER = Worker()
+"""One for all: several compilations at once would take the processors from training."""
 
 
 class Preparation:
@@ -26,10 +69,9 @@ class Preparation:
 
     def __init__(self, compilers: Mapping[Placement, Callable[[], Any]]) -> None:
         self.placements = tuple(compilers)
-        # One thread: several compilations at once would take the processors from training.
-        pool = concurrent.futures.ThreadPoolExecutor(1, "vnode-prepare")
-        self._futures = {placement: pool.submit(timed, compiler) for placement, compiler in compilers.items()}
-        pool.shutdown(wait=False)
+        self._futures = {
+            placement: WORKER.submit(functools.partial(timed, compiler)) for placement, compiler in compilers.items()
+        }
 
     def done(self, placement: Placement | None = None) -> bool:
         """Whether the program for a placement, or all of them, is there (or has failed)."""
