@@ -22,7 +22,8 @@ from vnode.elastic.signals import Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
-from vnode.step.virtual import VirtualStep
+from vnode.step.protocol import Step
+from vnode.step.virtual import with_nodes
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -167,7 +168,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         stop = stack.enter_context(Stop.on(options.stop_signals))  # first, so that signals stay caught to the end
         saved = None if options.checkpoint is None else stack.enter_context(open_folder(options, stop))
         if isinstance(step, AutoStep):
-            step = with_nodes(step, state, load, options, saved)
+            step = with_known_nodes(step, state, load, options, saved)
         feed = stack.enter_context(Prefetch(load, depth=options.prefetch, stop=options.steps))
         driver = Driver(step, data, feed, state, options, saved, stop)
         del state
@@ -193,7 +194,7 @@ def check_step(step: Any) -> None:
     Raises:
       VnodeError: it is not.
     """
-    if isinstance(step, VirtualStep | AutoStep):
+    if isinstance(step, Step):
         return
     name = getattr(step, "__name__", type(step).__name__)
     raise VnodeError(
@@ -263,12 +264,12 @@ def finish_checkpoints(checkpoints: Checkpoints, result: Result, stop: Stop) -> 
         raise
 
 
-def with_nodes(
+def with_known_nodes(
     step: AutoStep, state: Any, load: Callable[..., Any], options: RunOptions, saved: Checkpoints | None
 ) -> Any:
     """The step on the number of nodes that the checkpoint was made with; where there is none, on one that fits."""
     latest = None if saved is None else saved.latest
     known = saved.facts(latest).get("step") if saved is not None and latest is not None else None
     if known is not None:
-        return step.pattern.with_nodes(known["virtual_nodes"], step.template)
+        return with_nodes(step.pattern, known["virtual_nodes"], step.template)
     return step.chosen(state, load(options.start, step.template))
