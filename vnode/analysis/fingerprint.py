@@ -88,8 +88,7 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
       >>> [fact.split(" at ")[0] for fact in a.differences(b)]
       ['now:  mul(0.1, float32[3]) -> float32[3]', 'then: mul(0.01, float32[3]) -> float32[3]']
     """
-    program, _ = trace(fun, *args)
-    return Writer().write(program)
+    return Writer().write(trace(fun, *args).program)
 
 
 class Writer:

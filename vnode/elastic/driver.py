@@ -103,37 +103,48 @@ class Driver:
 
     def begin(self, step: Any, state: Any) -> None:
         """Places the state before the first step, or the one of the last checkpoint."""
-        self.resumed = self.recovery.saved
-        self.first = self.number = self.options.start if self.resumed is None else self.resumed
-        self.check_start()
-        try:
-            self.asked = self.requests(self.number)
-        except DeviceLost as error:
-            self.recovery.lost |= set(error.devices)
-        self.step = self.recovery.sibling(step, self.asked or Request(step.placement))
-        if self.resumed is None:
-            self.state = self.step.put(state)
+        self.step = step
+        found = self.recovery.resume(self.place)
+        if found is None:
+            self.place(self.options.start)
+            found = self.options.start, self.step.put(state)
         else:
-            self.state = self.recovery.state(self.step.placement)
-            logger.info("resumed from step %d", self.resumed)
+            logger.info("resumed from step %d", found[0])
+        self.number, self.state = found
+        self.resumed = self.recovery.saved
+        self.first = self.number
         self.told = self.number
         self.last_save = time.monotonic()
         if self.options.keep_every is not None:
             self.recovery.keep(self.number, self.state)
 
-    def check_start(self) -> None:
+    def place(self, number: int) -> Placement:
+        """Goes to the devices that are asked for before the first step.
+
+        Raises:
+          CheckpointError: the run cannot begin with that step.
+        """
+        self.check_start(number)
+        try:
+            self.asked = self.requests(number)
+        except DeviceLost as error:
+            self.recovery.lost |= set(error.devices)
+        self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
+        return self.step.placement
+
+    def check_start(self, number: int) -> None:
         """Refuses a checkpoint that does not lie between the first and the last step.
 
         Raises:
           CheckpointError: it does not.
         """
-        if self.resumed is None or self.options.start <= self.resumed <= self.options.steps:
+        if self.options.start <= number <= self.options.steps:
             return
         assert self.checkpoints is not None
-        beyond = self.resumed > self.options.steps
+        beyond = number > self.options.steps
         raise CheckpointError(
             layout_message(
-                f"checkpoint {self.resumed} in {self.checkpoints.path} is "
+                f"checkpoint {number} in {self.checkpoints.folder} is "
                 + (f"beyond steps={self.options.steps}." if beyond else f"before start={self.options.start}."),
                 facts=["steps counts from the first step of all, those before a checkpoint included"]
                 if beyond
@@ -246,7 +257,7 @@ class Driver:
             return
         facts = identity(self.step, self.data, self.shapes, batch)
         if self.resumed is not None:
-            where = f"checkpoint {self.resumed} in {self.checkpoints.path}"
+            where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(self.resumed), facts, where):
                 self.say(warning, logging.WARNING)
         self.facts = facts
@@ -422,11 +433,11 @@ class Driver:
 
         The first time round finds out which it is; a state that was donated is not there to go back to.
         """
-        assert self.diverged is not None and self.recovery.good is not None
+        assert self.diverged is not None
         self.pending.clear()
         for last in (False, True):
             self.state = None  # makes room for the copy
-            self.number, self.state = self.recovery.good, self.recovery.state(self.step.placement)
+            self.number, self.state = self.recovery.go_back(self.step.placement)
             while self.number < self.diverged:
                 batch = self.feed.aside(self.number, self.step.placement)
                 self.state, metrics = self.step(self.state, batch)
@@ -459,14 +470,12 @@ class Driver:
         before = self.step.placement
         logger.warning("step %d failed: %s", self.number, error)
         gone = self.recovery.blame(error, self.number, before.devices)
-        good = self.recovery.good
-        assert good is not None
         try:
             step = self.recovery.sibling(self.step, Request(before))
         except VnodeError as none:
             raise none from error
         began = time.perf_counter()
-        self.state = jax.block_until_ready(self.recovery.state(step.placement))
+        good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"
         change = Resize(good, before, step.placement, gone, message, self.number - good, moved)
         self.number = good

@@ -138,14 +138,13 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def takes(function: Callable[..., Any], arguments: int) -> bool:
-    """Whether a function can be called with so many positional arguments, as far as its signature says.
+    """Whether a function must be called with at least so many positional arguments.
 
-    Of a function that says nothing (a built-in) it is assumed that it takes two.
+    Those with a default value do not count: they hold what the function is to remember.
     """
     try:
-        inspect.signature(function).bind(*range(arguments))
-    except TypeError:
+        parameters = inspect.signature(function).parameters.values()
+    except ValueError:  # a built-in that does not tell
         return False
-    except ValueError:
-        return arguments == 2
-    return True
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in positional) >= arguments

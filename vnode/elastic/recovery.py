@@ -64,7 +64,7 @@ class Recovery:
         self.like = like
         self.lost: set[Any] = set()
         self.kept: tuple[int, HostCopy] | None = None
-        self.saved: int | None = None if checkpoints is None else checkpoints.latest
+        self.saved: int | None = None
         self.blamed: int | None = None
 
     @property
@@ -76,13 +76,29 @@ class Recovery:
         """Copies a state to the host; waits until it is computed."""
         self.kept = number, HostCopy.of(state)
 
-    def state(self, placement: Placement) -> Any:
-        """The state to go back to, on a placement's devices."""
-        assert self.good is not None
+    def resume(self, place: Callable[[int], Placement]) -> tuple[int, Any] | None:
+        """The newest checkpoint that is good.
+
+        Args:
+          place: says on which devices to restore the checkpoint of a step number.
+
+        Returns:
+          Its step number and the state; None if there is none.
+        """
+        checkpoints = self.checkpoints
+        if checkpoints is None:
+            return None
+        found = checkpoints.newest(lambda number: checkpoints.restore(number, self.like, place(number)))
+        self.saved = None if found is None else found[0]
+        return found
+
+    def go_back(self, placement: Placement) -> tuple[int, Any]:
+        """The last state that is known to be good, with its step number, on a placement's devices."""
         if self.kept is not None and self.kept[0] == self.good:
-            return self.kept[1].on(placement)
-        assert self.checkpoints is not None
-        return self.checkpoints.restore(self.good, self.like, placement)
+            return self.kept[0], self.kept[1].on(placement)
+        found = self.resume(lambda number: placement)
+        assert found is not None
+        return found
 
     def blame(self, error: Exception, number: int, devices: list[Any]) -> tuple[Any, ...]:
         """Finds out which devices failed.
@@ -182,6 +198,8 @@ def any_nan(leaves: list[jax.Array]) -> jax.Array:
 def has_nan(state: Any) -> bool:
     """Whether any floating-point number of a state is none."""
     leaves = [
-        leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf, jnp.inexact)
+        leaf
+        for leaf in jax.tree.leaves(state)
+        if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
     return bool(leaves) and bool(any_nan(leaves))

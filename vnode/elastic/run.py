@@ -6,6 +6,7 @@ Knows what may be passed to it, and who does what. Must not know how anything is
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,6 +28,8 @@ from vnode.step.virtual import with_nodes
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
+
+logger = logging.getLogger("vnode")
 
 
 def run(
@@ -245,9 +248,15 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
     checkpoints = Checkpoints(options.checkpoint, options.checkpoints_kept or CHECKPOINTS_KEPT)
     try:
         yield checkpoints
-    finally:
-        with stop.sheltered():
-            checkpoints.close()
+    except BaseException:
+        try:
+            with stop.sheltered():
+                checkpoints.close()
+        except CheckpointError as failed:  # the first error is the one to tell
+            logger.error("%s", failed)
+        raise
+    with stop.sheltered():
+        checkpoints.close()
 
 
 def finish_checkpoints(checkpoints: Checkpoints, result: Result, stop: Stop) -> None:
@@ -258,7 +267,7 @@ def finish_checkpoints(checkpoints: Checkpoints, result: Result, stop: Stop) -> 
     """
     try:
         with stop.sheltered():
-            assert checkpoints.latest is not None
+            checkpoints.wait()
     except CheckpointError as error:
         error.step, error.state = result.step, result.state
         raise
@@ -268,8 +277,8 @@ def with_known_nodes(
     step: AutoStep, state: Any, load: Callable[..., Any], options: RunOptions, saved: Checkpoints | None
 ) -> Any:
     """The step on the number of nodes that the checkpoint was made with; where there is none, on one that fits."""
-    latest = None if saved is None else saved.latest
-    known = saved.facts(latest).get("step") if saved is not None and latest is not None else None
+    found = None if saved is None else saved.newest(saved.facts)
+    known = None if found is None else found[1].get("step")
     if known is not None:
         return with_nodes(step.pattern, known["virtual_nodes"], step.template)
     return step.chosen(state, load(options.start, step.template))

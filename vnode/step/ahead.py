@@ -5,6 +5,7 @@ Knows threads and how to ask a step for its compiled program or for a run. Must 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
 import threading
@@ -22,7 +23,9 @@ from vnode.placement.placement import Placement
 class Worker:
     """A background thread that does one thing after another, and ends when there is nothing to do.
 
-    It is a daemon, unlike those of `concurrent.futures`: the process may end without waiting for a compilation.
+    When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
+    way is waited for: XLA has no way to stop, and a thread of its that comes back to an interpreter that has ended
+    takes the process down with it.
     """
 
     def __init__(self) -> None:
@@ -39,6 +42,16 @@ class Worker:
                 self.thread = threading.Thread(target=self.work, name="vnode-prepare", daemon=True)
                 self.thread.start()
         return future
+
+    def close(self) -> None:
+        """Drops what has not begun, and waits for the rest."""
+        with self.lock:
+            dropped, thread = [future for future, _ in self.tasks], self.thread
+            self.tasks.clear()
+        for future in dropped:
+            future.cancel()
+        if thread is not None:
+            thread.join()
 
     def work(self) -> None:
         """The background thread."""
@@ -58,6 +71,7 @@ class Worker:
 
 WORKER = Worker()
 """One for all: several compilations at once would take the processors from training."""
+atexit.register(WORKER.close)
 
 
 class Preparation:
