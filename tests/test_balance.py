@@ -252,7 +252,7 @@ def test_impossible_numbers(wrong: Any) -> None:
             Measurement(**good | {name: wrong})
     times = (Measurement(**good),)
     for name in ("devices", *(["memory"] if wrong is not None else [])):
-        with pytest.raises(vnode.ProfileError, match="memory of 'one'|needs a device"):
+        with pytest.raises(vnode.ProfileError, match=r"memory of 'one'|needs a device"):
             Profile(**{"kind": "one", "devices": 1, "measurements": times} | {name: wrong})
     for name in ("lane", *(["between"] if wrong != 0 else [])):
         with pytest.raises(vnode.ProfileError, match=name):

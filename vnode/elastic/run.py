@@ -19,7 +19,7 @@ from vnode.elastic.driver import Driver
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.recovery import given_away
 from vnode.elastic.result import Result
-from vnode.elastic.signals import Stop
+from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
@@ -168,6 +168,7 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` for a step on pytrees."""
     load = loader(data, options.steps)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(plain_interrupt())
         stop = stack.enter_context(Stop.on(options.stop_signals))  # first, so that signals stay caught to the end
         saved = None if options.checkpoint is None else stack.enter_context(open_folder(options, stop))
         if isinstance(step, AutoStep):
@@ -181,6 +182,15 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         if saved is not None:
             finish_checkpoints(saved, result, stop)
         return result
+
+
+@contextlib.contextmanager
+def plain_interrupt() -> Iterator[None]:
+    """Lets a second Ctrl-C end the program as Python ends it, which shells tell from its own kind only."""
+    try:
+        yield
+    except SecondInterrupt:
+        raise KeyboardInterrupt from None
 
 
 def run_objects(step: Any, objects: Any, data: Any, options: RunOptions) -> Result:
