@@ -255,12 +255,12 @@ class Driver:
         """
         if self.checkpoints is None or self.facts is not None:
             return
-        facts = identity(self.step, self.data, self.shapes, batch)
+        this = identity(self.step, self.data, self.shapes, batch)
         if self.resumed is not None:
             where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
-            for warning in compare(self.checkpoints.facts(self.resumed), facts, where):
+            for warning in compare(self.checkpoints.facts(self.resumed), this, where):
                 self.say(warning, logging.WARNING)
-        self.facts = facts
+        self.facts = this.facts
 
     def say(self, text: str, level: int = logging.INFO) -> None:
         """Tells of something in the log, and above the progress bar."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import logging
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -30,8 +30,20 @@ SHOWN = 12
 """Differences that are named."""
 
 
-def identity(step: Any, data: Any, state: Any, batch: Any) -> dict[str, Any]:
-    """The facts of a run, fit for JSON.
+class Identity(NamedTuple):
+    """What identifies a run.
+
+    Attributes:
+      facts: fit for JSON.
+      program: what the step computes, with its lines in the user's code; None if that is not known.
+    """
+
+    facts: dict[str, Any]
+    program: Fingerprint | None
+
+
+def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
+    """What identifies a run.
 
     Args:
       step: a `VirtualStep` ``(state, batch) -> (state, metrics)``.
@@ -54,7 +66,7 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
         "devices": step.placement.kinds,
     }
-    return json.loads(json.dumps(facts))  # as they will be read: with lists for tuples
+    return Identity(json.loads(json.dumps(facts)), program)  # as they will be read: with lists for tuples
 
 
 def program_of(step: Any, state: Any, batch: Any) -> Fingerprint | None:
@@ -82,12 +94,12 @@ def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def compare(before: dict[str, Any], now: dict[str, Any], where: str) -> list[str]:
+def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     """Compares the facts of a checkpoint with those of the run that would go on from it.
 
     Args:
       before: of the checkpoint; facts that it does not have are not compared.
-      now: of this run.
+      run: this one.
       where: the checkpoint, for messages.
 
     Returns:
@@ -96,6 +108,7 @@ def compare(before: dict[str, Any], now: dict[str, Any], where: str) -> list[str
     Raises:
       CheckpointError: the result would be another one by definition.
     """
+    now = run.facts
     refuse("data", before, now, f"{where} was made with other batches.", "give the data the options that they had")
     refuse("step", before, now, f"{where} was made with another kind of step.", "virtualize the step as it was then")
     warnings = []
@@ -110,8 +123,8 @@ def compare(before: dict[str, Any], now: dict[str, Any], where: str) -> list[str
     if (before.get("data") is None) != (now["data"] is None) and "data" in before:
         whose = "the checkpoint's" if before["data"] is None else "this run's"
         warnings.append(f"{where} may have been made with other batches: {whose} data do not describe themselves")
-    if before.get("program") and now["program"]:
-        facts = Fingerprint.from_json(now["program"]).differences(Fingerprint.from_json(before["program"]))
+    if before.get("program") and run.program:
+        facts = run.program.differences(Fingerprint.from_json(before["program"]))
         if facts:
             shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
             warnings.append(layout_message(f"{where} was made by a step that computes something else.", facts=shown))
