@@ -243,10 +243,20 @@ def test_files(tmp_path: Path) -> None:
             Profiles.load(tmp_path / "other.json")
 
 
-@pytest.mark.parametrize("wrong", [{"devices": 0}, {"nodes": 0}, {"seconds": 0.0}, {"seconds": math.nan}])
-def test_impossible_measurements(wrong: dict[str, Any]) -> None:
-    with pytest.raises(vnode.ProfileError, match="positive time"):
-        Measurement(**{"devices": 1, "nodes": 1, "seconds": 1.0, **wrong})
+@pytest.mark.parametrize("wrong", [0, -1, math.nan, math.inf, 1e30, "1", None, True])
+def test_impossible_numbers(wrong: Any) -> None:
+    """What no measurement can have given is refused, wherever it stands in a profile."""
+    good = {"devices": 1, "nodes": 1, "seconds": 1.0}
+    for name in good:
+        with pytest.raises(vnode.ProfileError, match="positive time"):
+            Measurement(**good | {name: wrong})
+    times = (Measurement(**good),)
+    for name in ("devices", *(["memory"] if wrong is not None else [])):
+        with pytest.raises(vnode.ProfileError, match=r"memory of 'one'|needs a device"):
+            Profile(**{"kind": "one", "devices": 1, "measurements": times} | {name: wrong})
+    for name in ("lane", *(["between"] if wrong != 0 else [])):
+        with pytest.raises(vnode.ProfileError, match=name):
+            Profiles((Profile("one", 1, times),), **{name: wrong})
 
 
 def regression(w: jax.Array, batch: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:

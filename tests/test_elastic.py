@@ -26,8 +26,10 @@ from jax.sharding import Mesh
 
 import vnode
 from tests.test_virtual_step import compilations
-from vnode.elastic.run import DeviceLost, Devices, responds, run, without, words
-from vnode.errors import CheckpointError, PlacementError, VnodeError
+from vnode.elastic.devices import Devices, responds, without
+from vnode.elastic.driver import words
+from vnode.elastic.run import run
+from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
 from vnode.placement.host import HostCopy, abstract
 
 STEPS = 12

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,11 +20,14 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
+from vnode.data.source import check_dtype, owned
 from vnode.errors import BatchError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
 
-LASTS = ("wrap", "drop")
+LASTS = ("wrap", "drop", "keep")
+SAMPLE = 16
+"""Examples whose values stand for those of all in a fingerprint."""
 LARGEST_SHUFFLE = 1 << 33
 """Examples from which on an order in memory (8 bytes each) is refused."""
 
@@ -38,7 +42,7 @@ class Examples(Protocol):
     def take(self, rows: np.ndarray) -> Any:
         """The examples with these numbers (int64), as a pytree of arrays with one row for each.
 
-        The arrays must not be changed afterwards: on a CPU the batch may share their memory.
+        The arrays are copied, so the next call may fill them again.
         """
         ...
 
@@ -64,6 +68,8 @@ class Arrays:
                     remedies=["leave out what belongs to no example", "check the order of dimensions"],
                 )
             )
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            check_dtype(path, leaf, "the data set")
         self.count = next(iter(sizes.values()))[0]
 
     def __len__(self) -> int:
@@ -87,8 +93,35 @@ class Records:
 
 
 def stacked(examples: Sequence[Any]) -> Any:
-    """Examples, pytrees of equal shapes, as one pytree of arrays with a row for each."""
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *examples)
+    """Examples, pytrees of equal shapes, as one pytree of arrays with a row for each.
+
+    Raises:
+      BatchError: their shapes or structures differ.
+    """
+
+    def stack(path: Any, *leaves: Any) -> np.ndarray:
+        shapes = sorted({np.shape(leaf) for leaf in leaves})
+        if len(shapes) > 1:
+            raise BatchError(
+                layout_message(
+                    f"examples of different shapes do not make up a batch: "
+                    f"{jax.tree_util.keystr(path) or 'the example'}.",
+                    facts=[f"shapes {', '.join(map(str, shapes[:4]))}"],
+                    remedies=["pad to one length, with a mask of what is real"],
+                )
+            )
+        array = np.stack(leaves)
+        check_dtype(path, array, "an example")
+        return array
+
+    structures = {jax.tree.structure(example) for example in examples}
+    if len(structures) > 1:
+        raise BatchError(
+            layout_message(
+                "examples of different structures do not make up a batch.", facts=sorted(map(str, structures))[:4]
+            )
+        )
+    return jax.tree_util.tree_map_with_path(stack, *examples)
 
 
 def examples_of(data: Any) -> Examples:
@@ -138,10 +171,12 @@ class Order:
       shuffle: a new random order in each epoch; else the examples' own.
       last: what becomes of the ``examples % batch_size`` examples at the end of an epoch. ``"wrap"``: the batch is
         filled with the first of the next epoch, so that each example is used once in each epoch. ``"drop"``: they
-        are left out, other ones in every epoch if these are shuffled; `dropped` says how many.
+        are left out, other ones in every epoch if these are shuffled; `dropped` says how many. ``"keep"``: the last
+        batch of an epoch is smaller, which is for evaluation: it is another program.
 
     Raises:
-      BatchError: there are no examples, or fewer than a batch takes and the last would be dropped.
+      ValueError: an option is not one of those named above.
+      BatchError: there are no examples, or fewer than a batch takes.
 
     Example:
       >>> import numpy as np
@@ -161,15 +196,20 @@ class Order:
     def __post_init__(self) -> None:
         if self.last not in LASTS:
             raise ValueError(f"last must be one of {', '.join(LASTS)}, not {self.last!r}")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {self.batch_size!r}")
-        if not 0 <= self.seed < 1 << 64:
-            raise ValueError(f"seed must be from 0 to 2**64 - 1, not {self.seed!r}")
-        if self.examples < (self.batch_size if self.last == "drop" else 1):
+        if not is_whole(self.batch_size) or self.batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number, at least 1, not {self.batch_size!r}")
+        if not is_whole(self.seed) or not 0 <= self.seed < 1 << 64:
+            raise ValueError(f"seed must be a whole number from 0 to 2**64 - 1, not {self.seed!r}")
+        if not isinstance(self.shuffle, bool | np.bool_):
+            raise ValueError(f"shuffle must be True or False, not {self.shuffle!r}")
+        for name in ("batch_size", "seed", "shuffle"):  # numbers of Python, which checkpoints can keep
+            value = getattr(self, name)
+            object.__setattr__(self, name, bool(value) if name == "shuffle" else int(value))
+        if self.examples < self.batch_size:
             raise BatchError(
                 layout_message(
                     f"{self.examples} examples do not make up a batch of {self.batch_size}.",
-                    remedies=["last='wrap' to use examples again within a batch"] if self.examples else [],
+                    remedies=[f"batch_size={self.examples}, or less"] if self.examples else ["check the path"],
                 )
             )
         if self.shuffle and self.examples > LARGEST_SHUFFLE:
@@ -187,13 +227,19 @@ class Order:
 
     @property
     def steps_per_epoch(self) -> float:
-        """Batches of an epoch; a whole number if the last is dropped."""
-        return (self.examples - self.dropped) / self.batch_size
+        """Batches of an epoch; a whole number unless the last is filled from the next."""
+        batches = (self.examples - self.dropped) / self.batch_size
+        return float(-(-self.examples // self.batch_size)) if self.last == "keep" else batches
 
     def positions(self, step: int) -> tuple[np.ndarray, np.ndarray]:
         """The batch of a step: for each example the epoch, and its number among the examples; int64[batch_size]."""
         used = self.examples - self.dropped
-        epochs, offsets = np.divmod(step * self.batch_size + np.arange(self.batch_size), used)
+        if self.last == "keep":
+            epoch, batch = divmod(step, int(self.steps_per_epoch))
+            offsets = np.arange(batch * self.batch_size, min((batch + 1) * self.batch_size, used))
+            epochs = np.full_like(offsets, epoch)
+        else:
+            epochs, offsets = np.divmod(step * self.batch_size + np.arange(self.batch_size), used)
         if self.shuffle:
             rows = np.empty_like(offsets)
             for epoch in np.unique(epochs):
@@ -216,8 +262,8 @@ class Batches:
       batch_size: examples of a batch.
       seed: of the order; at least 0.
       shuffle: a new random order in each epoch; else the data's own.
-      last: ``"wrap"`` or ``"drop"``: what becomes of examples that do not fill a batch at the end of an epoch, see
-        `Order`.
+      last: ``"wrap"``, ``"drop"`` or ``"keep"``: what becomes of examples that do not fill a batch at the end of an
+        epoch, see `Order`.
 
     Raises:
       BatchError: the data are no data set, or hold too few examples.
@@ -244,6 +290,17 @@ class Batches:
     def describe(self) -> dict[str, Any]:
         """What the batches depend on besides the step number and the examples themselves, fit for JSON."""
         return dataclasses.asdict(self.order)
+
+    def fingerprint(self) -> str:
+        """A checksum (CRC-32) of the values of a fixed sample of the examples, with their dtypes and shapes."""
+        count = self.order.examples
+        sample = self.take(np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int64)))
+        checksum = 0
+        for path, leaf in jax.tree.leaves_with_path(sample):
+            array = np.ascontiguousarray(leaf)
+            name = f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}"
+            checksum = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), checksum))
+        return f"{checksum:08x}"
 
     def batch(self, step: int) -> Any:
         """The batch of a step on the host, a pytree of NumPy arrays."""
@@ -320,7 +377,12 @@ class Batches:
                     remedies=["take(rows) must return a pytree of arrays with one row for each of rows"],
                 )
             )
-        return taken
+        return taken if isinstance(self.examples, Arrays | Records) else owned(taken, "what the data gave")
+
+
+def is_whole(value: Any) -> bool:
+    """Whether a value is a whole number, and no boolean."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def spread(sharding: NamedSharding, length: int, rows: Callable[[int, int], Any]) -> tuple[Sequence[jax.Array], Any]:

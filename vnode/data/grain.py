@@ -9,11 +9,15 @@ import functools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grain
 import numpy as np
 
 from vnode.data.batches import stacked
 from vnode.errors import BatchError, layout_message
+
+try:
+    import grain
+except ImportError as error:
+    raise ImportError("vnode.grain needs grain: pip install 'vnode[grain]'") from error
 
 
 class Dataset:

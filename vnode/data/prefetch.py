@@ -5,9 +5,17 @@ Knows threads. Must not know what is loaded, from where, or what a step is.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
+
+logger = logging.getLogger("vnode")
+
+POLL = 0.1
+"""Seconds between two looks at whether to go on waiting."""
+PATIENCE = 10.0
+"""Seconds to wait for a load in the end."""
 
 
 class Prefetch:
@@ -52,21 +60,7 @@ class Prefetch:
         if self.depth < 1:
             return self.aside(step, placement)
         with self.changed:
-            if self.closed:
-                raise RuntimeError("the prefetch is closed")
-            self.asked = step
-            for past in [number for number in self.ready if number < step]:
-                del self.ready[past]
-            coming = step in self.ready or step in (self.loading, self.next)
-            if self.thread is None or placement != self.placement or not coming:
-                self.ready.clear()
-                self.next, self.placement = step, placement
-                self.loading = None
-                self.course += 1
-            if self.thread is None:
-                self.thread = threading.Thread(target=self.work, name="vnode-prefetch", daemon=True)
-                self.thread.start()
-            self.changed.notify_all()
+            self.ask(step, placement)
             while step not in self.ready:
                 self.changed.wait()
             value, error = self.ready.pop(step)
@@ -74,6 +68,38 @@ class Prefetch:
         if error is not None:
             raise error
         return value
+
+    def wait(self, step: int, placement: Any, unless: Callable[[], bool]) -> bool:
+        """Waits until what belongs to a step is there (or has failed), or until `unless` is true.
+
+        Returns:
+          Whether it is there, so that `get` returns at once. Without a thread it is not waited for.
+        """
+        if self.depth < 1:
+            return not unless()
+        with self.changed:
+            self.ask(step, placement)
+            while step not in self.ready and not unless():
+                self.changed.wait(POLL)
+            return step in self.ready
+
+    def ask(self, step: int, placement: Any) -> None:
+        """Has the background thread load a step, and those after it."""
+        if self.closed:
+            raise RuntimeError("the prefetch is closed")
+        self.asked = step
+        for past in [number for number in self.ready if number < step]:
+            del self.ready[past]
+        coming = step in self.ready or step in (self.loading, self.next)
+        if self.thread is None or placement != self.placement or not coming:
+            self.ready.clear()
+            self.next, self.placement = step, placement
+            self.loading = None
+            self.course += 1
+        if self.thread is None:
+            self.thread = threading.Thread(target=self.work, name="vnode-prefetch", daemon=True)
+            self.thread.start()
+        self.changed.notify_all()
 
     def aside(self, step: int, placement: Any) -> Any:
         """The same, loaded now, by itself; what is loaded ahead stays.
@@ -113,13 +139,17 @@ class Prefetch:
         return self.stop is not None and self.next >= max(self.stop, self.asked + 1)
 
     def close(self) -> None:
-        """Ends the thread; waits for the load that it is in."""
+        """Ends the thread; waits for the load that it is in, but not for one that hangs."""
         with self.changed:
             self.closed = True
             self.ready.clear()
             self.changed.notify_all()
         if self.thread is not None:
-            self.thread.join()
+            self.thread.join(PATIENCE)
+            if self.thread.is_alive():
+                logger.warning(
+                    "step %s of the data is still loading after %.0f s; it is left alone", self.loading, PATIENCE
+                )
 
     def __enter__(self) -> Prefetch:
         return self

@@ -1,6 +1,23 @@
 """Training that goes on when devices come and go."""
 
+from vnode.elastic.devices import Devices, responds
+from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.restore import restore
-from vnode.elastic.run import DeviceLost, Devices, Resize, Result, responds, run
+from vnode.elastic.result import Resize, Result
+from vnode.elastic.run import run
+from vnode.elastic.writers import JsonLines, TensorBoard
+from vnode.errors import CheckpointError, DeviceLost
 
-__all__ = ["DeviceLost", "Devices", "Resize", "Result", "responds", "restore", "run"]
+__all__ = [
+    "CheckpointError",
+    "DeviceLost",
+    "Devices",
+    "Evaluation",
+    "JsonLines",
+    "Resize",
+    "Result",
+    "TensorBoard",
+    "responds",
+    "restore",
+    "run",
+]

@@ -13,21 +13,24 @@ from typing import Any, overload
 from flax import nnx
 from flax.nnx import extract
 
+from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor
 from vnode.step.protocol import P, R, Resolved, Step
-from vnode.step.virtual import prepared
+from vnode.step.virtual import VirtualStep, prepared
 from vnode.transform import virtualize as virtualize_pure
 
 
 class ObjectStep(Step[P, R]):
     """A virtualized nnx step; made by `virtualize`. Called like the step, it updates the objects in place."""
 
-    def __init__(self, step: Step, tag: object) -> None:
+    def __init__(self, step: Step, tag: object, fun: Callable[..., Any], options: Mapping[str, Any]) -> None:
         functools.update_wrapper(self, step)
         self._step = step
         self._tag = tag
+        self._fun = fun
+        self._options = options
 
     @property
     def placement(self) -> Placement:
@@ -36,7 +39,7 @@ class ObjectStep(Step[P, R]):
 
     def on(self, devices: Any, *, counts: Sequence[int] | None = None) -> ObjectStep[P, R]:
         """The same step on other devices; see `VirtualStep.on`."""
-        return ObjectStep(self._step.on(devices, counts=counts), self._tag)
+        return ObjectStep(self._step.on(devices, counts=counts), self._tag, self._fun, self._options)
 
     def put(self, tree: Any) -> Any:
         """Places a state; see `VirtualStep.put`."""
@@ -92,6 +95,44 @@ class ObjectStep(Step[P, R]):
             runs = [functools.partial(run, step.executor) for step in steps]
             return prepared(steps, warm_ups(runs, here.args, here.kwargs))
 
+    def functional(self, objects: Any) -> tuple[Step, Any, Callable[[Any], Any]]:
+        """The same step on the objects' arrays, for a loop that keeps, copies and saves a state.
+
+        Args:
+          objects: the step's arguments before the batch: a tuple of them, or the only one.
+
+        Returns:
+          The step as ``(arrays, batch) -> (arrays, metrics)``; the arrays, a nested dictionary; and a function that
+          puts arrays into the objects and returns these.
+        """
+        given = objects if isinstance(objects, tuple) else (objects,)
+        structure, state = nnx.split(given)
+        axes = self._options.get("in_axes", (*(None for _ in given), 0))
+
+        @functools.wraps(self._fun)
+        def on_arrays(arrays: Any, batch: Any) -> tuple[Any, Any]:
+            own = nnx.merge(structure, restored(state, arrays))
+            metrics = self._fun(*own, batch)
+            after, arrays = nnx.split(own)
+            if after != structure:
+                raise VnodeError(
+                    layout_message(
+                        "the step changed the structure of its objects, not only their values.",
+                        remedies=["make all of their variables before the run: one call of the step does that"],
+                    )
+                )
+            return nnx.to_pure_dict(arrays), metrics
+
+        def update(arrays: Any) -> Any:
+            nnx.update(given, restored(state, arrays))
+            return objects
+
+        donates = {"donate_argnums": 0} if self._options.get("donate_argnums", ()) != () else {}
+        options = {**self._options, "in_axes": (None, axes if isinstance(axes, int) else axes[len(given)]), **donates}
+        step = virtualize_pure(on_arrays, **options)
+        known = isinstance(self._step, VirtualStep)  # or the number of nodes is still to be found
+        return step.on(self._step.placement) if known else step, nnx.to_pure_dict(state), update
+
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
         """The step on pytrees of arrays, and what the arguments are as such; the objects stay as they are."""
@@ -100,6 +141,13 @@ class ObjectStep(Step[P, R]):
             pure_args, pure_kwargs = nnx.to_tree(copies, ctxtag=self._tag)
             with self._step.resolved(pure_args, pure_kwargs, choose=choose) as here:
                 yield here
+
+
+def restored(like: Any, arrays: Any) -> Any:
+    """The state of objects with other arrays in it."""
+    state = nnx.merge_state(like)  # a copy, whose variables may be written to
+    nnx.replace_by_pure_dict(state, arrays)
+    return state
 
 
 @overload
@@ -145,4 +193,4 @@ def virtualize(fun: Callable[..., Any] | None = None, **options: Any) -> Any:
         kept_args, kept_kwargs = extract.clear_non_graph_nodes((args, kwargs))
         return nnx.to_tree((kept_args, kept_kwargs, out), ctxtag=tag)
 
-    return ObjectStep(virtualize_pure(pure, **options), tag)
+    return ObjectStep(virtualize_pure(pure, **options), tag, fun, options)

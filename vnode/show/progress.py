@@ -79,6 +79,8 @@ def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
     if not wanted:
         yield Nothing()
         return
+    if importlib.util.find_spec("rich") is None:
+        raise ImportError("the progress bar needs rich: pip install 'vnode[show]'")
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

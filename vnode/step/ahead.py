@@ -5,9 +5,12 @@ Knows threads and how to ask a step for its compiled program or for a run. Must 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import functools
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +18,60 @@ import jax
 
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
+
+
+class Worker:
+    """A background thread that does one thing after another, and ends when there is nothing to do.
+
+    When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
+    way is waited for: XLA has no way to stop, and a thread of its that comes back to an interpreter that has ended
+    takes the process down with it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.tasks: deque[tuple[concurrent.futures.Future[Any], Callable[[], Any]]] = deque()
+        self.thread: threading.Thread | None = None
+
+    def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
+        """Does a task after those before it, unless its future is cancelled until then."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self.lock:
+            self.tasks.append((future, task))
+            if self.thread is None:
+                self.thread = threading.Thread(target=self.work, name="vnode-prepare", daemon=True)
+                self.thread.start()
+        return future
+
+    def close(self) -> None:
+        """Drops what has not begun, and waits for the rest."""
+        with self.lock:
+            dropped, thread = [future for future, _ in self.tasks], self.thread
+            self.tasks.clear()
+        for future in dropped:
+            future.cancel()
+        if thread is not None:
+            thread.join()
+
+    def work(self) -> None:
+        """The background thread."""
+        while True:
+            with self.lock:
+                if not self.tasks:
+                    self.thread = None
+                    return
+                future, task = self.tasks.popleft()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:  # it belongs to who asks
+                    future.set_exception(error)
+            del future, task
+
+
+WORKER = Worker()
+"""One for all: several compilations at once would take the processors from training."""
+atexit.register(WORKER.close)
 
 
 class Preparation:
@@ -26,10 +83,9 @@ class Preparation:
 
     def __init__(self, compilers: Mapping[Placement, Callable[[], Any]]) -> None:
         self.placements = tuple(compilers)
-        # One thread: several compilations at once would take the processors from training.
-        pool = concurrent.futures.ThreadPoolExecutor(1, "vnode-prepare")
-        self._futures = {placement: pool.submit(timed, compiler) for placement, compiler in compilers.items()}
-        pool.shutdown(wait=False)
+        self._futures = {
+            placement: WORKER.submit(functools.partial(timed, compiler)) for placement, compiler in compilers.items()
+        }
 
     def __repr__(self) -> str:
         ready = sum(future.done() for future in self._futures.values())

@@ -33,6 +33,10 @@ from vnode.show.units import several
 
 FORMAT = "vnode profiles"
 VERSION = 1
+LONGEST = 1e6
+"""Seconds that a step may take; more is a mistake in a file."""
+LARGEST = 1 << 50
+"""Bytes, or devices, or nodes, that there may be."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +56,10 @@ class Measurement:
     bytes: int | None = None
 
     def __post_init__(self) -> None:
-        if not (self.devices >= 1 and self.nodes >= 1 and 0 < self.seconds < math.inf):
-            raise ProfileError(f"a measurement needs devices, nodes and a positive time, not {self}")
+        if not (is_count(self.devices) and is_count(self.nodes) and is_time(self.seconds) and self.seconds):
+            raise ProfileError(f"a measurement needs devices, nodes and a positive time below 1e6 s, not {self}")
+        if not (self.bytes is None or is_count(self.bytes, least=0)):
+            raise ProfileError(f"a measurement has a number of bytes, or None, not {self}")
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -78,8 +84,10 @@ class Profile:
     memory: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.measurements or self.devices < 1:
-            raise ProfileError(f"the profile of {self.kind!r} needs a device and a measurement")
+        if not self.measurements or not is_count(self.devices):
+            raise ProfileError(f"the profile of {self.kind!r} needs a device and a measurement, not {self.devices!r}")
+        if not (self.memory is None or is_count(self.memory)):
+            raise ProfileError(f"memory of {self.kind!r} must be a positive number of bytes, not {self.memory!r}")
 
     def __repr__(self) -> str:
         return f"Profile({self})"
@@ -183,6 +191,10 @@ class Profiles:
         names = [profile.kind for profile in self.kinds]
         if not names or len(set(names)) != len(names):
             raise ProfileError(f"profiles are of one or several different kinds of devices, not of {names}")
+        if not is_time(self.between):
+            raise ProfileError(f"between must be a time from 0 to 1e6 s, not {self.between!r}")
+        if not is_count(self.lane):
+            raise ProfileError(f"lane must be a whole number of nodes, at least 1, not {self.lane!r}")
 
     def __repr__(self) -> str:
         return f"Profiles({'; '.join(map(str, self.kinds))})"
@@ -255,6 +267,18 @@ class Profiles:
                     remedies=["measure again: vnode.profile(step, args).save(path)"],
                 )
             ) from None
+
+
+def is_count(number: Any, least: int = 1) -> bool:
+    """Whether this is a whole number that is neither too small nor absurdly large."""
+    whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
+    return whole and least <= number <= LARGEST
+
+
+def is_time(seconds: Any) -> bool:
+    """Whether this is a number of seconds that is neither negative nor absurdly large."""
+    number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
+    return number and 0 <= seconds <= LONGEST
 
 
 def nonnegative_fit(columns: np.ndarray) -> tuple[float, float, float]:

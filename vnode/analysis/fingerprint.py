@@ -1,0 +1,243 @@
+"""What a traced function computes, as text that is the same in every process; and what differs between two.
+
+Knows jaxprs, and which of their parameters say something of the result. Must not know steps, devices or files.
+
+Left out is what does not change values: names of functions and variables, source lines, shardings and meshes, weak
+types. What is called (a callback) counts by its name: its code is not looked at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program, inline, trace, where
+from vnode.operators.control import Body, Branches, Loop, Region, While, region_of
+
+SHOWN = 1000
+"""Different operations that are kept for naming differences; the digest is of all."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fingerprint:
+    """A traced function.
+
+    Attributes:
+      digest: SHA-256 of its operations, constants, and what goes from where to where.
+      operations: how often each operation is in it, without what it is applied to; the first `SHOWN` of them.
+      lines: where each is in the user's code; not part of what is compared.
+    """
+
+    digest: str
+    operations: dict[str, int]
+    lines: dict[str, str] = dataclasses.field(default_factory=dict, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        """Fit for JSON."""
+        return {"digest": self.digest, "operations": self.operations}
+
+    @classmethod
+    def from_json(cls, content: Mapping[str, Any]) -> Fingerprint:
+        """What `to_json` gave."""
+        return cls(content["digest"], dict(content["operations"]))
+
+    def differences(self, before: Fingerprint) -> list[str]:
+        """What is in this function and was not in another one, and the reverse; empty if they are equal."""
+        if self.digest == before.digest:
+            return []
+        now, then = Counter(self.operations), Counter(before.operations)
+        facts = [f"now:  {times(text, n)}{self.at(text)}" for text, n in (now - then).items()]
+        facts += [f"then: {times(text, n)}" for text, n in (then - now).items()]
+        return facts or ["the same operations, applied to other values"]
+
+    def at(self, operation: str) -> str:
+        """Where an operation is in the user's code, if that is known."""
+        return f" at {self.lines[operation]}" if operation in self.lines else ""
+
+
+def times(text: str, count: int) -> str:
+    """An operation, and how often."""
+    return text if count == 1 else f"{count} x {text}"
+
+
+def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
+    """Traces a function, without running it, and says what it computes.
+
+    Args:
+      fun: a function of pytrees of arrays, which returns one.
+      *args: arrays, or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The same in every process, for arguments of the same shapes and dtypes, whatever devices there are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> def descend(rate, w):
+      ...     return w - rate * jnp.sin(w)
+      >>> a, b = (fingerprint(functools.partial(descend, rate), jnp.ones(3)) for rate in (0.1, 0.01))
+      >>> [fact.split(" at ")[0] for fact in a.differences(b)]
+      ['now:  mul(0.1, float32[3]) -> float32[3]', 'then: mul(0.01, float32[3]) -> float32[3]']
+    """
+    return Writer().write(trace(fun, *args).program)
+
+
+class Writer:
+    """Turns programs into text, operation by operation."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.lines: dict[str, str] = {}
+        self.hash = hashlib.sha256()
+
+    def write(self, program: Program) -> Fingerprint:
+        """The fingerprint of a program."""
+        self.program(program)
+        shown = dict(sorted(self.counts.items())[:SHOWN])
+        return Fingerprint(self.hash.hexdigest(), shown, {text: self.lines[text] for text in shown})
+
+    def program(self, program: Program) -> None:
+        numbers: dict[Var, int] = {}
+        for var in program.inputs:
+            numbers[var] = len(numbers)
+            self.feed(f"input {type_of(var)}")
+        for var, value in program.constants.items():
+            numbers[var] = len(numbers)
+            text = f"constant {value_text(value)}"
+            self.feed(text)
+            self.count(text, "")
+        for eqn in program.equations:
+            operands = [literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars]
+            for var in eqn.outvars:
+                numbers[var] = len(numbers)
+            text = self.operation(eqn)
+            self.feed(f"{operands} {text}")
+        self.feed(f"output {[literal(a) if isinstance(a, Literal) else numbers[a] for a in program.outputs]}")
+
+    def operation(self, eqn: JaxprEqn) -> str:
+        """An equation as text; the bodies of a loop or branch are written before it, and count by themselves."""
+        region = region_of(eqn)
+        for body in bodies_of(region):
+            self.feed("body")
+            self.program(inline(body.jaxpr, body.constants, eqn))
+        params = [] if region is None else [facts_of(region)]
+        if region is None:
+            said = {name: value for name, value in eqn.params.items() if value is not None and name != "weak_type"}
+            params = [f"{name}={text}" for name, value in sorted(said.items()) if (text := value_text(value))]
+        inside = ", ".join(literal(a) if isinstance(a, Literal) else type_of(a) for a in eqn.invars)
+        outside = ", ".join(map(type_of, eqn.outvars))
+        text = f"{eqn.primitive.name}{'[' + ', '.join(params) + ']' if params else ''}({inside}) -> {outside}"
+        self.count(text, where(eqn) if text not in self.lines else "")
+        return text
+
+    def count(self, text: str, line: str) -> None:
+        self.counts[text] += 1
+        self.lines.setdefault(text, line)
+
+    def feed(self, text: str) -> None:
+        self.hash.update(text.encode() + b"\n")
+
+
+def bodies_of(region: Region | None) -> Sequence[Body]:
+    """The bodies of a loop or branch."""
+    match region:
+        case None:
+            return ()
+        case While():
+            return (region.condition, region.body)
+        case Branches():
+            return region.bodies
+        case _:
+            return (region.body,)
+
+
+def facts_of(region: Region) -> str:
+    """What a loop or branch is besides its bodies; how a loop is unrolled is none of the result's business."""
+    match region:
+        case Loop():
+            return f"length={region.length}, constants={region.constants}, carries={region.carries}" + (
+                ", reverse" if region.reverse else ""
+            )
+        case While():
+            return f"constants={region.condition_constants}+{region.body_constants}"
+        case _:
+            return f"branches={len(region.bodies)}"
+
+
+def type_of(var: Any) -> str:
+    """Dtype and shape, and nothing else that a type may say."""
+    aval = var.aval
+    return f"{aval.dtype}{list(aval.shape)}" if hasattr(aval, "dtype") else type(aval).__name__
+
+
+def literal(atom: Literal) -> str:
+    """A number as it is written in its own dtype: 0.1, not what float32 makes of it in float64."""
+    return value_text(np.asarray(atom.val, atom.aval.dtype)) if np.ndim(atom.val) == 0 else value_text(atom.val)
+
+
+@functools.singledispatch
+def value_text(value: Any) -> str:
+    """A parameter, constant or literal as text without addresses; empty if it does not change values."""
+    if isinstance(value, jax.sharding.Sharding | jax.sharding.Mesh | jax.sharding.AbstractMesh):
+        return ""
+    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return f"{value.dtype} {value_text(jax.random.key_data(value))}"
+    if isinstance(value, jax.Array | np.ndarray | np.generic):
+        array = np.asarray(value)
+        if array.ndim == 0:
+            return str(array)
+        return f"{array.dtype}{list(array.shape)} {hashlib.sha256(array.tobytes()).hexdigest()[:12]}"
+    if isinstance(value, np.dtype | jax.dtypes.extended | type):
+        return str(value)
+    if callable(value):
+        return function_name(value)
+    text = repr(value)
+    return type(value).__name__ if " at 0x" in text or "\n" in text else text
+
+
+@value_text.register(bool | int | float | complex | str | None)
+def _(value: Any) -> str:
+    return str(value)
+
+
+@value_text.register
+def _(value: enum.Enum) -> str:
+    return value.name
+
+
+@value_text.register(tuple | list)
+def _(value: Any) -> str:
+    return f"({', '.join(map(value_text, value))})"
+
+
+@value_text.register(set | frozenset)
+def _(value: Any) -> str:
+    return f"{{{', '.join(sorted(map(value_text, value)))}}}"
+
+
+@value_text.register
+def _(value: dict) -> str:
+    return f"{{{', '.join(f'{key}: {value_text(entry)}' for key, entry in sorted(value.items(), key=str))}}}"
+
+
+@value_text.register(ClosedJaxpr | Jaxpr)
+def _(value: Any) -> str:
+    body = getattr(value, "jaxpr", value)
+    return Writer().write(inline(body, getattr(value, "consts", ()))).digest[:12]
+
+
+def function_name(value: Any) -> str:
+    """A function by name, one with arguments bound by what it is made of."""
+    inner = getattr(value, "func", getattr(value, "__wrapped__", None))
+    if inner is not None and inner is not value:
+        return f"{value_text(inner)}({value_text(tuple(getattr(value, 'args', ()) or ()))})"
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

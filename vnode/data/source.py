@@ -1,0 +1,127 @@
+"""Where a loop takes its batches from, by step number: `Batches`, functions, sequences.
+
+Knows forms of data, and arrays on the host. Must not know steps, nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.errors import BatchError, VnodeError, layout_message
+from vnode.placement.placement import Placement
+
+
+def loader(data: Any, steps: int = 0) -> Callable[[int, Placement], Any]:
+    """What gives the batch of a step on a placement.
+
+    Batches that are the data's own arrays on the host are copied, so that data may fill and return one buffer.
+
+    Args:
+      data: what has a ``load(step, placement)``, a function of the step number, a sequence, or something with
+        ``batch(step)``.
+      steps: how many batches will be asked for, counted from number 0.
+
+    Raises:
+      VnodeError: the data have no batches by step number, or too few.
+    """
+    if hasattr(data, "load") and not isinstance(data, np.ndarray):
+        return data.load
+    if callable(data):
+        return lambda step, placement: owned(data(step), f"the batch of step {step}")
+    if isinstance(data, Mapping | tuple | np.ndarray | jax.Array):
+        raise VnodeError(
+            layout_message(
+                f"{type(data).__name__} is a data set, not batches by step number.",
+                facts=[f"it has the arrays {', '.join(sizes(data)[:8])}"],
+                remedies=["vnode.data.Batches(data, batch_size=...)", "a list, or a function of the step number"],
+            )
+        )
+    if hasattr(data, "__getitem__"):  # before `batch`, which a `grain.MapDataset` has for something else
+        if isinstance(data, Sequence) and len(data) < steps:
+            raise VnodeError(
+                layout_message(
+                    f"the data have {len(data)} batches, and the run has {steps} steps.",
+                    remedies=[f"steps={len(data)}", "lambda step: data[step % len(data)] to use them again"],
+                )
+            )
+        return lambda step, placement: owned(data[step], f"the batch of step {step}")
+    if hasattr(data, "batch"):
+        return lambda step, placement: owned(data.batch(step), f"the batch of step {step}")
+    raise VnodeError(
+        layout_message(
+            f"{type(data).__name__} has no batches by step number.",
+            facts=["after a failure, or in another run, steps are asked for again"],
+            remedies=["vnode.data.Batches(...) for a data set", "or a function of the step number"],
+        )
+    )
+
+
+def sizes(tree: Any) -> list[str]:
+    """The arrays of a pytree, each with its shape."""
+    return [
+        f"{jax.tree_util.keystr(path) or 'itself'}: shape {np.shape(leaf)}"
+        for path, leaf in jax.tree.leaves_with_path(tree)
+    ]
+
+
+def owned(batch: Any, what: str) -> Any:
+    """A batch that nobody else will write to: its arrays on the host are copies.
+
+    Without them the arrays of a batch that waits, or is being computed with, would change under the step when the data
+    fill the same buffer for the next one. jax on a CPU may use an array's memory as it is.
+
+    Args:
+      batch: a pytree.
+      what: it is, for messages.
+
+    Raises:
+      BatchError: a leaf holds objects, which is what ragged lists become, or text.
+    """
+
+    def own(path: Any, leaf: Any) -> Any:
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        check_dtype(path, leaf, what)
+        return np.array(leaf)
+
+    return jax.tree_util.tree_map_with_path(own, batch)
+
+
+def check_dtype(path: Any, leaf: Any, what: str) -> None:
+    """Refuses an array that jax cannot hold.
+
+    Args:
+      path: of the leaf, as jax has it.
+      leaf: the array.
+      what: it is a leaf of.
+
+    Raises:
+      BatchError: it holds objects or text.
+    """
+    if leaf.dtype.kind not in "OUSMm":
+        return
+    ragged = leaf.dtype.kind == "O"
+    raise BatchError(
+        layout_message(
+            f"{jax.tree_util.keystr(path) or 'an array'} of {what} has dtype {leaf.dtype}, which is not for devices.",
+            facts=[f"shape {leaf.shape}"]
+            + (["arrays of unequal lengths become an array of objects"] if ragged else []),
+            remedies=["pad to one length, with a mask of what is real"]
+            if ragged
+            else ["leave it out of the batch, or turn it into numbers first"],
+        )
+    )
+
+
+def description(data: Any) -> dict[str, Any] | None:
+    """What data say of the order of their examples, fit for JSON; None if they say nothing."""
+    return data.describe() if hasattr(data, "describe") else None
+
+
+def fingerprint(data: Any) -> str | None:
+    """What data say of the values of their examples; None if they say nothing."""
+    return data.fingerprint() if hasattr(data, "fingerprint") else None

@@ -1,0 +1,116 @@
+"""The devices that a run is to use: asked for, taken away, lost.
+
+Knows devices, meshes and placements. Must not know steps, states, or when devices are changed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.errors import JaxRuntimeError
+from jax.sharding import Mesh
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.placement import Placement
+
+
+class Devices:
+    """The devices that a run is to use, changed from wherever the change is known.
+
+    `change` may be called from other threads and from signal handlers; the run follows before its next step.
+
+    Args:
+      devices: a sequence of devices or a `Placement`.
+      counts: nodes on each device; as even as possible by default.
+
+    Example:
+      >>> import jax, signal, vnode
+      >>> devices = vnode.elastic.Devices(jax.devices())
+      >>> def fewer(*_):
+      ...     devices.change(jax.devices()[:1])
+      >>> previous = signal.signal(signal.SIGUSR1, fewer)
+      >>> signal.raise_signal(signal.SIGUSR1)
+      >>> devices.request.devices == (jax.devices()[0],)
+      True
+      >>> _ = signal.signal(signal.SIGUSR1, previous)
+    """
+
+    def __init__(self, devices: Any, *, counts: Sequence[int] | None = None) -> None:
+        self.change(devices, counts=counts)
+
+    def change(self, devices: Any, *, counts: Sequence[int] | None = None) -> None:
+        """Asks for other devices; the last request counts."""
+        self.request = Request.of(devices, counts)  # one assignment: no lock that a signal could find taken
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """Devices that are asked for."""
+
+    devices: Placement | Mesh | tuple[Any, ...]
+    counts: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, devices: Any, counts: Sequence[int] | None = None) -> Request:
+        """A request for a placement, a mesh, or a sequence of devices.
+
+        Raises:
+          PlacementError: it is none of them.
+        """
+        if not isinstance(devices, Placement | Mesh):
+            if isinstance(devices, str) or not isinstance(devices, Iterable):
+                raise PlacementError(f"devices must be a sequence of devices or a vnode.Placement, not {devices!r}")
+            devices = tuple(devices)
+        return cls(devices, None if counts is None else tuple(counts))
+
+
+def responds(device: Any) -> bool:
+    """Whether a device still computes: asks it for a sum."""
+    try:
+        return int(jax.device_put(np.int32(20), device) + jax.device_put(np.int32(22), device)) == 42
+    except JaxRuntimeError:
+        return False
+
+
+def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
+    """What asks for devices, as a function of the step number."""
+    if isinstance(devices, Devices):
+        return lambda number: devices.request
+    if callable(devices):
+
+        def ask(number: int) -> Request | None:
+            wanted = devices(number)
+            return None if wanted is None else Request.of(wanted)
+
+        return ask
+    fixed = Request.of(step.placement if devices is None else devices)
+    return lambda number: fixed
+
+
+def without(placement: Placement, lost: set[Any]) -> Mesh:
+    """The devices of a placement that are left; of a mesh with other axes, the whole slices along the nodes' axis.
+
+    Raises:
+      PlacementError: none are left.
+    """
+    mesh, axis = placement.mesh, placement.mesh.axis_names.index(placement.axis)
+    slices = np.moveaxis(mesh.devices, axis, 0).reshape(placement.size, -1)
+    left = [i for i, devices in enumerate(slices) if not lost & set(devices)]
+    if not left:
+        raise none_left(lost)
+    return Mesh(np.take(mesh.devices, left, axis), mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def none_left(lost: set[Any]) -> PlacementError:
+    """The error of a run that has lost all of its devices."""
+    return PlacementError(
+        layout_message(
+            "no device is left to go on with.",
+            facts=[f"lost: {', '.join(sorted(map(str, lost)))}"],
+            remedies=["start again with the same checkpoint=... where there are devices: the run resumes"],
+        )
+    )

@@ -1,0 +1,540 @@
+"""The loop of a run: step after step, and what is due between two of them.
+
+Knows steps as callables with placements, data by step number, and whom to ask for copies, metrics' writers and signals.
+Must not know jaxprs, nor how a state is copied or saved.
+
+Why the result is the same bits whatever happens to the devices: a step's result does not depend on them
+(`docs/same-bits.md`), the examples of step t depend on t only, and after a failure the run goes on from a copy of the
+state that was complete before it. Steps in between are run again, and give again what they gave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from vnode.data.prefetch import Prefetch
+from vnode.elastic.devices import Request, requests
+from vnode.elastic.identity import compare, identity, shape_of
+from vnode.elastic.options import RunOptions, takes
+from vnode.elastic.recovery import Recovery, given_away, has_nan, may_be_a_device
+from vnode.elastic.result import History, Resize, Result
+from vnode.elastic.signals import SecondInterrupt, Stop
+from vnode.elastic.writers import by_name
+from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
+from vnode.placement.host import abstract, on_host
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement
+from vnode.show.progress import Display
+from vnode.step.ahead import Preparation
+
+if TYPE_CHECKING:
+    from vnode.elastic.checkpoints import Checkpoints
+
+logger = logging.getLogger("vnode")
+
+AHEAD = 4
+"""Steps that may be under way before the loop waits for the first of them: enough to keep devices busy, few enough to
+bound the memory of their batches."""
+
+
+class Driver:
+    """One run.
+
+    Args:
+      step: a `VirtualStep`.
+      data: where the batches come from.
+      feed: the batches, loaded ahead.
+      state: the state before step `options.start`.
+      options: what was asked for.
+      checkpoints: where to save, if anywhere.
+      stop: whether a signal has asked for the end.
+
+    Attributes:
+      number: the step to come.
+      end: the step to end before; less than `options.steps` if a callback asked for it.
+      diverged: the first number of steps behind a state that is known to be bad, if there is one.
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        data: Any,
+        feed: Prefetch,
+        state: Any,
+        options: RunOptions,
+        checkpoints: Checkpoints | None,
+        stop: Stop,
+    ) -> None:
+        self.data = data
+        self.feed = feed
+        self.options = options
+        self.checkpoints = checkpoints
+        self.stop = stop
+        self.display: Display
+        self.shapes = jax.tree.map(lambda leaf: shape_of(leaf) if is_array(leaf) else leaf, state)
+        self.recovery = Recovery(options.alive, checkpoints, jax.tree.map(abstract, state))
+        self.requests = requests(options.devices, step)
+        self.facts: dict[str, Any] | None = None
+        self.compiling: dict[Placement, Preparation] = {}
+        self.asked: Request | None = None
+        self.pending: deque[tuple[int, Any]] = deque()
+        self.history = History(options.history_kept)
+        self.evaluations: list[tuple[int, Any]] = []
+        self.resizes: list[Resize] = []
+        self.resized: Resize | None = None
+        self.reason = ""
+        self.diverged: int | None = None
+        self.warned = False
+        self.end = options.steps
+        self.told = 0
+        """How many steps the state has behind it at the last evaluation."""
+        self.exact = options.callback is not None and takes(options.callback, 3)
+        """Whether the callback is given the state, so that it must be called before the next step."""
+        self.begin(step, state)
+
+    def begin(self, step: Any, state: Any) -> None:
+        """Places the state before the first step, or the one of the last checkpoint."""
+        self.step = step
+        found = self.recovery.resume(self.place)
+        if found is None:
+            self.place(self.options.start)
+            found = self.options.start, self.step.put(state)
+        else:
+            logger.info("resumed from step %d", found[0])
+        self.number, self.state = found
+        self.resumed = self.recovery.saved
+        self.first = self.number
+        self.told = self.number
+        self.last_save = time.monotonic()
+        if self.options.keep_every is not None:
+            self.recovery.keep(self.number, self.state)
+
+    def place(self, number: int) -> Placement:
+        """Goes to the devices that are asked for before the first step.
+
+        Raises:
+          CheckpointError: the run cannot begin with that step.
+        """
+        self.check_start(number)
+        try:
+            self.asked = self.requests(number)
+        except DeviceLost as error:
+            self.recovery.lost |= set(error.devices)
+        self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
+        return self.step.placement
+
+    def check_start(self, number: int) -> None:
+        """Refuses a checkpoint that does not lie between the first and the last step.
+
+        Raises:
+          CheckpointError: it does not.
+        """
+        if self.options.start <= number <= self.options.steps:
+            return
+        assert self.checkpoints is not None
+        beyond = number > self.options.steps
+        raise CheckpointError(
+            layout_message(
+                f"checkpoint {number} in {self.checkpoints.folder} is "
+                + (f"beyond steps={self.options.steps}." if beyond else f"before start={self.options.start}."),
+                facts=["steps counts from the first step of all, those before a checkpoint included"]
+                if beyond
+                else ["the state that was given and the checkpoint cannot both be gone on with"],
+                remedies=["more steps" if beyond else "leave out start to go on from the checkpoint", "another folder"],
+            )
+        )
+
+    def run(self) -> Result:
+        """The loop, begun again after each failure.
+
+        Raises:
+          BaseException: what ended it; the state is saved before, if there is where.
+        """
+        failure: Exception | None = None
+        try:
+            while True:
+                try:
+                    if failure is not None:
+                        self.recover(failure)
+                        failure = None
+                    while self.number < self.end and not self.stop.asked and self.diverged is None:
+                        self.advance()
+                    self.finish()
+                    return self.result()
+                except Exception as error:
+                    if error is failure or not may_be_a_device(error):
+                        raise
+                    traceback.clear_frames(error.__traceback__)  # they hold the state that failed
+                    failure = error
+        except SecondInterrupt:
+            raise
+        except BaseException as error:
+            self.rescue(error)
+            raise
+
+    def result(self) -> Result:
+        """What the run leaves."""
+        stopped = self.number < self.options.steps
+        reason = self.reason or (f"signal {self.stop.name}" if self.stop.asked else "")
+        if stopped:
+            logger.info("stopped after %d steps: %s", self.number, reason)
+        history, reason = list(self.history), reason if stopped else ""
+        return Result(self.state, self.number, history, self.evaluations, self.resizes, self.resumed, stopped, reason)
+
+    def advance(self) -> None:
+        """One step, and what is due after it."""
+        self.follow(self.requests(self.number))
+        if not self.feed.wait(self.number, self.step.placement, lambda: self.stop.asked):
+            return
+        batch = self.feed.get(self.number, self.step.placement)
+        self.identify(batch)
+        began = time.perf_counter()
+        results = self.step(self.state, batch)
+        self.state, metrics = self.parts(results)
+        if self.resized is not None:
+            returned = time.perf_counter()
+            jax.block_until_ready(results)
+            self.resized.compile, self.resized.first = returned - began, time.perf_counter() - returned
+            self.say(str(self.resized))
+            self.resized = None
+        self.pending.append((self.number, metrics))
+        self.number += 1
+        self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else AHEAD)
+        if due(self.number, self.options.keep_every):
+            self.keep()
+        if self.save_is_due() and self.good():
+            self.save()
+        if due(self.number, self.options.evaluate_every):
+            self.evaluate()
+
+    def save_is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        late = time.monotonic() - self.last_save >= self.options.save_seconds
+        return self.checkpoints is not None and (late or due(self.number, self.options.checkpoint_every))
+
+    def parts(self, results: Any) -> tuple[Any, Any]:
+        """The state and the metrics that a step returned.
+
+        Raises:
+          VnodeError: it returned something else, or the two the other way round.
+        """
+        if not (isinstance(results, tuple) and len(results) == 2):
+            raise VnodeError(
+                layout_message(
+                    "a step must return its state and its metrics.",
+                    facts=[f"it returned {type(results).__name__}"],
+                    remedies=["return state, {'loss': loss}", "return state, {} where there is nothing to tell"],
+                )
+            )
+        first, second = map(form, results)
+        expected = form(self.shapes)
+        if first != expected and second == expected:
+            raise VnodeError(
+                layout_message(
+                    "a step must return its state first, then its metrics.",
+                    facts=["the second thing that it returned has the form of the state, the first has not"],
+                    remedies=["return state, metrics"],
+                )
+            )
+        return results
+
+    def identify(self, batch: Any) -> None:
+        """Before the first step: what this run is, and whether it is the one that the checkpoint is of.
+
+        Raises:
+          CheckpointError: it is another one.
+        """
+        if self.checkpoints is None or self.facts is not None:
+            return
+        this = identity(self.step, self.data, self.shapes, batch)
+        if self.resumed is not None:
+            where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
+            for warning in compare(self.checkpoints.facts(self.resumed), this, where):
+                self.say(warning, logging.WARNING)
+        self.facts = this.facts
+
+    def say(self, text: str, level: int = logging.INFO) -> None:
+        """Tells of something in the log, and above the progress bar."""
+        logger.log(level, text)
+        self.display.line(text)
+
+    def follow(self, request: Request | None) -> None:
+        """Goes on on other devices if they are asked for."""
+        if request is None or request == self.asked:
+            return
+        step = self.recovery.sibling(self.step, request)
+        if self.options.compile_ahead and not self.compiled(step.placement):
+            return
+        self.asked = request
+        if step.placement == self.step.placement:
+            return
+        jax.block_until_ready(self.state)  # or the steps under way would count as moving
+        began = time.perf_counter()
+        self.state = jax.block_until_ready(step.put(self.state))
+        self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
+
+    def compiled(self, placement: Placement) -> bool:
+        """Whether the program for a placement is there, or cannot be had; it is compiled in the background if not."""
+        warming_up = self.options.compile_ahead == "warm_up"
+        if placement == self.step.placement or self.number == self.first:
+            return True  # nothing can be compiled before the first step has told shapes
+        if len(placement.groups) > 1 and not warming_up:
+            return True
+        if placement not in self.compiling:
+            self.compiling[placement] = (
+                self.step.warm_up(placement, self.state, self.feed.aside(self.number, placement))
+                if warming_up
+                else self.step.prepare(placement)
+            )
+        return self.compiling[placement].done()
+
+    def changed(self, step: Any, change: Resize) -> None:
+        """Takes note of a change of devices; the next step tells how long it took."""
+        self.step = step
+        self.resizes.append(change)
+        self.resized = change
+
+    def fetch(self, ahead: int) -> None:
+        """Takes the metrics of finished steps to the host, and waits until no more than `ahead` are unfinished."""
+        while self.diverged is None and self.pending and (len(self.pending) > ahead or finished(self.pending[0][1])):
+            number, metrics = self.pending[0]
+            wanted, visible = number % self.options.metrics_every == 0, self.display.due
+            values = jax.tree.map(on_host, metrics) if wanted or visible else jax.block_until_ready(metrics)
+            self.pending.popleft()
+            if visible:
+                self.display.update(number + 1, words(values, self.step.placement))
+            if wanted:
+                self.tell(number, values)
+
+    def tell(self, number: int, values: Any) -> None:
+        """Passes the metrics of a step on."""
+        self.history.append(number, values)
+        named = by_name(values)
+        self.write(number, named)
+        self.look(number, named)
+        if self.options.callback is not None:
+            end = number + 1 + (0 if self.exact else AHEAD)
+            self.ask(self.options.callback, self.exact, number, values, end)
+
+    def write(self, number: int, named: dict[str, Any]) -> None:
+        """Gives metrics to the writers."""
+        for writer in self.options.writers:
+            writer(number, named)
+
+    def ask(self, callback: Callable[..., Any], with_state: bool, number: int, values: Any, end: int) -> None:
+        """Calls a callback; if it returns True, the run ends before a step.
+
+        That step is the same however far the loop has got, so that the result does not depend on how fast devices are.
+        """
+        answer = callback(number, values, self.state) if with_state else callback(number, values)
+        if isinstance(answer, bool | np.bool_) and answer and end < self.end:
+            self.end, self.reason = end, f"the callback asked for it at step {number}"
+
+    def look(self, number: int, named: dict[str, Any]) -> None:
+        """Looks for losses that are no numbers."""
+        names = not_finite(named)
+        if not names:
+            return
+        if self.options.on_nan == "stop":
+            self.diverged = number + 1
+            self.reason = f"{', '.join(names)} of step {number} is not finite"
+        elif not self.warned:
+            self.warned = True
+            self.say(f"{', '.join(names)} of step {number} is not finite; the run goes on", logging.WARNING)
+
+    def good(self) -> bool:
+        """Whether all steps so far, and the state behind them, are good; waits for them.
+
+        The metrics come first: those of steps that are behind a copy would not be told again.
+        """
+        self.fetch(0)
+        if self.diverged is None and self.options.on_nan == "stop" and has_nan(self.state):
+            self.diverged = self.number
+            self.reason = f"the state after step {self.number - 1} holds numbers that are none"
+        return self.diverged is None
+
+    def keep(self) -> None:
+        """Copies the state to the host. The steps behind it are then known to be good."""
+        if self.good():
+            self.recovery.keep(self.number, self.state)
+
+    def save(self) -> None:
+        """Saves the state, unless a step that is run again was saved the first time."""
+        saved = self.recovery.saved
+        if self.checkpoints is not None and (saved is None or self.number > saved):
+            self.write_checkpoint(self.number, self.state)
+
+    def write_checkpoint(self, number: int, state: Any) -> None:
+        """Saves a state.
+
+        Raises:
+          CheckpointError: it cannot be; the error has the state.
+        """
+        assert self.checkpoints is not None
+        try:
+            with self.stop.sheltered():
+                self.checkpoints.save(number, state, self.facts or {})
+                self.recovery.saved = number
+        except CheckpointError as error:
+            error.step, error.state = number, state
+            raise
+        self.last_save = time.monotonic()
+        logger.info("checkpoint of step %d", number)
+
+    def evaluate(self) -> None:
+        """Evaluates the state, and passes the metrics on.
+
+        Raises:
+          VnodeError: the evaluation gave the state away.
+        """
+        evaluate = self.options.evaluate
+        if evaluate is None or not self.good():
+            return
+        values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
+        values = jax.tree.map(on_host, values)
+        if given_away(self.state):
+            raise VnodeError(
+                layout_message(
+                    "the evaluation gave the state away: its arrays are no more.",
+                    facts=[f"donated: {', '.join(given_away(self.state)[:8])}"],
+                    remedies=["no donate_argnums for the step that evaluates"],
+                )
+            )
+        self.told = self.number
+        self.evaluations.append((self.number, values))
+        self.write(self.number, by_name(values, "evaluate/"))
+        logger.info("evaluated after %d steps: %s", self.number, scalars(values))
+        callback = self.options.evaluate_callback
+        if callback is not None:
+            self.ask(callback, takes(callback, 3), self.number, values, self.number)
+
+    def finish(self) -> None:
+        """Waits for the last step, saves the state, and evaluates it."""
+        jax.block_until_ready(self.state)
+        good = self.good()
+        if not good:
+            self.last_good()
+        self.save()
+        if good and self.told < self.number and not self.stop.asked:
+            self.evaluate()
+        self.display.update(self.number, "")
+
+    def last_good(self) -> None:
+        """Goes back to the last state that is good: free of numbers that are none, behind steps with finite losses.
+
+        The first time round finds out which it is; a state that was donated is not there to go back to.
+        """
+        assert self.diverged is not None
+        self.pending.clear()
+        for last in (False, True):
+            self.state = None  # makes room for the copy
+            self.number, self.state = self.recovery.go_back(self.step.placement)
+            while self.number < self.diverged:
+                batch = self.feed.aside(self.number, self.step.placement)
+                self.state, metrics = self.step(self.state, batch)
+                bad = self.number % self.options.metrics_every == 0 and not_finite(
+                    by_name(jax.tree.map(on_host, metrics))
+                )
+                if not last and (bad or has_nan(self.state)):
+                    self.diverged = self.number
+                    break
+                self.number += 1
+        self.back_to(self.number)
+        self.say(f"{self.reason}: back to the state after {self.number} steps", logging.WARNING)
+
+    def back_to(self, number: int) -> None:
+        """Forgets what was told of the steps from this one on."""
+        self.history.back_to(number)
+        self.evaluations = [entry for entry in self.evaluations if entry[0] <= number]
+        self.told = min(self.told, number)
+
+    def recover(self, error: Exception) -> None:
+        """Goes back to the last copy of the state, on the devices that are left.
+
+        Raises:
+          PlacementError: no device is left.
+          VnodeError: there is no copy.
+          Exception: the error, if no device is to blame and it came before.
+        """
+        self.pending.clear()
+        self.state = None  # makes room for the copy
+        before = self.step.placement
+        logger.warning("step %d failed: %s", self.number, error)
+        gone = self.recovery.blame(error, self.number, before.devices)
+        try:
+            step = self.recovery.sibling(self.step, Request(before))
+        except VnodeError as none:
+            raise none from error
+        began = time.perf_counter()
+        good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
+        moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"
+        change = Resize(good, before, step.placement, gone, message, self.number - good, moved)
+        self.number = good
+        self.back_to(good)
+        self.asked, self.end, self.reason, self.diverged = None, self.options.steps, "", None
+        self.changed(step, change)
+
+    def rescue(self, error: BaseException) -> None:
+        """Saves what there is before an error ends the run; the error says so."""
+        if self.checkpoints is None or isinstance(error, CheckpointError):
+            return
+        try:
+            found = self.recovery.last_state(self.number, self.state, self.step.placement)
+            if found is not None:
+                self.write_checkpoint(*found)
+                error.add_note(f"The state after {found[0]} steps was saved before; the same call goes on from there.")
+        except Exception as failed:
+            logger.exception("the state could not be saved after an error")
+            error.add_note(f"The state could not be saved: {type(failed).__name__}: {failed}")
+
+    def close(self) -> None:
+        """Drops what has not begun to compile."""
+        for preparation in self.compiling.values():
+            preparation.cancel()
+
+
+def due(number: int, every: int | None) -> bool:
+    """Whether something that is done after so many steps is due."""
+    return every is not None and number % every == 0
+
+
+def form(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
+    """The structure of a pytree, and the shapes in it."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef, [np.shape(leaf) if is_array(leaf) else () for leaf in leaves]
+
+
+def finished(metrics: Any) -> bool:
+    """Whether metrics are computed."""
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
+
+
+def not_finite(named: dict[str, Any]) -> list[str]:
+    """The names of metrics that hold infinities or what is no number: of the loss, where one is called so."""
+    found = []
+    for name, value in ({"loss": named["loss"]} if "loss" in named else named).items():
+        with contextlib.suppress(TypeError):  # not a kind of number
+            found += [] if np.isfinite(value).all() else [name]
+    return found
+
+
+def scalars(metrics: Any) -> str:
+    """The first scalar metrics in a few words."""
+    named = by_name(metrics)
+    numbers = {name: value for name, value in named.items() if isinstance(value, bool | int | float)}
+    return "  ".join(f"{name.replace('/', '.')} {value:.4g}" for name, value in list(numbers.items())[:4])
+
+
+def words(metrics: Any, placement: Placement) -> str:
+    """Scalar metrics and the placement, in a few words."""
+    counts = sorted(set(placement.counts), reverse=True)
+    return "  ".join([scalars(metrics), f"{placement.size} devices x {'/'.join(map(str, counts))} nodes"])

@@ -1,0 +1,111 @@
+"""An evaluation of the state while it is trained: a virtualized step over data of its own.
+
+Knows steps as callables with placements, and batches by number. Must not know the training.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.data.source import loader
+from vnode.elastic.options import whole
+from vnode.errors import BatchError, VnodeError, layout_message
+from vnode.placement.host import on_host
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import is_sharded_batch
+
+
+class Evaluation:
+    """Evaluates a state on some batches, on the devices on which it is trained. For ``run(..., evaluate=...)``.
+
+    Args:
+      step: a virtualized ``(state, batch) -> metrics``, a pytree of arrays; as many virtual nodes as the training step
+        has is best, but any number does.
+      data: as for `vnode.elastic.run`.
+      batches: how many, from number 0 on; by default one epoch of `vnode.data.Batches`, or the length of a sequence.
+      combine: makes one value of the metrics of all batches and the number of examples in each; by default the mean,
+        weighted by examples, in float64. So metrics should be means over examples, or `combine` must be given.
+
+    Raises:
+      VnodeError: it is not known how many batches there are, or these would not hold each example once.
+
+    Example:
+      >>> import jax.numpy as jnp, vnode
+      >>> error = vnode.virtualize(lambda w, batch: {"error": jnp.mean(jnp.abs(batch["x"] - w))}, virtual_nodes=2)
+      >>> held_out = vnode.data.Batches({"x": np.arange(5.0)}, batch_size=2, shuffle=False, last="keep")
+      >>> evaluation = Evaluation(error, held_out)
+      >>> float(evaluation(jnp.float32(1), error.placement)["error"])
+      1.4
+    """
+
+    def __init__(
+        self,
+        step: Any,
+        data: Any,
+        *,
+        batches: int | None = None,
+        combine: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
+    ) -> None:
+        self.step = step
+        self.batches = batches_in(data) if batches is None else whole("batches", batches, 1)
+        self.load = loader(data, self.batches)
+        self.combine = combine or weighted_mean
+
+    def __call__(self, state: Any, placement: Placement) -> Any:
+        """The metrics of a state, on the host.
+
+        Args:
+          state: as the training step returns it; stays as it is.
+          placement: the training step's.
+        """
+        step = self.on(placement)
+        metrics, examples = [], []
+        for number in range(self.batches):
+            batch = self.load(number, step.placement)
+            examples.append(size_of(batch))
+            metrics.append(step(state, batch))  # all are under way before the first is waited for
+        return self.combine([jax.tree.map(on_host, each) for each in metrics], examples)
+
+    def on(self, placement: Placement) -> Any:
+        """The step on the devices of a placement."""
+        if self.step.options.virtual_nodes == placement.virtual_nodes:
+            return self.step.on(placement)
+        return self.step.on(placement.devices if len(placement.groups) > 1 else placement.mesh)
+
+
+def batches_in(data: Any) -> int:
+    """How many batches hold each example once.
+
+    Raises:
+      VnodeError: nobody knows, or none do.
+    """
+    order = getattr(data, "order", None)
+    if order is not None:
+        if order.last == "wrap" and order.examples % order.batch_size:
+            raise BatchError(
+                layout_message(
+                    "the last batch of an epoch holds examples of the next one, which would count twice.",
+                    facts=[f"{order.examples} examples in batches of {order.batch_size}"],
+                    remedies=['vnode.data.Batches(..., last="keep"): its last batch is smaller', "batches=..."],
+                )
+            )
+        return math.ceil(order.steps_per_epoch)
+    if isinstance(data, Sequence):
+        return len(data)
+    raise VnodeError(f"{type(data).__name__} does not say how many batches it has: give Evaluation(..., batches=...)")
+
+
+def size_of(batch: Any) -> int:
+    """How many examples a batch holds, by dimension 0 of its arrays."""
+    leaves = [leaf for leaf in jax.tree.leaves(batch, is_leaf=is_sharded_batch) if np.ndim(leaf)]
+    return np.shape(leaves[0])[0] if leaves else 1
+
+
+def weighted_mean(metrics: Sequence[Any], examples: Sequence[int]) -> Any:
+    """The mean of the metrics of several batches, weighted by their examples, in float64."""
+    return jax.tree.map(lambda *leaves: np.average(np.stack(leaves).astype(np.float64), 0, examples), *metrics)

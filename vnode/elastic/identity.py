@@ -1,0 +1,154 @@
+"""What identifies a run, so that another one that goes on from its checkpoint is the same run.
+
+Knows steps, data, and versions of libraries. Must not know checkpoints, nor when they are compared.
+
+Three kinds of facts. What changes the result by definition (the number of virtual nodes, how sums are formed, the order
+of examples) is refused. What is likely to change it (other operations in the step, other values in the data, other
+versions of jax, another kind of device) is warned about: training may be meant to go on with a smaller learning rate.
+What does not change it (how many devices there are) is not kept.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+from typing import Any, NamedTuple
+
+import jax
+
+from vnode.analysis.fingerprint import Fingerprint, fingerprint
+from vnode.data.source import description
+from vnode.data.source import fingerprint as data_fingerprint
+from vnode.errors import CheckpointError, layout_message
+from vnode.placement.leaves import is_array
+from vnode.placement.sharded import is_sharded_batch
+
+logger = logging.getLogger("vnode")
+
+SHOWN = 12
+"""Differences that are named."""
+
+
+class Identity(NamedTuple):
+    """What identifies a run.
+
+    Attributes:
+      facts: fit for JSON.
+      program: what the step computes, with its lines in the user's code; None if that is not known.
+    """
+
+    facts: dict[str, Any]
+    program: Fingerprint | None
+
+
+def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
+    """What identifies a run.
+
+    Args:
+      step: a `VirtualStep` ``(state, batch) -> (state, metrics)``.
+      data: where the batches come from.
+      state: a state, arrays or `jax.ShapeDtypeStruct`s.
+      batch: a batch, likewise.
+    """
+    options, program = step.options, program_of(step, state, batch)
+    facts = {
+        "data": description(data),
+        "step": {
+            "virtual_nodes": options.virtual_nodes,
+            "reduction": options.reduction,
+            "nodes in a lane": options.lane,
+            "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
+            "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
+        },
+        "program": None if program is None else program.to_json(),
+        "examples": data_fingerprint(data),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "devices": step.placement.kinds,
+    }
+    return Identity(json.loads(json.dumps(facts)), program)  # as they will be read: with lists for tuples
+
+
+def program_of(step: Any, state: Any, batch: Any) -> Fingerprint | None:
+    """The fingerprint of what the user's step computes on a whole batch; None if it cannot be traced by itself."""
+    leaves, treedef = jax.tree.flatten((state, batch), is_leaf=is_sharded_batch)
+    arrays = [shape_of(leaf) for leaf in leaves if is_array(leaf)]
+
+    def on_arrays(*values: Any) -> list[Any]:
+        rest = iter(values)
+        args = jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
+        return [leaf for leaf in jax.tree.leaves(step.__wrapped__(*args)) if is_array(leaf)]
+
+    try:
+        return fingerprint(on_arrays, *arrays)
+    except Exception as error:  # the run itself will tell, if it is an error there too
+        logger.warning("a change of the step's code will not be noticed, as it cannot be traced by itself: %s", error)
+        return None
+
+
+def shape_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of an array, wherever it is."""
+    if isinstance(leaf, jax.ShapeDtypeStruct) or is_sharded_batch(leaf):
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
+    """Compares the facts of a checkpoint with those of the run that would go on from it.
+
+    Args:
+      before: of the checkpoint; facts that it does not have are not compared.
+      run: this one.
+      where: the checkpoint, for messages.
+
+    Returns:
+      Warnings: what may change the result.
+
+    Raises:
+      CheckpointError: the result would be another one by definition.
+    """
+    now = run.facts
+    refuse("data", before, now, f"{where} was made with other batches.", "give the data the options that they had")
+    refuse("step", before, now, f"{where} was made with another kind of step.", "virtualize the step as it was then")
+    warnings = []
+    if before.get("versions") and before["versions"] != now["versions"]:
+        facts = changes(before["versions"], now["versions"])
+        warnings.append(f"{where} was written under other versions, whose bits may differ: {'; '.join(facts)}")
+    if before.get("devices") and before["devices"] != now["devices"]:
+        kinds = f"{before['devices']} then, {now['devices']} now"
+        warnings.append(f"{where} was written on another kind of device, whose bits may differ: {kinds}")
+    if before.get("examples") != now["examples"] and None not in (before.get("examples"), now["examples"]):
+        warnings.append(f"{where} was made with other examples: a sample of their values has another checksum")
+    if (before.get("data") is None) != (now["data"] is None) and "data" in before:
+        whose = "the checkpoint's" if before["data"] is None else "this run's"
+        warnings.append(f"{where} may have been made with other batches: {whose} data do not describe themselves")
+    if before.get("program") and run.program:
+        facts = run.program.differences(Fingerprint.from_json(before["program"]))
+        if facts:
+            shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
+            warnings.append(layout_message(f"{where} was made by a step that computes something else.", facts=shown))
+    return warnings
+
+
+def refuse(name: str, before: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:
+    """Refuses facts that must be equal.
+
+    Raises:
+      CheckpointError: they are not.
+    """
+    old, new = before.get(name), now[name]
+    if old is not None and new is not None and old != new:
+        raise CheckpointError(
+            layout_message(
+                what,
+                facts=changes(old, new),
+                remedies=[remedy, "or use another folder", "or begin a new run with the state: start=..."],
+            )
+        )
+
+
+def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """What differs between two dictionaries."""
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    return [f"{name}: {before.get(name)!r} then, {now.get(name)!r} now" for name in names]
