@@ -15,6 +15,7 @@ bits and more rounds by no more than it is moved by already, and there is far mo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,8 +26,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.operators import Monoid, OperatorDescription, describe
-from vnode.operators.control import Body, Branches, Loop, body_of, call_of, region_of
-from vnode.runtime.evaluate import bind, context_of
+from vnode.operators.control import Body, Region, body_of, call_of, region_of
+from vnode.runtime.evaluate import InProgram, as_array, bind, context_of
 
 ODD = 0x9E3779B97F4A7C15
 """Multiplying by it mixes bits: 2**64 over the golden ratio, odd (Knuth, TAOCP 3, 6.4)."""
@@ -77,7 +78,7 @@ def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
             elif region is not None:
                 results = within(region, eqn, values, seed)
             else:
-                results = bind(eqn, values)
+                results = bind(eqn, None, "", values)
                 terms = terms_of(describe(eqn))
                 results = [
                     moved(result, values, seed, index, terms) if terms > 1 or (terms and narrow(result)) else result
@@ -87,37 +88,17 @@ def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
     return list(map(read, body.jaxpr.outvars))
 
 
-def within(region: Any, eqn: JaxprEqn, values: Sequence[Any], seed: jax.Array) -> list[Any]:
+def within(region: Region, eqn: JaxprEqn, values: Sequence[Any], seed: jax.Array) -> list[Any]:
     """Evaluates a loop or branch."""
-    if isinstance(region, Loop):
-        constants, rest = values[: region.constants], values[region.constants :]
+    operands = list(values)
+    for i in region.carried:
+        operands[i] = as_array(operands[i], eqn.invars[i])
 
-        def turn(carry: Any, xs: Any) -> Any:
-            results = evaluate(region.body, [*constants, *carry, *xs], seed)
-            return results[: region.carries], results[region.carries :]
+    def run(body: Body, inputs: list[Any]) -> list[Any]:
+        results = evaluate(body, inputs, seed)
+        return [as_array(value, atom) for value, atom in zip(results, body.jaxpr.outvars, strict=True)]
 
-        init = [as_typed(v, var) for v, var in zip(rest[: region.carries], region.body.jaxpr.outvars, strict=False)]
-        last, stacked = lax.scan(
-            turn, init, rest[region.carries :], length=region.length, reverse=region.reverse, unroll=region.unroll
-        )
-        return [*last, *stacked]
-    if isinstance(region, Branches):
-        chosen = values[0].astype(jnp.int32) if values[0].dtype == jnp.bool_ else values[0]
-        arms = [lambda *args, b=body: evaluate(b, args, seed) for body in region.bodies]
-        return lax.switch(chosen, arms, *values[1:])
-    if getattr(region.condition.jaxpr.outvars[0].aval, "shape", ()):
-        return bind(eqn, values)
-    first, second = region.condition_constants, region.condition_constants + region.body_constants
-    return lax.while_loop(
-        lambda carry: evaluate(region.condition, [*values[:first], *carry], seed)[0],
-        lambda carry: evaluate(region.body, [*values[first:second], *carry], seed),
-        [as_typed(v, var) for v, var in zip(values[second:], region.body.jaxpr.outvars, strict=True)],
-    )
-
-
-def as_typed(value: Any, var: Any) -> Any:
-    """A loop's initial carry with the type that its body returns, weak or not."""
-    return lax.convert_element_type(value, var.aval.dtype) if hasattr(var.aval, "dtype") else value
+    return region.run(InProgram(eqn), [functools.partial(run, body) for body in region.bodies], operands)
 
 
 def terms_of(description: OperatorDescription | None) -> int:
