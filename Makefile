@@ -17,7 +17,7 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make test      the tests"
-	@echo "make test-all  every combination of step, nodes and devices, and $(PROGRAMS) random programs"
+	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs"
 	@echo "make lint      ruff and pyright"
 	@echo "make bench     the benchmarks, as a table"
 
@@ -35,6 +35,8 @@ test: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	for isa in SSE4_2 AVX2; do XLA_FLAGS=--xla_cpu_max_isa=$$isa $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) \
+		tests/test_zoo.py tests/test_invariance.py tests/test_overflow.py || exit 1; done
 	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)
 
 lint: $(VENV)/.installed

@@ -5,7 +5,7 @@ Knows recipes and levels. Must not know devices or how anything is evaluated.
 Where a partial value is accumulated matters: the frontier between per-node and once-only work may be moved along
 linear equations. It is moved as early as possible as long as the accumulators do not grow, so that scaling happens
 once, while two gradients of a tied weight are added before they are accumulated. A transpose stays in the loop, where
-the compiler folds it into the product before it.
+the compiler folds it into the product before it. A cast of a sum to more bits always comes after the sum.
 """
 
 from __future__ import annotations
@@ -194,6 +194,7 @@ class Sweep:
         self.position = flow.position
         self.waiting: list[int] = []
         self.known = known
+        self.widened = widened_sums(flow)
         self.evaluated: set[int] = set()
         self.keepable, self.decided = kept
         self.keeping = False
@@ -482,8 +483,8 @@ class Sweep:
             for atom in step.eqn.invars
             if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Partial)
         }
-        if any(itemsize(atom) < itemsize(var) for atom in partial for var in late):
-            return False  # a cast to more bits comes before the sum: that is the sum that the user reads
+        if not self.widened.isdisjoint(late):
+            return True
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         gain = sum(size_of(var) for var in late) - cost
         return bool(partial) and (gain > 0 if step.description.movement else gain >= 0)
@@ -531,6 +532,24 @@ def known_values(flow: Flow) -> set[Var]:
         if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
             known.add(eqn.outvars[0])
     return known
+
+
+def widened_sums(flow: Flow) -> set[Var]:
+    """Partial values that are made of a sum by a cast to more bits.
+
+    The sum overflows, or wraps around, in the type that the user gave it. Were each node's piece cast before they are
+    added, it would not where there are several nodes, and a step that is to be skipped for it would not be.
+    """
+    found: set[Var] = set()
+    for step in flow.steps:
+        operands = [
+            atom for atom in step.eqn.invars if isinstance(atom, Var) and isinstance(flow.states[atom].form, Partial)
+        ]
+        for var, form in zip(step.eqn.outvars, step.results, strict=True):
+            wider = step.location is None and any(itemsize(atom) < itemsize(var) for atom in operands)
+            if isinstance(form, Partial) and (wider or not found.isdisjoint(operands)):
+                found.add(var)
+    return found
 
 
 def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
