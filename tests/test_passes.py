@@ -396,3 +396,20 @@ def test_name_stacks_and_source_lines_are_kept() -> None:
     lowered = virtual.lower(params, x).as_text(debug_info=True)
     assert f"module @jit_{step.__name__} " in lowered
     assert "test_passes.py" in lowered
+
+
+def test_an_epoch_in_the_step_holds_no_copy_of_its_data() -> None:
+    """A loop that picks minibatches from an argument, around passes of its own, reads it where it lies."""
+    size, rows = 64, 64
+
+    def epoch(w: jax.Array, x: jax.Array) -> jax.Array:
+        def update(i: jax.Array, w: jax.Array) -> jax.Array:
+            batch = jax.lax.dynamic_slice_in_dim(x, i * rows, rows)
+            return w - 0.1 * jax.grad(lambda w: jnp.mean((batch @ w) ** 2))(w)
+
+        return jax.lax.fori_loop(0, x.shape[0] // rows, update, w)
+
+    x = jnp.ones((64 * rows, size))
+    step = vnode.virtualize(epoch, virtual_nodes=8).on(jax.devices()[:1])
+    held = step.lower(jnp.ones((size, 2)), x).compile().memory_analysis().temp_size_in_bytes
+    assert held < x.nbytes / 4
