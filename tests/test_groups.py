@@ -112,7 +112,7 @@ def test_a_state_that_comes_back_is_in_place() -> None:
     w, x = normal(5), normal(16, 5)
     for _ in range(3):
         w = step(w, x)
-    ((program, *_),) = step._group_programs.values()
+    ((program, *_),) = step.executor._groups.values()
     (_, (copy,)) = program._replicas._copies[id(w)]
     assert copy.sharding.device_set == {jax.devices()[1]}
     np.testing.assert_array_equal(copy, w)
