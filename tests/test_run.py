@@ -543,8 +543,9 @@ def test_shelter() -> None:
             pass
 
 
-def test_signal_while_data_are_awaited(tmp_path: Path) -> None:
+def test_signal_while_data_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stop signal ends a run whose data do not come."""
+    monkeypatch.setattr("vnode.data.prefetch.GRACE", 0.1)
     released, found = threading.Event(), signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def stuck(number: int) -> Any:

@@ -13,7 +13,7 @@ import enum
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline, trace, where
-from vnode.operators.control import Body, Branches, Loop, Region, While, region_of
+from vnode.operators.control import Region, region_of
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
@@ -126,10 +126,10 @@ class Writer:
     def operation(self, eqn: JaxprEqn) -> str:
         """An equation as text; the bodies of a loop or branch are written before it, and count by themselves."""
         region = region_of(eqn)
-        for body in bodies_of(region):
+        for body in () if region is None else region.bodies:
             self.feed("body")
             self.program(inline(body.jaxpr, body.constants, eqn))
-        params = [] if region is None else [facts_of(region)]
+        params = [] if region is None else facts_of(region)
         if region is None:
             said = {name: value for name, value in eqn.params.items() if value is not None and name != "weak_type"}
             params = [f"{name}={text}" for name, value in sorted(said.items()) if (text := value_text(value))]
@@ -147,30 +147,10 @@ class Writer:
         self.hash.update(text.encode() + b"\n")
 
 
-def bodies_of(region: Region | None) -> Sequence[Body]:
-    """The bodies of a loop or branch."""
-    match region:
-        case None:
-            return ()
-        case While():
-            return (region.condition, region.body)
-        case Branches():
-            return region.bodies
-        case _:
-            return (region.body,)
-
-
-def facts_of(region: Region) -> str:
+def facts_of(region: Region) -> list[str]:
     """What a loop or branch is besides its bodies; how a loop is unrolled is none of the result's business."""
-    match region:
-        case Loop():
-            return f"length={region.length}, constants={region.constants}, carries={region.carries}" + (
-                ", reverse" if region.reverse else ""
-            )
-        case While():
-            return f"constants={region.condition_constants}+{region.body_constants}"
-        case _:
-            return f"branches={len(region.bodies)}"
+    facts = {field.name: getattr(region, field.name) for field in dataclasses.fields(region)}
+    return [f"{name}={value}" for name, value in facts.items() if name not in ("bodies", "unroll")]
 
 
 def type_of(var: Any) -> str:

@@ -6,12 +6,16 @@ Knows threads. Must not know what is loaded, from where, or what a step is.
 from __future__ import annotations
 
 import logging
+import math
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 logger = logging.getLogger("vnode")
 
+GRACE = 5.0
+"""Seconds that a load may still take when nobody wants to wait for it any longer."""
 POLL = 0.1
 """Seconds between two looks at whether to go on waiting."""
 PATIENCE = 10.0
@@ -70,17 +74,20 @@ class Prefetch:
         return value
 
     def wait(self, step: int, placement: Any, unless: Callable[[], bool]) -> bool:
-        """Waits until what belongs to a step is there (or has failed), or until `unless` is true.
+        """Waits until what belongs to a step is there (or has failed); not much longer once `unless` is true.
 
         Returns:
           Whether it is there, so that `get` returns at once. Without a thread it is not waited for.
         """
         if self.depth < 1:
-            return not unless()
+            return True
+        until = math.inf
         with self.changed:
             self.ask(step, placement)
-            while step not in self.ready and not unless():
+            while step not in self.ready and time.monotonic() < until:
                 self.changed.wait(POLL)
+                if until == math.inf and unless():
+                    until = time.monotonic() + GRACE
             return step in self.ready
 
     def ask(self, step: int, placement: Any) -> None:

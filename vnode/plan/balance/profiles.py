@@ -272,13 +272,13 @@ class Profiles:
 def is_count(number: Any, least: int = 1) -> bool:
     """Whether this is a whole number that is neither too small nor absurdly large."""
     whole = isinstance(number, int | np.integer) and not isinstance(number, bool)
-    return bool(whole and least <= number <= LARGEST)
+    return whole and bool(least <= number <= LARGEST)
 
 
 def is_time(seconds: Any) -> bool:
     """Whether this is a number of seconds that is neither negative nor absurdly large."""
     number = isinstance(seconds, int | float | np.integer | np.floating) and not isinstance(seconds, bool)
-    return bool(number and 0 <= seconds <= LONGEST)
+    return number and bool(0 <= seconds <= LONGEST)
 
 
 def nonnegative_fit(columns: np.ndarray) -> tuple[float, float, float]:
