@@ -130,7 +130,7 @@ def test_kinds_that_may_differ_in_bits_take_the_state_of_the_first(monkeypatch: 
         w, _ = step.on(jax.devices()[:1])(w, normal(21 + i, 3), 1.0)
         there, _ = step.on(grouped([1, 2]))(there, normal(21 + i, 3), 1.0)
     assert digest(there) == digest(w)
-    programs = [program for program, *_ in step.on(grouped([1, 2]))._group_programs.values()]
+    programs = [program for program, *_ in step.on(grouped([1, 2])).executor._groups.values()]
     assert len(programs) == 3  # one for each size of the batch
     assert not any(program._replicas._copies for program in programs)
 
