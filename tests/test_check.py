@@ -84,6 +84,7 @@ def test_a_step_that_differs_is_not_ok() -> None:
     (leaf,) = local.leaves
     assert leaf.verdict == "DIFFERENT" and leaf.wrong > leaf.size / 2
     assert "NOT equal to the plain step in 1 of 1 array" in " ".join(str(local).split())
+    assert "coupling='local' is not meant to equal the plain step" in str(local)
     exact = vnode.virtualize(batch_norm, virtual_nodes=4, recompute_budget=9.0)
     assert vnode.check(exact, args, devices=[1]).ok
 

@@ -86,6 +86,7 @@ class Check(Drawn):
       promised: whether the step promises the same bits on all of them.
       repeatable: whether a second run on the first place gave the bits of the first.
       plain: why there is nothing to compare with; nothing if there is.
+      exact: whether the step means to equal the plain one: couplings that are estimated do not.
     """
 
     name: str
@@ -94,6 +95,7 @@ class Check(Drawn):
     promised: bool
     repeatable: bool
     plain: str = ""
+    exact: bool = True
 
     @property
     def equal(self) -> bool:
@@ -145,6 +147,8 @@ class Check(Drawn):
         ]
         if not self.promised:
             facts.append(Fact("", "reduction='fast' does not promise the same bits"))
+        if not self.exact:
+            facts.append(Fact("", "coupling='local' is not meant to equal the plain step"))
         columns = (
             Column("result", code=True, wide=True),
             Column("kind", code=True),
@@ -266,6 +270,7 @@ def check(
         virtual.options.reduction == "invariant",
         repeatable,
         "not asked for" if reference is None else reference.absent,
+        virtual.options.coupling in ("exact", "error"),
     )
 
 
