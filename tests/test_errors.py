@@ -255,7 +255,6 @@ MISTAKES: dict[str, Callable[..., Any]] = {
     "gradient by integers": lambda w, x: jax.grad(lambda n: n.sum())(jnp.arange(3)),
     "carry of a scan": lambda w, x: jax.lax.scan(lambda c, _: (jnp.zeros(4), None), w, jnp.arange(3)),
     "branches of a cond": lambda w, x: jax.lax.cond(w[0] > 0, lambda: x, lambda: x[0]),
-    "axis that is not bound": lambda w, x: jax.lax.pmean(x, "batch"),
     "key": lambda w, x: jax.random.normal(3, (2,)),
     "number of arguments": lambda w: w,
     "attribute": lambda w, x: w.weight,

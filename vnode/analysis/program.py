@@ -9,13 +9,16 @@ import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
+from vnode.analysis.meshless import NoMeaning, Replicated, meshless
+from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 from vnode.operators import OperatorDescription, describe, kind
 from vnode.operators.control import Body, call_of
 from vnode.operators.indexing import with_batching_dims
@@ -195,8 +198,49 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
 
     Returns:
       What jax traced.
+
+    Raises:
+      VnodeError: the step is written for `jax.pmap`.
+      UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
     """
-    closed = jax.make_jaxpr(fun)(*args)
+    try:
+        closed = jax.make_jaxpr(fun)(*args)
+        jaxpr = meshless(closed.jaxpr)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise VnodeError(
+            layout_message(
+                "the step names an axis that is not there: collectives of jax.pmap are left over.",
+                where=where_raised(error),
+                facts=[str(error).partition(". ")[0]],
+                remedies=[
+                    "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
+                    "or keep its meaning per replica: virtualize jax.vmap(step, axis_name=...), as that page says",
+                ],
+            )
+        ) from error
+    except Replicated as found:
+        raise VnodeError(
+            layout_message(
+                "the step is run by jax.pmap: it has a replica for each device, and its result would depend on them.",
+                where=where(found.eqn),
+                facts=[signature(found.eqn)],
+                remedies=[
+                    "virtualize jax.vmap(step, axis_name=...) in place of jax.pmap (docs/migrating-from-pmap.md)",
+                    "or write the step for the whole batch, and remove its collectives",
+                ],
+            )
+        ) from None
+    except NoMeaning as found:
+        raise UnsupportedPrimitiveError(
+            layout_message(
+                f"the {found.eqn.primitive.name} holds what vnode cannot follow.",
+                where=where(found.eqn),
+                facts=[signature(found.eqn), str(found)],
+                remedies=["write it for the whole batch: vnode divides the examples itself"],
+            )
+        ) from found
     traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
     captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
     count = len(closed.jaxpr.invars)
@@ -206,7 +250,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
 
-    return Traced(inline(closed.jaxpr, closed.consts), captured, function)
+    return Traced(inline(jaxpr, closed.consts), captured, function)
 
 
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))
@@ -217,13 +261,28 @@ def where(eqn: JaxprEqn) -> str:
 
     In a notebook it is ``In[3]:line (function)``, with the number of the cell.
     """
-    traceback = eqn.source_info.traceback
-    for frame in traceback.frames if traceback is not None else ():
-        name = cell(frame.file_name) or frame.file_name
-        if not any(library in name for library in LIBRARIES) and not name.startswith("<"):
-            return f"{name}:{frame.line_num} ({frame.function_name})"
+    recorded = eqn.source_info.traceback
+    frames = recorded.frames if recorded is not None else ()
+    found = users_line((frame.file_name, frame.line_num, frame.function_name) for frame in frames)
+    if found:
+        return found
     line = source_info_util.summarize(eqn.source_info)
     return "(inside jax)" if LIBRARIES[-1] in line else line
+
+
+def where_raised(error: BaseException) -> str:
+    """As `where`, of an error that the user's code raised."""
+    frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(error.__traceback__)]
+    return users_line(reversed(frames)) or "(inside jax)"
+
+
+def users_line(frames: Iterable[tuple[str, int | None, str]]) -> str | None:
+    """The first of some frames (file, line, function) that is outside installed packages."""
+    for file_name, line, function in frames:
+        name = cell(file_name) or file_name
+        if not any(library in name for library in LIBRARIES) and not name.startswith("<"):
+            return f"{name}:{line} ({function})"
+    return None
 
 
 def cell(file_name: str) -> str | None:

@@ -12,6 +12,7 @@ from vnode.operators import (  # noqa: F401
     random,
     reduce,
     shape,
+    sharding,
     structure,
     windows,
 )

@@ -121,6 +121,8 @@ class OperatorDescription:
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
+      layout: for an equation that asks how its result is laid out over a mesh, the axes that it asks for along each
+        dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with `positional`.
       emit_on: the same for single platforms, where the default is slow inside a loop.
@@ -146,6 +148,7 @@ class OperatorDescription:
     uncounted: frozenset[int] = frozenset()
     work: int | None = None
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
+    layout: tuple[tuple[str, ...] | None, ...] | None = None
     resize: Resize | None = None
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
@@ -352,7 +355,8 @@ def evaluate(
     Returns:
       The results, of the shapes that `description` has at `sizes`.
     """
-    emit = description.emit_on.get(platform, description.emit) if positions or sizes != description.sizes else None
+    full = not positions and sizes == description.sizes and description.layout is None
+    emit = None if full else description.emit_on.get(platform, description.emit)
     emit = description.replaced_on.get(platform, emit)
     if emit is not None:
         return list(emit(description, eqn, operands, sizes, positions))

@@ -55,7 +55,7 @@ def identity(eqn: JaxprEqn) -> OperatorDescription:
     return identities(eqn)
 
 
-@rule("layout_constraint", "reshard", "sharding_constraint")
+@rule("layout_constraint")
 def layout(eqn: JaxprEqn) -> OperatorDescription:
     return identities(eqn, pass_through)
 

@@ -11,7 +11,7 @@ import functools
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,7 @@ class Report(Drawn):
       exceptions: from which the promise of an invariant reduction does not hold.
       buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
       temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
+      layouts: what the step asks of layouts over mesh axes, and which of these are kept inside a node.
       search: how the number of nodes was found, if it was; a line each.
       turns: of a loop around passes, how often it runs, if that is known; else 1.
     """
@@ -134,6 +135,7 @@ class Report(Drawn):
     exceptions: tuple[str, ...]
     buffers: int = 0
     temporary: int | None = None
+    layouts: tuple[Line, ...] = ()
     search: tuple[str, ...] = ()
     turns: int = 1
 
@@ -301,10 +303,10 @@ class Report(Drawn):
         if self.sliced:
             note = "nodes cannot produce their own part of them"
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
+        if self.layouts:
+            tables.append(places("Sharding", "asked for by the step", self.layouts))
         if self.couplings:
-            columns = (Column("what"), Column("source line", code=True, wide=True))
-            rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in self.couplings)
-            tables.append(Table("Couplings", columns, rows, "where one example influences another"))
+            tables.append(places("Couplings", "where one example influences another", self.couplings))
         return tables
 
     def _passes(self) -> Table:
@@ -363,6 +365,13 @@ def near(file: str) -> str:
     while (root / "__init__.py").exists():
         root = root.parent
     return str(path.relative_to(root))
+
+
+def places(title: str, note: str, lines: Sequence[Line]) -> Table:
+    """What happens at lines of the user's."""
+    columns = (Column("what"), Column("source line", code=True, wide=True))
+    rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in lines)
+    return Table(title, columns, rows, note)
 
 
 def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
@@ -579,7 +588,35 @@ def report(
         exceptions=reduction.exceptions(made, placement),
         buffers=reduction.buffers(made, placement),
         turns=turns,
+        layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
     )
+
+
+def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
+    """What a program asks of layouts, and what becomes of it on a placement."""
+    mesh = getattr(placement, "mesh", None)
+    for step in flow.steps:
+        for body in step.bodies:
+            yield from layout_lines(body, placement)
+        description = flow.program.describe(step.eqn)
+        if description is None or not any(description.layout or ()):
+            continue
+        axes = dict.fromkeys(name for names in description.layout or () for name in names or ())
+        form = step.results[0]
+        examples = description.layout[form.dim] or () if isinstance(form, Slice) and description.layout else ()
+        carrying = [name for name in axes if name in examples or (mesh is not None and name == placement.axis)]
+        kept = [name for name in axes if mesh is not None and name in mesh.axis_names and name not in carrying]
+        away = [name for name in axes if name not in carrying + kept]
+        parts = [
+            f"{', '.join(names)} {fate}"
+            for names, fate in (
+                (carrying, "dropped: carries the examples"),
+                (kept, "kept inside a node"),
+                (away, "dropped: no axis of the placement"),
+            )
+            if names
+        ]
+        yield Line(f"{kind(step.eqn.outvars[0].aval)} over {'; '.join(parts)}", where(step.eqn))
 
 
 def pass_report(

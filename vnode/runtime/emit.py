@@ -5,6 +5,7 @@ Knows schedules and placements. Must not know how a step was analysed, nor any p
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 from collections.abc import Collection, Sequence
@@ -104,14 +105,25 @@ class Emission:
         return outputs
 
     def run_once(self, action: Evaluation) -> None:
-        values = (
-            self.run_nested(action) if action.schedules else evaluate_once(action, self.read, self.known, self.once)
-        )
+        if action.schedules:
+            values = self.run_nested(action)
+        else:
+            with self.automatic_axes():
+                values = evaluate_once(action, self.read, self.known, self.once)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
                 self.batched[var] = value if action.schedules else self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
+
+    def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
+        """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""
+        mesh = self.placement.mesh
+        return (
+            jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
+            if mesh.size > self.placement.size
+            else contextlib.nullcontext()
+        )
 
     def read(self, atom: Atom) -> Any:
         """The whole value of an atom."""

@@ -43,8 +43,8 @@ def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
 
 
 def bind(eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation as it stands."""
-    if description is not None and platform in description.replaced_on:
+    """Evaluates an equation at its full size."""
+    if description is not None and (platform in description.replaced_on or description.layout is not None):
         return evaluate_operator(description, eqn, operands, description.sizes, {}, platform)
     params = eqn.primitive.get_bind_params(eqn.params)
     results = eqn.primitive.bind(*operands, **params)
@@ -59,7 +59,7 @@ class Known:
     """
 
     def __init__(self, program: Program) -> None:
-        self._program = program
+        self.describe = program.describe
         # With the operands, or another could get the number of one.
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
 

@@ -5,6 +5,7 @@ Knows `jax.jit`, calls and where arrays live. Must not know jaxprs (the pipeline
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import weakref
@@ -13,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
 from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import SCALARS, shape_of, shapes_of
 from vnode.placement.placement import Placement
@@ -30,9 +32,8 @@ from vnode.placement.transfer import (
 )
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, StaticLeaf, has_static, unwrap, with_static, wrap
+from vnode.step.layouts import Surroundings, laid_out, specs_of
 from vnode.step.pipeline import Options, evaluate, program_of_groups
-
-NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -89,15 +90,27 @@ class Executor:
         self._unwraps = False
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
         self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
-        self._jit = jax.jit(named(self._program, spec.name), donate_argnums=spec.donate_argnums)
+        self._jit = jax.jit(
+            named(self._program, spec.name),
+            static_argnums=0,
+            donate_argnums=tuple(i + 1 for i in spec.donate_argnums),
+        )
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step."""
+        mesh = current_mesh()
+        if mesh is not None:
+            with in_mesh(None):
+                return self._run(mesh, args, kwargs)
+        return self._run(None, args, kwargs)
+
+    def _run(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the step as traced in a mesh context; itself called outside of any."""
         if len(self.placement.groups) > 1:
-            return self._on_groups(args, kwargs)
+            return self._on_groups(mesh, args, kwargs)
         given = self._arguments(args, kwargs)
         try:
-            results = self._jit(*given[0], **given[1])
+            results = self._jit(self._surroundings(mesh, given[0]), *given[0], **given[1])
         except Exception:
             # What was taken to be in place may be another object with the same number.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
@@ -105,7 +118,7 @@ class Executor:
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
-            results = self._jit(*again[0], **again[1])
+            results = self._jit(self._surroundings(mesh, again[0]), *again[0], **again[1])
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
@@ -127,7 +140,9 @@ class Executor:
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )
             )
-        return self._jit.lower(*wrap(with_static(args, self._static)), **wrap(kwargs))
+        mesh, given = current_mesh(), wrap(with_static(args, self._static))
+        with in_mesh(None) if mesh is not None else contextlib.nullcontext():
+            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
@@ -186,7 +201,7 @@ class Executor:
           The compiled program, and what to call it with. What the step donates is a copy.
         """
         given, _ = self._arguments(whole_batches(tuple(args)), {})
-        compiled = self._jit.lower(*given).compile()
+        compiled = self._jit.lower(self._surroundings(current_mesh(), given), *given).compile()
         leaves, treedef = jax.tree.flatten(given)
         shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
         placed = [
@@ -197,11 +212,14 @@ class Executor:
 
     def run_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
-        if len(self.placement.groups) > 1:
-            return self._on_groups(args, kwargs)
-        self.compile_for(args, kwargs)
-        placed, named_ones = self._arguments(args, kwargs)
-        return self._jit(*placed, **named_ones)
+        mesh = current_mesh()
+        if len(self.placement.groups) == 1:
+            self.compile_for(args, kwargs)
+        with in_mesh(None):
+            if len(self.placement.groups) > 1:
+                return self._on_groups(mesh, args, kwargs)
+            placed, named_ones = self._arguments(args, kwargs)
+            return self._jit(self._surroundings(mesh, placed), *placed, **named_ones)
 
     def clear(self) -> None:
         """Forgets all programs; the next call compiles again."""
@@ -241,16 +259,21 @@ class Executor:
             return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
         return committed_to(leaf, self.placement)
 
-    def _program(self, *args: Any, **kwargs: Any) -> Any:
+    def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
+        """What the program for arguments that are in place depends on besides their types."""
+        return Surroundings(mesh, () if tracing() else specs_of(args, self._wholes(len(args)), self.placement))
+
+    def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
+        check_context(self.placement, jax.tree.leaves((args, kwargs)))
         self.traced = True
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
-        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
+        with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
             arrays = evaluate(
                 call.flat(spec.fun, output), self._batches(call), call.axes, call.size, spec.options, self.placement
             )
-        results = output.merge(arrays)
+        results = laid_out(output.merge(arrays), args, around.specs, self.placement)
         self._unwraps |= has_static(results)
         return results
 
@@ -264,7 +287,7 @@ class Executor:
             for leaf, axis in zip(call.leaves, call.axes, strict=True)
         ]
 
-    def _on_groups(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call on devices of several programs."""
         if tracing():
             raise PlacementError(
@@ -280,14 +303,13 @@ class Executor:
         spec = self.spec
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
-        key = (call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
+        key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._groups:
             output = OutputTree()
             fun = call.flat(spec.fun, output)
-            self._groups[key] = (
-                program_of_groups(fun, leaves, call.axes, call.size, spec.options, self.placement, spec.name),
-                output,
-            )
+            with in_mesh(mesh):
+                made = program_of_groups(fun, leaves, call.axes, call.size, spec.options, self.placement, spec.name)
+            self._groups[key] = made, output
         program, output = self._groups[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
             arrays = program(leaves)

@@ -28,6 +28,7 @@ from vnode.analysis.program import Program, Traced, signature, trace, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
 from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.placement.context import NO_MESH
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
@@ -161,7 +162,8 @@ def evaluate(
     axes = [*axes, *[None] * len(made.traced.captured)]
 
     def step(*values: Any) -> list[Any]:
-        return emit(made.schedule, placement, values, mode, options.lane)
+        with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
+            return emit(made.schedule, placement, values, mode, options.lane)
 
     if not (differentiable or plain or uses_references(made.program)):
         step = with_derivative(step, made, axes, size, options, placement)

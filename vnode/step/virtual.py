@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
+from vnode.placement.context import current_mesh, under
 from vnode.placement.leaves import is_array, shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
@@ -131,7 +132,10 @@ class VirtualStep(Step[P, R]):
                 )
             args, kwargs = self._family.last
         args, kwargs = shapes_of((args, kwargs), sharding="committed")
-        return prepared(steps, [functools.partial(step.executor.compile_for, args, kwargs) for step in steps])
+        mesh = current_mesh()
+        return prepared(
+            steps, [functools.partial(under, mesh, step.executor.compile_for, args, kwargs) for step in steps]
+        )
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
@@ -158,10 +162,10 @@ class VirtualStep(Step[P, R]):
           >>> step.warm_up(jax.devices()[:1], jnp.ones(3), jnp.ones((8, 3))).wait().done()
           True
         """
-        steps = self.members(placements)
+        steps, mesh = self.members(placements), current_mesh()
 
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
-            return step.executor.run_copy(args, kwargs)
+            return under(mesh, step.executor.run_copy, args, kwargs)
 
         return prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
 

@@ -1,0 +1,142 @@
+"""A traced step without the mesh that it was traced for: types without shardings, and one program for all shards.
+
+Knows jaxprs and how a mesh shows in them. Must not know what a step computes, nor where it will run.
+
+In a mesh context jax writes the mesh into the type of every value, and a program per shard (`jax.shard_map`) into one
+equation. Neither can be evaluated on other devices. What the user asked of the layout stays, as equations of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params, new_jaxpr_eqn, no_effects
+
+from vnode.operators import manual, sharding
+
+Atom = Var | Literal
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
+
+
+class NoMeaning(Exception):
+    """A program per shard that has none on whole values."""
+
+    def __init__(self, eqn: JaxprEqn, why: str) -> None:
+        super().__init__(why)
+        self.eqn = eqn
+
+
+class Replicated(Exception):
+    """A call of `jax.pmap`, whose arguments have a dimension as long as there are devices."""
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        super().__init__()
+        self.eqn = eqn
+
+
+def meshless(jaxpr: Jaxpr) -> Jaxpr:
+    """The same program for no mesh.
+
+    Args:
+      jaxpr: an open jaxpr, traced in any mesh context.
+
+    Returns:
+      An open jaxpr with new variables, or `jaxpr` if no mesh shows in it.
+
+    Raises:
+      NoMeaning: a program per shard cannot be followed.
+      Replicated: the step holds a `jax.pmap`.
+    """
+    if not shows_mesh(jaxpr):
+        return jaxpr
+    with jax.sharding.use_abstract_mesh(NO_MESH):
+        return Remover().jaxpr(jaxpr)
+
+
+def shows_mesh(jaxpr: Jaxpr) -> bool:
+    """Whether any equation was traced for a mesh, at any depth."""
+    return any(
+        not eqn.ctx.cur_abstract_mesh.empty
+        or any(typed(var.aval) for var in eqn.outvars)
+        or any(map(shows_mesh, jaxprs_in_params(eqn.params)))
+        for eqn in jaxpr.eqns
+    )
+
+
+def typed(aval: Any) -> bool:
+    """Whether a type says how the value is laid out over a mesh."""
+    return isinstance(aval, ShapedArray) and not aval.sharding.mesh.empty
+
+
+def plain(aval: Any) -> Any:
+    """A type without what it says of a mesh."""
+    return ShapedArray(aval.shape, aval.dtype, aval.weak_type) if typed(aval) else aval
+
+
+class Remover:
+    """Removes the mesh from a jaxpr and from those in its equations, each once."""
+
+    def __init__(self) -> None:
+        self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, or another could get its number
+        self._contexts: dict[Any, Any] = {}
+
+    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
+        if id(jaxpr) not in self._jaxprs:
+            self._jaxprs[id(jaxpr)] = jaxpr, self._made(jaxpr)
+        return self._jaxprs[id(jaxpr)][1]
+
+    def _made(self, jaxpr: Jaxpr) -> Jaxpr:
+        env: dict[Var, Atom] = {}
+
+        def var(old: Var) -> Var:
+            env[old] = new = Var(plain(old.aval))
+            return new
+
+        def read(atom: Any) -> Any:
+            if isinstance(atom, Literal):
+                return Literal(np.asarray(atom.val), plain(atom.aval)) if typed(atom.aval) else atom
+            return env[atom]
+
+        constants, inputs = [var(v) for v in jaxpr.constvars], [var(v) for v in jaxpr.invars]
+        equations: list[JaxprEqn] = []
+        for eqn in jaxpr.eqns:
+            operands = [read(atom) for atom in eqn.invars]
+            if eqn.primitive.name in manual.CASTS:
+                env.update(zip(eqn.outvars, operands, strict=True))
+                continue
+            equations += self._equations(eqn.replace(invars=operands, outvars=[var(v) for v in eqn.outvars]))
+        outputs = [read(atom) for atom in jaxpr.outvars]
+        return jaxpr.replace(constvars=constants, invars=inputs, eqns=equations, outvars=outputs)
+
+    def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        if manual.replicates(eqn):
+            raise Replicated(eqn)
+        eqn = eqn.replace(
+            params={name: self._param(value) for name, value in eqn.params.items()}, ctx=self._context(eqn)
+        )
+        if eqn.primitive.name == manual.NAME:
+            try:
+                call = manual.on_whole_values(eqn, eqn.params["jaxpr"])
+            except Exception as error:
+                raise NoMeaning(eqn, str(error)) from error
+            return [call.replace(params={name: self._param(value) for name, value in call.params.items()})]
+        return sharding.meshless(manual.untyped(eqn))
+
+    def _param(self, value: Any) -> Any:
+        if isinstance(value, Jaxpr):
+            return self.jaxpr(value)
+        if isinstance(value, ClosedJaxpr):
+            return value.replace(jaxpr=self.jaxpr(value.jaxpr))
+        if type(value) in (tuple, list):
+            return type(value)(map(self._param, value))
+        return value
+
+    def _context(self, eqn: JaxprEqn) -> Any:
+        if eqn.ctx not in self._contexts:
+            with eqn.ctx.manager, jax.sharding.use_abstract_mesh(NO_MESH):
+                self._contexts[eqn.ctx] = new_jaxpr_eqn([], [], eqn.primitive, {}, no_effects).ctx
+        return self._contexts[eqn.ctx]

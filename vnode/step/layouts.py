@@ -1,0 +1,93 @@
+"""What the layout of a step's results follows: a state comes back in the shards that it came in.
+
+Knows pytrees and shardings. Must not know jaxprs or nodes.
+
+A result is taken for the successor of an argument if it stands at the same path, counted from the end, and has the same
+shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` of the second argument.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.transfer import target_sharding
+
+Specs = tuple[PartitionSpec | None, ...]
+
+
+class Surroundings(NamedTuple):
+    """What a program depends on besides its arguments' types.
+
+    Attributes:
+      mesh: the mesh context in which the step is traced; None: that of the program around it, if any.
+      specs: what `specs_of` says of the arguments.
+    """
+
+    mesh: Mesh | None = None
+    specs: Specs = ()
+
+
+def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -> Specs:
+    """How the leaves of arguments are laid out over the placement's mesh.
+
+    Args:
+      args: arrays or `jax.ShapeDtypeStruct`s in pytrees.
+      wholes: the positions of the arguments of which nothing is split.
+      placement: where they are.
+
+    Returns:
+      A spec for every leaf of all arguments; None where it is split, or says nothing. Empty if the mesh has no axes
+      besides that of the nodes, and nothing is sharded over that.
+    """
+    specs: list[PartitionSpec | None] = []
+    for i, arg in enumerate(args):
+        for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch):
+            says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
+            specs.append(short(target_sharding(leaf, placement).spec) if says else None)
+    return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
+
+
+def short(spec: PartitionSpec) -> PartitionSpec:
+    """A spec without the dimensions at its end that it does not name, which XLA does not give back."""
+    entries = list(spec)
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def laid_out(results: Any, args: Sequence[Any], specs: Specs, placement: Placement) -> Any:
+    """Results in the layouts of the arguments that they succeed.
+
+    Args:
+      results: a pytree of arrays.
+      args: the arguments of the step.
+      specs: what `specs_of` says of them.
+      placement: where the step runs.
+
+    Returns:
+      The same pytree.
+    """
+    if not specs:
+        return results
+    leaves = jax.tree_util.tree_leaves_with_path(tuple(args), is_leaf=is_sharded_batch)
+    given = {
+        (path[1:], leaf.shape, leaf.dtype): spec
+        for (path, leaf), spec in zip(leaves, specs, strict=True)
+        if spec is not None
+    }
+
+    def place(path: Any, leaf: Any) -> Any:
+        for start in range(len(path) + 1):
+            spec = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
+            if spec is not None:
+                return lax.with_sharding_constraint(leaf, NamedSharding(placement.mesh, spec))
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(place, results)
