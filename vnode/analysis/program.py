@@ -1,20 +1,21 @@
-"""A step as a straight list of equations: traced, calls inlined, loops and branches kept.
+"""A step as a straight list of equations: calls inlined, loops and branches kept.
 
 Knows jaxprs, and that calls can be inlined. Must not know about batches or devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.operators import OperatorDescription, describe, kind
 from vnode.operators.control import Body, call_of
@@ -171,42 +172,23 @@ def parts(eqn: JaxprEqn) -> list[JaxprEqn]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A function as jax traced it.
-
-    Attributes:
-      program: over the flattened arguments, and after them the values that the function closed over and jax is tracing.
-      captured: those values: an outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as arguments.
-      function: the same as a function of all these, with the derivative rules that the user's function has.
-    """
-
-    program: Program
-    captured: list[Any]
-    function: Callable[..., list[Any]]
+def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """The user's source line and name stack, and the settings under which the equation was traced."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
+        return source
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(source)
+    contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
+    return contexts
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun` abstractly and inlines its calls.
-
-    Args:
-      fun: any function of pytrees of arrays.
-      *args: arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      What jax traced.
-    """
-    closed = jax.make_jaxpr(fun)(*args)
-    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
-    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
-    count = len(closed.jaxpr.invars)
-
-    def function(*values: Any) -> list[Any]:
-        outer = iter(values[count:])
-        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
-
-    return Traced(inline(closed.jaxpr, closed.consts), captured, function)
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation as it stands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))

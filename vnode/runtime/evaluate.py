@@ -6,7 +6,6 @@ primitive by name.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
-from vnode.analysis.program import Atom, Program
+from vnode.analysis.program import Atom, Program, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators import evaluate as evaluate_operator
@@ -28,18 +26,6 @@ from vnode.operators.control import Loop, Region, Run, bind_while
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
-
-
-def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """The user's source line and name stack, and the settings under which the equation was traced."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
-    if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
-        return source
-    contexts = contextlib.ExitStack()
-    contexts.enter_context(source)
-    contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
-    return contexts
 
 
 def bind(eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]) -> list[Any]:
@@ -279,9 +265,14 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
     assert isinstance(form, Slice)
     real = node.real(Location(form.batch, 0, form.outer, form.ratio)) if node.padded(form.batch) else None
 
+    def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
+        """Host code is called for examples, not for padding."""
+        shapes = jax.eval_shape(body, values)
+        return lax.cond(counts, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
+
     def masked(values: list[Any]) -> list[Any]:
         *values, counts = values
-        out = body(values)
+        out = for_real(counts, values) if counts is not None and action.step.eqn.effects else body(values)
         if counts is not None:
             for k, i in enumerate(region.carried):
                 out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
