@@ -14,11 +14,12 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.operators import OperatorDescription, describe, kind
-from vnode.operators.control import Body, call_of
+from vnode.operators.control import Body, call_of, implementation_of
 from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
@@ -115,7 +116,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
                 source = source.replace(name_stack=caller.name_stack + source.name_stack)
                 if not in_user_code(source):
                     source = source.replace(traceback=caller.traceback)
-            call = call_of(eqn)
+            call = call_of(eqn) or implementation_of(eqn, [known(read(atom)) for atom in eqn.invars])
             if call is None:
                 flat = eqn.replace(
                     invars=[read(atom) for atom in eqn.invars],
@@ -132,6 +133,15 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
             results = walk(call.body, passed, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in body.jaxpr.outvars]
+
+    def known(atom: Atom) -> Any:
+        """The value of a scalar that does not depend on the arguments, or None."""
+        value = atom.val if isinstance(atom, Literal) else program.constants.get(atom)
+        return (
+            value
+            if np.ndim(value) == 0 and isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+            else None
+        )
 
     visible: dict[int, bool] = {}
 

@@ -117,6 +117,8 @@ class OperatorDescription:
       indices: operands that hold indices into another operand; padding in them is never overwritten.
       fill: for a reduced factor, the value that takes an index out of the reduction when every operand that has
         the factor is overwritten with it there; by default the identity of the factor's monoid.
+      steers: whoever asks for the result only chooses by it what to compute, and any example is given what it would
+        be given alone: a node may choose by its own piece of a reduction.
       contraction: the reduced sum is over products of two operands, so it costs two operations per index.
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
@@ -142,6 +144,7 @@ class OperatorDescription:
     once: frozenset[int] = frozenset()
     indices: frozenset[int] = frozenset()
     fill: Mapping[int, Any] = dataclasses.field(default_factory=dict)
+    steers: bool = False
     contraction: bool = False
     uncounted: frozenset[int] = frozenset()
     work: int | None = None
@@ -314,6 +317,11 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     return None if fun is None else fun(eqn)
 
 
+def described(eqn: JaxprEqn) -> bool:
+    """Whether there is a rule for an equation's primitive."""
+    return eqn.primitive.name in _rules
+
+
 def advice(eqn: JaxprEqn) -> tuple[str, ...]:
     """What a user may do about an equation that has no description."""
     return _advice.get(eqn.primitive.name) or (
@@ -329,8 +337,8 @@ def kind(eqn: JaxprEqn) -> Hashable | None:
       eqn: an equation of any jaxpr.
 
     Returns:
-      The kind; None if there is no telling, because the rule is a user's, reads more of the equation, or a parameter cannot be
-      hashed.
+      The kind; None if there is no telling, because the rule is a user's or reads more of the equation, or a parameter
+      cannot be hashed.
     """
     name = eqn.primitive.name
     if name in _unshared:
