@@ -39,6 +39,7 @@ FAMILIES = (
     "pmap_style",
     "effects",
     "views",
+    "repositories",
 )
 
 Outer = Callable[[Callable[..., Any]], Callable[..., Any]]
