@@ -117,8 +117,6 @@ class OperatorDescription:
       indices: operands that hold indices into another operand; padding in them is never overwritten.
       fill: for a reduced factor, the value that takes an index out of the reduction when every operand that has
         the factor is overwritten with it there; by default the identity of the factor's monoid.
-      steers: whoever asks for the result only chooses by it what to compute, and any example is given what it would
-        be given alone: a node may choose by its own piece of a reduction.
       contraction: the reduced sum is over products of two operands, so it costs two operations per index.
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
@@ -144,7 +142,6 @@ class OperatorDescription:
     once: frozenset[int] = frozenset()
     indices: frozenset[int] = frozenset()
     fill: Mapping[int, Any] = dataclasses.field(default_factory=dict)
-    steers: bool = False
     contraction: bool = False
     uncounted: frozenset[int] = frozenset()
     work: int | None = None

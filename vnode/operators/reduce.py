@@ -59,7 +59,7 @@ UNVMAP = {"unvmap_any": Monoid.OR, "unvmap_all": Monoid.AND, "unvmap_max": Monoi
 
 @rule(*UNVMAP)
 def unvmap(eqn: JaxprEqn) -> OperatorDescription:
-    """Equinox asks so whether any example still needs a branch or another turn of a loop, and masks the others."""
+    """Equinox asks so whether any example still needs a branch or another turn of a loop."""
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
     monoid = UNVMAP[eqn.primitive.name]
@@ -68,7 +68,6 @@ def unvmap(eqn: JaxprEqn) -> OperatorDescription:
         operands=(dims,),
         results=((),),
         reduced={factor: monoid for dim in dims for factor in dim},
-        steers=True,
     )
 
 
