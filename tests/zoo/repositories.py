@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
+import diffrax
 import equinox as eqx
 import flax.linen as nn
 import flax.struct
@@ -27,14 +28,14 @@ from . import Program, case, kit
 
 def _arrays(module: Any) -> Any:
     """The model with other arrays: plausible ones, in the precision of the run."""
-    arrays, rest = eqx.partition(module, eqx.is_array)
+    arrays, rest = eqx.partition(module, lambda x: eqx.is_array(x) or isinstance(x, jax.ShapeDtypeStruct))
     return eqx.combine(kit.fill(arrays), rest)
 
 
 # Flax
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def flax_jitted_gradient_and_jitted_update() -> Program:
     """The image classifier of many tutorials: two jitted functions that a step calls one after the other."""
 
@@ -112,7 +113,7 @@ class Language(nn.Module):
         return nn.Dense(self.vocabulary, use_bias=False)(nn.RMSNorm()(x))
 
 
-@case(item=1, batch=12)
+@case(item=1, batch=12, rare=True)
 def language_model_with_loss_masks_and_rng_names() -> Program:
     """A generator of named keys, log-probabilities in float32, a loss mask, decay by regular expression, clipping."""
 
@@ -220,7 +221,7 @@ def text_to_image_with_a_loop_over_minibatches() -> Program:
     return Program(step, (state, batch), {"recompute_budget": 10.0})
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def diffusion_with_averaged_parameters_and_guidance() -> Program:
     """Noise levels by a cosine, labels dropped at random, parameters averaged every second step."""
 
@@ -274,7 +275,7 @@ def diffusion_with_averaged_parameters_and_guidance() -> Program:
     return Program(step, (state, batch, jax.random.key(5)))
 
 
-@case(item=1, batch=12)
+@case(item=1, batch=12, rare=True)
 def masked_autoencoder_with_shuffled_patches() -> Program:
     """Patches of each image are shuffled by sorting noise, most are dropped, and put back for the decoder."""
 
@@ -316,7 +317,7 @@ def masked_autoencoder_with_shuffled_patches() -> Program:
     return Program(step, (state, kit.normal(12, 6, 6, 3), jax.random.key(3)), {"in_axes": (None, 0, None)})
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def image_text_pairs_with_a_sigmoid_loss() -> Program:
     """Two towers in one module, a learned temperature and bias, metrics measured by ``jax.tree`` reductions."""
 
@@ -356,7 +357,7 @@ def image_text_pairs_with_a_sigmoid_loss() -> Program:
 # Plain jax, haiku, optax
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def autoencoder_with_an_epoch_in_the_step() -> Program:
     """Functions in pairs of ``init`` and ``apply``; an epoch is a loop over slices of what is given."""
 
@@ -443,7 +444,7 @@ def haiku_with_loss_scale_and_averages() -> Program:
     return Program(step, (state, {"images": images, "labels": kit.integers(3, 12)}))
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def self_supervised_with_a_target_network() -> Program:
     """Two augmented views, an online network that predicts what a slowly following one makes of the other view."""
     tx = optax.chain(optax.scale_by_adam(), optax.scale_by_trust_ratio(), optax.scale(-1e-2))
@@ -527,7 +528,7 @@ def graphs_as_padded_examples() -> Program:
     return Program(step, (params, kit.warm(tx.init(params)), graphs), {"in_axes": (None, None, 0)})
 
 
-@case(item=1, batch=12)
+@case(item=1, batch=12, rare=True)
 def selective_state_space_by_associative_scan() -> Program:
     """A recurrence whose coefficients depend on the input, evaluated by an associative scan over time."""
 
@@ -576,7 +577,7 @@ def selective_state_space_by_associative_scan() -> Program:
     return Program(step, ((params, kit.warm(tx.init(params))), batch))
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def schedule_free_with_evaluation_at_the_average() -> Program:
     """An optimizer of `optax.contrib` whose evaluation parameters differ from those that are trained."""
     tx = optax.contrib.schedule_free_adamw(1e-2, warmup_steps=3)
@@ -595,7 +596,7 @@ def schedule_free_with_evaluation_at_the_average() -> Program:
     return Program(step, (params, kit.warm(tx.init(params)), batch), {"in_axes": (None, None, 0)})
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def adversaries_with_two_states() -> Program:
     """Generator and discriminator in states of their own; noise is drawn for the batch at hand."""
 
@@ -641,7 +642,7 @@ def adversaries_with_two_states() -> Program:
     return Program(step, args, {"in_axes": (None, 0, None), "recompute_budget": 1.0})
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def policy_optimization_over_unrolls() -> Program:
     """Observations normalized by running statistics, advantages over time-major unrolls, several losses in one."""
 
@@ -715,7 +716,7 @@ class Classifier(eqx.Module):
         keys = jax.random.split(key, 3)
         self.layers = [
             eqx.nn.Conv2d(1, 3, kernel_size=2, key=keys[0]),
-            eqx.nn.MaxPool2d(kernel_size=2),
+            eqx.nn.MaxPool2d(kernel_size=2, stride=2),
             jax.nn.relu,
             jnp.ravel,
             eqx.nn.Linear(27, 6, key=keys[1]),
@@ -844,3 +845,55 @@ def equinox_flow_with_coupled_layers() -> Program:
     return Program(
         step, (_arrays(eqx.filter_eval_shape(make, jax.random.key(0))), kit.normal(16, 4)), jit=eqx.filter_jit
     )
+
+
+class Field(eqx.Module):
+    """The right-hand side of a differential equation."""
+
+    net: eqx.nn.MLP
+
+    def __call__(self, t: Any, y: jax.Array, args: Any) -> jax.Array:
+        return self.net(y)
+
+
+class NeuralOde(eqx.Module):
+    """Solved with steps of its own choice for every example."""
+
+    field: Field
+
+    def __call__(self, ts: jax.Array, y0: jax.Array) -> jax.Array:
+        solution = diffrax.diffeqsolve(
+            diffrax.ODETerm(self.field),
+            diffrax.Heun(),
+            t0=ts[0],
+            t1=ts[-1],
+            dt0=ts[1] - ts[0],
+            y0=y0,
+            stepsize_controller=diffrax.PIDController(rtol=1e-2, atol=1e-3),
+            saveat=diffrax.SaveAt(ts=ts),
+            max_steps=16,
+        )
+        return solution.ys
+
+
+@case(item=1, batch=6, nodes=(3,), rare=True)
+def diffrax_neural_ode() -> Program:
+    """Adaptive steps and the default adjoint: loops with checkpoints, whose steps are taken again backwards."""
+    tx = optax.adabelief(3e-3)
+
+    @eqx.filter_value_and_grad
+    def grad_loss(model: NeuralOde, ts: jax.Array, ys: jax.Array) -> jax.Array:
+        return jnp.mean((ys - jax.vmap(model, in_axes=(None, 0))(ts, ys[:, 0])) ** 2)
+
+    def make_step(ts: jax.Array, ys: jax.Array, model: NeuralOde, opt_state: Any) -> Any:
+        loss, grads = grad_loss(model, ts, ys)
+        updates, opt_state = tx.update(grads, opt_state)
+        return loss, eqx.apply_updates(model, updates), opt_state
+
+    def make(key: jax.Array) -> NeuralOde:
+        return NeuralOde(Field(eqx.nn.MLP(2, 2, 3, 1, activation=jax.nn.softplus, key=key)))
+
+    model = _arrays(eqx.filter_eval_shape(make, jax.random.key(0)))
+    opt_state = kit.warm(tx.init(eqx.filter(model, eqx.is_inexact_array)))
+    args = (jnp.linspace(0, 1, 3, dtype=kit.real()), kit.normal(6, 3, 2), model, opt_state)
+    return Program(make_step, args, {"in_axes": (None, 0), "recompute_budget": 10.0}, jit=eqx.filter_jit)

@@ -289,7 +289,7 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
     if module.split(".")[0] in ("jax", "jaxlib") or eqn.effects or described(eqn):
         return None
-    given = tuple(None if value is None else (type(value), jax.numpy.asarray(value).item()) for value in known)
+    given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
     try:
         body = implementation(eqn.primitive, tuple(eqn.params.items()), shapes, given)
