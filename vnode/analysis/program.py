@@ -137,11 +137,8 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
     def known(atom: Atom) -> Any:
         """The value of a scalar that does not depend on the arguments, or None."""
         value = atom.val if isinstance(atom, Literal) else program.constants.get(atom)
-        return (
-            value
-            if np.ndim(value) == 0 and isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
-            else None
-        )
+        numeric = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+        return value if numeric and not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0 else None
 
     visible: dict[int, bool] = {}
 
