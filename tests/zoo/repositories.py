@@ -736,7 +736,7 @@ class Classifier(eqx.Module):
         return x
 
 
-@case(item=1)
+@case(item=1, rare=True)
 def equinox_model_with_numbers_and_dropout() -> Program:
     """The whole model, numbers and functions too, goes in and comes out; only its arrays are differentiated."""
     tx = optax.adamw(3e-3)
