@@ -2,9 +2,9 @@
 
 Knows which combinations of nodes, devices and precisions are run. The whole matrix is numbers of nodes {1, 2, 8, B} by
 numbers of devices {1, 2, 3, 8} in float64, and a pair of each in float32; it runs with VNODE_TEST_ALL=1. Otherwise a
-sample is run that is the same on every machine: every case in float64 on one pair, every sixth in float32 too (all of
-those that draw random numbers: bits differ between the precisions), and all pairs over the whole set, the ones with
-more nodes than one more often.
+sample is run that is the same on every machine: every case that is not rare in float64 on one pair, every sixth in
+float32 too (all of those that draw random numbers: bits differ between the precisions), and all pairs over the whole
+set, the ones with more nodes than one more often.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ def matrix(case: zoo.Case, index: int) -> list[tuple[int, int, str]]:
 
 def sample(case: zoo.Case, index: int) -> list[tuple[int, int, str]]:
     """The combinations of a case that always run."""
+    if case.rare:
+        return []
     nodes = nodes_of(case)
     several = nodes if index % 7 == 0 else tuple(v for v in nodes if v > 1) or nodes
     first, *rest = precisions_of(case)

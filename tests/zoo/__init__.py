@@ -39,6 +39,7 @@ FAMILIES = (
     "pmap_style",
     "effects",
     "views",
+    "repositories",
 )
 
 Outer = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -86,6 +87,7 @@ class Case:
       expect: for steps that must be refused: the name of an error class of `vnode`, and a pattern in its message.
       may_refuse: the step may be refused by a `VnodeError` instead of being computed.
       nodes: numbers of nodes that make sense, if not all.
+      rare: runs with the whole matrix only.
       nnx: the step mutates flax.nnx modules in place and goes through `vnode.nnx.virtualize`.
     """
 
@@ -99,6 +101,7 @@ class Case:
     expect: tuple[str, str] | None = None
     may_refuse: bool = False
     nodes: tuple[int, ...] | None = None
+    rare: bool = False
     nnx: bool = False
 
 

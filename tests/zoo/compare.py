@@ -194,6 +194,7 @@ def difference(got: Any, want: Any, moved: Sequence[Any], size: float) -> str | 
     finite = np.isfinite(want)
     if not np.array_equal(got[~finite], want[~finite], equal_nan=True) or not np.isfinite(got[finite]).all():
         return f"NaN or infinity: {_head(got)} instead of {_head(want)}"
+    got, want = np.where(finite, got, 0.0), np.where(finite, want, 0.0)
     error = np.max(np.abs(got - want)[finite], initial=0.0)
     shifts = [np.abs(other.astype(wide) - want)[finite] for other in moved]
     noise = size * np.max(np.abs(want[finite]), initial=0.0) + np.max(shifts, initial=0.0, where=np.isfinite(shifts))

@@ -61,7 +61,7 @@ def debug_callback_in_a_loop() -> Program:
     return Program(step, (_params(), _batch(12)))
 
 
-@case(item=14, may_refuse=True)
+@case(item=14)
 def pure_callback_per_example() -> Program:
     """Host code under vmap, element by element."""
 

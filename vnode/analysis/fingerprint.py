@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Program, inline, trace, where
+from vnode.analysis.program import Program, inline, where
+from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
 
 SHOWN = 1000

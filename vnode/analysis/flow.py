@@ -35,7 +35,7 @@ from vnode.analysis.program import Program, signature, where
 from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
 from vnode.analysis.view import View
 from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
-from vnode.operators import Monoid, OperatorDescription
+from vnode.operators import Monoid, OperatorDescription, advice
 from vnode.operators.control import Region, region_of
 
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
@@ -196,7 +196,7 @@ class Follower:
             if all(isinstance(form, Whole | Partial) for form in forms):
                 view.complete(range(len(forms)))
                 return view.once()
-            if not eqn.effects and not any(isinstance(form, Slice | Partial) for form in forms):
+            if not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
                 return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
             raise UnsupportedPrimitiveError(
                 layout_message(
@@ -204,11 +204,7 @@ class Follower:
                     "which is applied to a batched value.",
                     where=where(eqn),
                     facts=[signature(eqn)],
-                    remedies=[
-                        "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
-                        "or write the operation with primitives that jax.lax documents",
-                        "or apply it to values that are reduced over the batch",
-                    ],
+                    remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )
         return self.described_step(view, description)
@@ -349,7 +345,7 @@ class Follower:
         view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial)])
         if all(isinstance(form, Whole) for form in view.forms):
             return view.once()
-        if any("Ordered" in type(effect).__name__ for effect in view.eqn.effects):
+        if is_ordered(view.eqn):
             raise CouplingError(
                 layout_message(
                     f"the ordered effect of {view.eqn.primitive.name!r} cannot be kept: nodes run in parallel.",
@@ -370,6 +366,11 @@ class Follower:
             view.forms[:], view.level = kept
             view.coupled = coupled
             return nested_step(self, view, region)
+
+
+def is_ordered(eqn: JaxprEqn) -> bool:
+    """Whether an equation's effect must come in order."""
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
 
 
 @functools.cache

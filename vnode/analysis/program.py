@@ -1,26 +1,26 @@
-"""A step as a straight list of equations: traced, calls inlined, loops and branches kept.
+"""A step as a straight list of equations: calls inlined, loops and branches kept.
 
 Knows jaxprs, and that calls can be inlined. Must not know about batches or devices.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.meshless import NoMeaning, Replicated, meshless
-from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 from vnode.operators import OperatorDescription, describe, kind
-from vnode.operators.control import Body, call_of
+from vnode.operators.control import Body, call_of, implementation_of
 from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
@@ -117,7 +117,7 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
                 source = source.replace(name_stack=caller.name_stack + source.name_stack)
                 if not in_user_code(source):
                     source = source.replace(traceback=caller.traceback)
-            call = call_of(eqn)
+            call = call_of(eqn) or implementation_of(eqn, [known(read(atom)) for atom in eqn.invars])
             if call is None:
                 flat = eqn.replace(
                     invars=[read(atom) for atom in eqn.invars],
@@ -134,6 +134,12 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
             results = walk(call.body, passed, source)
             env.update(zip(eqn.outvars, results, strict=True))
         return [read(atom) for atom in body.jaxpr.outvars]
+
+    def known(atom: Atom) -> Any:
+        """The value of a scalar that does not depend on the arguments, or None."""
+        value = atom.val if isinstance(atom, Literal) else program.constants.get(atom)
+        numeric = isinstance(value, jax.Array | np.ndarray | np.generic | int | float)
+        return value if numeric and not isinstance(value, jax.core.Tracer) and np.ndim(value) == 0 else None
 
     visible: dict[int, bool] = {}
 
@@ -174,83 +180,23 @@ def parts(eqn: JaxprEqn) -> list[JaxprEqn]:
     ]
 
 
-@dataclasses.dataclass(frozen=True)
-class Traced:
-    """A function as jax traced it.
-
-    Attributes:
-      program: over the flattened arguments, and after them the values that the function closed over and jax is tracing.
-      captured: those values: an outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as arguments.
-      function: the same as a function of all these, with the derivative rules that the user's function has.
-    """
-
-    program: Program
-    captured: list[Any]
-    function: Callable[..., list[Any]]
+def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
+    """The user's source line and name stack, and the settings under which the equation was traced."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
+    if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
+        return source
+    contexts = contextlib.ExitStack()
+    contexts.enter_context(source)
+    contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
+    return contexts
 
 
-def trace(fun: Callable[..., Any], *args: Any) -> Traced:
-    """Traces `fun` abstractly and inlines its calls.
-
-    Args:
-      fun: any function of pytrees of arrays.
-      *args: arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      What jax traced.
-
-    Raises:
-      VnodeError: the step is written for `jax.pmap`.
-      UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
-    """
-    try:
-        closed = jax.make_jaxpr(fun)(*args)
-        jaxpr = meshless(closed.jaxpr)
-    except NameError as error:
-        if "unbound axis name" not in str(error):
-            raise
-        raise VnodeError(
-            layout_message(
-                "the step names an axis that is not there: collectives of jax.pmap are left over.",
-                where=where_raised(error),
-                facts=[str(error).partition(". ")[0]],
-                remedies=[
-                    "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
-                    "or keep its meaning per replica: virtualize jax.vmap(step, axis_name=...), as that page says",
-                ],
-            )
-        ) from error
-    except Replicated as found:
-        raise VnodeError(
-            layout_message(
-                "the step is run by jax.pmap: it has a replica for each device, and its result would depend on them.",
-                where=where(found.eqn),
-                facts=[signature(found.eqn)],
-                remedies=[
-                    "virtualize jax.vmap(step, axis_name=...) in place of jax.pmap (docs/migrating-from-pmap.md)",
-                    "or write the step for the whole batch, and remove its collectives",
-                ],
-            )
-        ) from None
-    except NoMeaning as found:
-        raise UnsupportedPrimitiveError(
-            layout_message(
-                f"the {found.eqn.primitive.name} holds what vnode cannot follow.",
-                where=where(found.eqn),
-                facts=[signature(found.eqn), str(found)],
-                remedies=["write it for the whole batch: vnode divides the examples itself"],
-            )
-        ) from found
-    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
-    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
-    count = len(closed.jaxpr.invars)
-
-    def function(*values: Any) -> list[Any]:
-        outer = iter(values[count:])
-        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
-
-    return Traced(inline(jaxpr, closed.consts), captured, function)
+def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """Evaluates an equation as it stands."""
+    params = eqn.primitive.get_bind_params(eqn.params)
+    results = eqn.primitive.bind(*operands, **params)
+    return list(results) if eqn.primitive.multiple_results else [results]
 
 
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))

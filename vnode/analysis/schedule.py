@@ -23,9 +23,10 @@ from jax.extend.core import Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
-from vnode.analysis.program import Atom
+from vnode.analysis.program import Atom, signature, where
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
 from vnode.analysis.states import Flow, Step
+from vnode.errors import CouplingError, layout_message
 from vnode.operators import Monoid
 
 
@@ -147,7 +148,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
     if any(step.level for step in flow.steps):
         steps = living(flow)
         earliest = first_reads(flow, steps)
-        kept = keepable(flow), decisions(flow, steps, earliest)
+        kept = keepable(flow), {**decisions(flow, steps, earliest), **answers(flow)}
     known = known_values(flow)
     while True:
         sweep = Sweep(flow, accumulate_dtype, kept, earliest, known)
@@ -156,6 +157,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
         if not late:
             break
         earliest = {var: min(stage, earliest.get(var, stage)) for var, stage in {**earliest, **sweep.needed}.items()}
+    check_calls(stages)
     return Schedule(flow, tuple(stages), sweep.gathered, repeated_work(stages))
 
 
@@ -340,8 +342,8 @@ class Sweep:
         self.level = level
         moved.reverse()
         self.made.update((var, level + 1) for var in ready)
-        effects = [step for step in self.effects if step.level <= level]
-        self.effects = [step for step in self.effects if step.level > level]
+        effects = [s for s in self.effects if s.level == level or (s.level < level and not answered(s))]
+        self.effects = [step for step in self.effects if step not in effects]
         self.pending = {var: None for var in self.pending if var not in ready}
         states = flow.states
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
@@ -565,6 +567,52 @@ def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
                 repeated[level] = repeated.get(level, 0) + action.step.flops
             first.add(action.step)
     return repeated
+
+
+def calls_host(step: Step) -> bool:
+    """Whether nodes call host code that may do something else the second time (debugging output may come twice)."""
+    return step.per_node and any("IO" in type(effect).__name__ for effect in step.eqn.effects)
+
+
+def answered(step: Step) -> bool:
+    """Whether nodes call host code for its results: in the first pass that can, so that it is called once."""
+    return calls_host(step) and bool(step.eqn.outvars)
+
+
+def answers(flow: Flow) -> dict[Var, int]:
+    """What host code returned for batched values: kept for later passes, each with the first that could read it."""
+    return {
+        var: step.level + 1
+        for step in flow.steps
+        if calls_host(step)
+        for var, form in zip(step.eqn.outvars, step.results, strict=True)
+        if isinstance(form, Slice)
+    }
+
+
+def check_calls(stages: Sequence[Stage]) -> None:
+    """Refuses to call host code in several passes.
+
+    Raises:
+      CouplingError: a later pass would call it again.
+    """
+    called: set[Step] = set()
+    for stage in stages:
+        for step in evaluated(stage.nodes.recipe) if stage.nodes else ():
+            if step in called and calls_host(step):
+                raise CouplingError(
+                    layout_message(
+                        f"the step needs the result of {step.eqn.primitive.name!r} in several passes, and calling host "
+                        "code again may give another.",
+                        where=where(step.eqn),
+                        facts=[signature(step.eqn)],
+                        remedies=[
+                            "use jax.pure_callback if the code gives the same for the same operands",
+                            "or call it in a step of its own and pass its results to this one",
+                        ],
+                    )
+                )
+        called |= evaluated(stage.nodes.recipe) if stage.nodes else set()
 
 
 def evaluated(made: Recipe) -> set[Step]:

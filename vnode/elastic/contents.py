@@ -20,7 +20,7 @@ import numpy as np
 
 from vnode.errors import CheckpointError, layout_message
 from vnode.placement.host import abstract, is_key, is_weak
-from vnode.placement.leaves import is_array
+from vnode.placement.statics import array_leaves, map_arrays
 
 Path = tuple[str, ...]
 """Where an array is in a state."""
@@ -84,7 +84,8 @@ def named(state: Any) -> dict[Path, Leaf]:
       >>> list(named({"a": {"b": 1}, "a.b": 2}))  # one name where these are put together
       [("['a']['b']",), ("['a.b']",)]
     """
-    leaves = [(path, leaf) for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf)]
+    arrays = array_leaves(state)
+    leaves = [entry for entry, array in zip(jax.tree.leaves_with_path(state), arrays, strict=True) if array]
     labels = [jax.tree_util.keystr(path) for path, _ in leaves]
     paths = [text(path) for path, _ in leaves]
     awkward = () in paths or not {"", ".", ".."}.isdisjoint(part for path in paths for part in path)
@@ -106,8 +107,11 @@ def stored(state: Any) -> Any:
     arrays = {path: leaf.value for path, leaf in named(state).items() if leaf.value.size}
     if not arrays:
         return {"state": None}
-    if all(text(path) in arrays for path, leaf in jax.tree.leaves_with_path(state) if is_array(leaf) and leaf.size):
-        return jax.tree.map(lambda leaf: leaf if is_array(leaf) and leaf.size else None, state)
+    leaves, treedef = jax.tree.flatten_with_path(state)
+    written = [array and leaf.size > 0 for (_, leaf), array in zip(leaves, array_leaves(state), strict=True)]
+    if all(text(path) in arrays for (path, _), wanted in zip(leaves, written, strict=True) if wanted):
+        kept = [leaf if wanted else None for (_, leaf), wanted in zip(leaves, written, strict=True)]
+        return jax.tree.unflatten(treedef, kept)
     return {path[0]: array for path, array in arrays.items()}
 
 
@@ -130,7 +134,7 @@ def nested(arrays: Mapping[Path, Any]) -> dict[str, Any]:
 def filled(like: Any, arrays: Mapping[Path, Any]) -> Any:
     """A state with its arrays replaced by others, which go by path."""
     paths = iter(named(like))
-    return jax.tree.map(lambda leaf: arrays[next(paths)] if is_array(leaf) else leaf, like)
+    return map_arrays(lambda leaf: arrays[next(paths)], like)
 
 
 def type_of(leaf: Any) -> str:

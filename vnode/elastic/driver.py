@@ -33,6 +33,7 @@ from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
+from vnode.placement.statics import map_arrays
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
 
@@ -80,8 +81,8 @@ class Driver:
         self.checkpoints = checkpoints
         self.stop = stop
         self.display: Display
-        self.shapes = jax.tree.map(lambda leaf: shape_of(leaf) if is_array(leaf) else leaf, state)
-        self.recovery = Recovery(options.alive, checkpoints, jax.tree.map(abstract, state))
+        self.shapes = map_arrays(shape_of, state)
+        self.recovery = Recovery(options.alive, checkpoints, map_arrays(abstract, state))
         self.requests = requests(options.devices, step)
         self.facts: dict[str, Any] | None = None
         self.compiling: dict[Placement, Preparation] = {}

@@ -21,8 +21,8 @@ from vnode.analysis.fingerprint import Fingerprint, fingerprint
 from vnode.data.source import description
 from vnode.data.source import fingerprint as data_fingerprint
 from vnode.errors import CheckpointError, layout_message
-from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.statics import array_leaves
 
 logger = logging.getLogger("vnode")
 
@@ -72,12 +72,14 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
 def program_of(step: Any, state: Any, batch: Any) -> Fingerprint | None:
     """The fingerprint of what the user's step computes on a whole batch; None if it cannot be traced by itself."""
     leaves, treedef = jax.tree.flatten((state, batch), is_leaf=is_sharded_batch)
-    arrays = [shape_of(leaf) for leaf in leaves if is_array(leaf)]
+    given = array_leaves((state, batch))
+    arrays = [shape_of(leaf) for leaf, array in zip(leaves, given, strict=True) if array]
 
     def on_arrays(*values: Any) -> list[Any]:
         rest = iter(values)
-        args = jax.tree.unflatten(treedef, [next(rest) if is_array(leaf) else leaf for leaf in leaves])
-        return [leaf for leaf in jax.tree.leaves(step.__wrapped__(*args)) if is_array(leaf)]
+        filled = [next(rest) if array else leaf for leaf, array in zip(leaves, given, strict=True)]
+        out = step.__wrapped__(*jax.tree.unflatten(treedef, filled))
+        return [leaf for leaf, array in zip(jax.tree.leaves(out), array_leaves(out), strict=True) if array]
 
     try:
         return fingerprint(on_arrays, *arrays)

@@ -6,6 +6,7 @@ Knows jax only. Importing this package fills the registry from the families besi
 from vnode.operators import (  # noqa: F401
     contraction,
     elementwise,
+    host,
     indexing,
     linalg,
     order,
@@ -20,10 +21,11 @@ from vnode.operators.description import (
     Factors,
     Monoid,
     OperatorDescription,
+    advice,
     describe,
     evaluate,
     kind,
     register,
 )
 
-__all__ = ["Factors", "Monoid", "OperatorDescription", "describe", "evaluate", "kind", "register"]
+__all__ = ["Factors", "Monoid", "OperatorDescription", "advice", "describe", "evaluate", "kind", "register"]

@@ -8,10 +8,15 @@ operands are carried, scanned or read by which body; nothing else tells loops fr
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Protocol
 
-from jax.extend.core import Jaxpr, JaxprEqn
+import jax
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+
+from vnode.operators.description import described
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,6 +272,60 @@ def call_of(eqn: JaxprEqn) -> Call | None:
         rights = range(sum(lengths), len(eqn.invars))
         return Call(body_of(eqn.params["jaxprs"].solve), (*constants, *rights), custom_derivative=True)
     return None
+
+
+def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
+    """The call of what evaluates an equation's primitive, if that is written in JAX, as libraries do for their own.
+
+    Args:
+      eqn: the equation.
+      known: the operands' values, None where they are not known; an implementation may need one while it is traced.
+
+    Returns:
+      The call; None for jax's own primitives and those with a description, and where the implementation has effects
+      or is no JAX code.
+    """
+    run = getattr(eqn.primitive, "impl", None)
+    module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
+    if module.split(".")[0] in ("jax", "jaxlib") or eqn.effects or described(eqn):
+        return None
+    given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
+    shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
+    try:
+        body = implementation(eqn.primitive, tuple(eqn.params.items()), shapes, given)
+    except TypeError:  # a parameter that cannot be hashed
+        body = implementation.__wrapped__(eqn.primitive, tuple(eqn.params.items()), shapes, given)
+    if body is None or [v.aval.shape for v in body.jaxpr.outvars] != [v.aval.shape for v in eqn.outvars]:
+        return None
+    return Call(body, tuple(i for i, value in enumerate(known) if value is None))
+
+
+@functools.lru_cache(maxsize=1024)
+def implementation(
+    primitive: Primitive, params: tuple[tuple[str, Any], ...], shapes: tuple[Any, ...], given: tuple[Any, ...]
+) -> Body | None:
+    """A primitive's implementation, traced."""
+
+    def run(*values: Any) -> list[Any]:
+        rest = iter(values)
+        operands = [
+            next(rest)
+            if value is None
+            else value[1]
+            if value[0] in (bool, int, float)
+            else np.asarray(value[1], shape.dtype)
+            for value, shape in zip(given, shapes, strict=True)
+        ]
+        results = primitive.impl(*operands, **dict(params))
+        return list(results) if primitive.multiple_results else [results]
+
+    try:
+        closed = jax.make_jaxpr(run)(*(shape for shape, value in zip(shapes, given, strict=True) if value is None))
+    except Exception:  # whatever code that is no JAX code makes of tracers
+        return None
+    if closed.effects or any(eqn.primitive is primitive for eqn in closed.jaxpr.eqns):
+        return None
+    return body_of(closed)
 
 
 def region_of(eqn: JaxprEqn) -> Region | None:

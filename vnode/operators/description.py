@@ -236,13 +236,23 @@ class Factors:
 
 Rule = Callable[[JaxprEqn], "OperatorDescription | None"]
 _rules: dict[str, Rule] = {}
-_registered: set[str] = set()
+_unshared: set[str] = set()
+"""Primitives of which two equations with equal parameters and types may have different descriptions."""
+_advice: dict[str, tuple[str, ...]] = {}
 
 
-def rule(*names: str) -> Callable[[Rule], Rule]:
+def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
     """Registers a rule for the primitives called `names`; for the families of this package.
 
     Names, not objects: some primitives have no public home in jax, and some exist in one supported version only.
+
+    Args:
+      *names: of the primitives.
+      alike: whether the description depends on nothing but parameters and types.
+      advice: what a user may do where the rule gives no description.
+
+    Returns:
+      A decorator for the rule.
     """
 
     def add(fun: Rule) -> Rule:
@@ -250,6 +260,9 @@ def rule(*names: str) -> Callable[[Rule], Rule]:
             if name in _rules:
                 raise ValueError(f"two descriptions of primitive {name!r}")
             _rules[name] = fun
+            _advice[name] = advice
+            if not alike:
+                _unshared.add(name)
         return fun
 
     return add
@@ -285,7 +298,7 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
             return description
 
         _rules[name] = checked
-        _registered.add(name)
+        _unshared.add(name)
         return fun
 
     return add
@@ -304,6 +317,19 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     return None if fun is None else fun(eqn)
 
 
+def described(eqn: JaxprEqn) -> bool:
+    """Whether there is a rule for an equation's primitive."""
+    return eqn.primitive.name in _rules
+
+
+def advice(eqn: JaxprEqn) -> tuple[str, ...]:
+    """What a user may do about an equation that has no description."""
+    return _advice.get(eqn.primitive.name) or (
+        "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
+        "or write the operation with primitives that jax.lax documents",
+    )
+
+
 def kind(eqn: JaxprEqn) -> Hashable | None:
     """What the description of an equation depends on: equations of a kind share theirs.
 
@@ -311,10 +337,11 @@ def kind(eqn: JaxprEqn) -> Hashable | None:
       eqn: an equation of any jaxpr.
 
     Returns:
-      The kind; None if there is no telling, because the rule is a user's or a parameter cannot be hashed.
+      The kind; None if there is no telling, because the rule is a user's or reads more of the equation, or a parameter
+      cannot be hashed.
     """
     name = eqn.primitive.name
-    if name in _registered:
+    if name in _unshared:
         return None
     types = [(getattr(a.aval, "shape", None), getattr(a.aval, "dtype", None)) for a in (*eqn.invars, *eqn.outvars)]
     made = (name, eqn.ctx.threefry_partitionable, tuple(eqn.params.items()), tuple(types))

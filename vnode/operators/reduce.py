@@ -53,6 +53,24 @@ def collective(eqn: JaxprEqn) -> OperatorDescription | None:
     return over_axes(eqn, COLLECTIVES[eqn.primitive.name])
 
 
+UNVMAP = {"unvmap_any": Monoid.OR, "unvmap_all": Monoid.AND, "unvmap_max": Monoid.MAX}
+"""Equinox's reductions over everything, dimensions added by vmap included."""
+
+
+@rule(*UNVMAP)
+def unvmap(eqn: JaxprEqn) -> OperatorDescription:
+    """Equinox asks so whether any example still needs a branch or another turn of a loop."""
+    f = Factors()
+    dims = f.dims(eqn.invars[0].aval.shape)
+    monoid = UNVMAP[eqn.primitive.name]
+    return OperatorDescription(
+        sizes=f.sizes,
+        operands=(dims,),
+        results=((),),
+        reduced={factor: monoid for dim in dims for factor in dim},
+    )
+
+
 @rule("argmax", "argmin")
 def argument(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()

@@ -68,6 +68,12 @@ def device_put(eqn: JaxprEqn) -> OperatorDescription:
     return identities(eqn, pass_through if whole_value else None)
 
 
+@rule("nonbatchable", "nondifferentiable_backward", "nontraceable")
+def assertion(eqn: JaxprEqn) -> OperatorDescription:
+    """Equinox's promises about a value, which jax checked while it traced the step."""
+    return identities(eqn)
+
+
 @rule("tie")
 def tie(eqn: JaxprEqn) -> OperatorDescription:
     """The second operand, ordered after the first."""

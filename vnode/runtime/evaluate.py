@@ -6,7 +6,6 @@ primitive by name.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -16,11 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
-from vnode.analysis.program import Atom, Program
+from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators import evaluate as evaluate_operator
@@ -30,25 +28,13 @@ from vnode.runtime.node import Node, Once, leading, mask_dim
 Env = dict[Key, Any]
 
 
-def context_of(eqn: JaxprEqn) -> contextlib.AbstractContextManager[Any]:
-    """The user's source line and name stack, and the settings under which the equation was traced."""
-    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
-    source = source_info_util.user_context(eqn.source_info.traceback, name_stack=stack)
-    if eqn.ctx.threefry_partitionable == jax.config.jax_threefry_partitionable:
-        return source
-    contexts = contextlib.ExitStack()
-    contexts.enter_context(source)
-    contexts.enter_context(jax.threefry_partitionable(eqn.ctx.threefry_partitionable))
-    return contexts
-
-
-def bind(eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]) -> list[Any]:
+def evaluate_whole(
+    eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]
+) -> list[Any]:
     """Evaluates an equation at its full size."""
     if description is not None and (platform in description.replaced_on or description.layout is not None):
         return evaluate_operator(description, eqn, operands, description.sizes, {}, platform)
-    params = eqn.primitive.get_bind_params(eqn.params)
-    results = eqn.primitive.bind(*operands, **params)
-    return list(results) if eqn.primitive.multiple_results else [results]
+    return bind(eqn, operands)
 
 
 class Known:
@@ -131,7 +117,9 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known,
     with context_of(eqn):
         if not action.bodies:
             operands = [read(atom) for atom in eqn.invars]
-            return known.evaluate(eqn, operands, functools.partial(bind, eqn, known.describe(eqn), place.platform))
+            return known.evaluate(
+                eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), place.platform)
+            )
         return evaluate_region(action, place, lambda atom, form: read(atom))
 
 
@@ -203,7 +191,9 @@ def evaluate_action(
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
         if action.description is None or action.location is None or isinstance(node, Once):
-            return known.evaluate(eqn, operands, functools.partial(bind, eqn, known.describe(eqn), node.platform))
+            return known.evaluate(
+                eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), node.platform)
+            )
         return known.evaluate(eqn, operands, lambda values: evaluate_split(action, values, node), action.location)
 
 
@@ -279,9 +269,14 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
     assert isinstance(form, Slice)
     real = node.real(Location(form.batch, 0, form.outer, form.ratio)) if node.padded(form.batch) else None
 
+    def for_real(counts: jax.Array, values: list[Any]) -> list[Any]:
+        """Host code is called for examples, not for padding."""
+        shapes = jax.eval_shape(body, values)
+        return lax.cond(counts, body, lambda _: jax.tree.map(lambda s: lax.empty(s.shape, s.dtype), shapes), values)
+
     def masked(values: list[Any]) -> list[Any]:
         *values, counts = values
-        out = body(values)
+        out = for_real(counts, values) if counts is not None and action.step.eqn.effects else body(values)
         if counts is not None:
             for k, i in enumerate(region.carried):
                 out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])

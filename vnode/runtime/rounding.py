@@ -25,9 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from vnode.analysis.program import context_of
 from vnode.operators import Monoid, OperatorDescription, describe
 from vnode.operators.control import Body, Region, body_of, call_of, region_of
-from vnode.runtime.evaluate import InProgram, as_array, bind, context_of
+from vnode.runtime.evaluate import InProgram, as_array, bind
 
 ODD = 0x9E3779B97F4A7C15
 """Multiplying by it mixes bits: 2**64 over the golden ratio, odd (Knuth, TAOCP 3, 6.4)."""
@@ -78,7 +79,7 @@ def evaluate(body: Body, operands: Sequence[Any], seed: jax.Array) -> list[Any]:
             elif region is not None:
                 results = within(region, eqn, values, seed)
             else:
-                results = bind(eqn, None, "", values)
+                results = bind(eqn, values)
                 terms = terms_of(describe(eqn))
                 results = [
                     moved(result, values, seed, index, terms) if terms > 1 or (terms and narrow(result)) else result

@@ -14,8 +14,8 @@ import jax
 import numpy as np
 
 from vnode.errors import BatchError, layout_message
-from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.statics import array_leaves
 from vnode.step.mutation import Watch
 
 
@@ -50,9 +50,11 @@ class StaticLeaf:
 def wrap(tree: Any) -> Any:
     """A pytree with its leaves that are no arrays as structure; the pytree itself if all are."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
-    if all(map(is_array, leaves)):
+    arrays = array_leaves(tree)
+    if all(arrays):
         return tree
-    return jax.tree.unflatten(treedef, [leaf if is_array(leaf) else StaticLeaf(leaf) for leaf in leaves])
+    kept = [leaf if array else StaticLeaf(leaf) for leaf, array in zip(leaves, arrays, strict=True)]
+    return jax.tree.unflatten(treedef, kept)
 
 
 def unwrap(tree: Any) -> Any:

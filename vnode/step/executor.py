@@ -166,11 +166,13 @@ class Executor:
             arg
             if i in self._static
             else jax.tree.map(
-                functools.partial(arrive, whole=i in wholes, split=i not in wholes), arg, is_leaf=is_sharded_batch
+                functools.partial(arrive, whole=i in wholes, split=i not in wholes), wrap(arg), is_leaf=is_sharded_batch
             )
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(functools.partial(arrive, whole=False, split=False), kwargs, is_leaf=is_sharded_batch)
+        kwargs = jax.tree.map(
+            functools.partial(arrive, whole=False, split=False), wrap(kwargs), is_leaf=is_sharded_batch
+        )
         return self.lower(placed, kwargs)
 
     def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:

@@ -24,9 +24,10 @@ import jax.numpy as jnp
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import Program, Traced, signature, trace, where
+from vnode.analysis.program import Program, signature, where
 from vnode.analysis.schedule import Schedule, schedule
 from vnode.analysis.states import Coupling, State
+from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH
 from vnode.placement.leaves import shape_of

@@ -17,9 +17,10 @@ import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under
-from vnode.placement.leaves import is_array, shapes_of
+from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
+from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import to_placement, tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
@@ -179,7 +180,7 @@ class VirtualStep(Step[P, R]):
         Returns:
           The same tree.
         """
-        return jax.tree.map(lambda leaf: to_placement(leaf, self.placement) if is_array(leaf) else leaf, tree)
+        return map_arrays(lambda leaf: to_placement(leaf, self.placement), tree)
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
-from vnode.placement.leaves import is_array, shape_of
+from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement, device_list
+from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import to_placement
 from vnode.plan.nodes.memory import device_memory
 from vnode.plan.nodes.search import NodeSearch, search
@@ -142,7 +143,7 @@ class AutoStep(Step[P, R]):
 
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
-        return jax.tree.map(lambda leaf: to_placement(leaf, self.template) if is_array(leaf) else leaf, tree)
+        return map_arrays(lambda leaf: to_placement(leaf, self.template), tree)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         step = self._step

@@ -1,0 +1,99 @@
+"""From a function to its program.
+
+Knows the order of things: trace, take the mesh out, make values of references, inline. Must not know batches or
+devices.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from vnode.analysis.meshless import NoMeaning, Replicated, meshless
+from vnode.analysis.program import Program, inline, signature, where, where_raised
+from vnode.analysis.references import without_references
+from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A function as jax traced it.
+
+    Attributes:
+      program: over the flattened arguments, and after them the values that the function closed over and jax is tracing.
+      captured: those values: an outer `jax.grad`, `jax.vmap` or `jax.jit` must see them as arguments.
+      function: the same as a function of all these, with the derivative rules that the user's function has.
+    """
+
+    program: Program
+    captured: list[Any]
+    function: Callable[..., list[Any]]
+
+
+def trace(fun: Callable[..., Any], *args: Any) -> Traced:
+    """Traces `fun` abstractly, takes meshes and references out of it, and inlines its calls.
+
+    Args:
+      fun: any function of pytrees of arrays.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      What jax traced.
+
+    Raises:
+      VnodeError: the step is written for `jax.pmap`.
+      UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
+    """
+    try:
+        closed = jax.make_jaxpr(fun)(*args)
+        jaxpr = meshless(closed.jaxpr)
+    except NameError as error:
+        if "unbound axis name" not in str(error):
+            raise
+        raise VnodeError(
+            layout_message(
+                "the step names an axis that is not there: collectives of jax.pmap are left over.",
+                where=where_raised(error),
+                facts=[str(error).partition(". ")[0]],
+                remedies=[
+                    "remove them: a step for vnode is written for the whole batch (docs/migrating-from-pmap.md)",
+                    "or keep its meaning per replica: virtualize jax.vmap(step, axis_name=...), as that page says",
+                ],
+            )
+        ) from error
+    except Replicated as found:
+        raise VnodeError(
+            layout_message(
+                "the step is run by jax.pmap: it has a replica for each device, and its result would depend on them.",
+                where=where(found.eqn),
+                facts=[signature(found.eqn)],
+                remedies=[
+                    "virtualize jax.vmap(step, axis_name=...) in place of jax.pmap (docs/migrating-from-pmap.md)",
+                    "or write the step for the whole batch, and remove its collectives",
+                ],
+            )
+        ) from None
+    except NoMeaning as found:
+        raise UnsupportedPrimitiveError(
+            layout_message(
+                f"the {found.eqn.primitive.name} holds what vnode cannot follow.",
+                where=where(found.eqn),
+                facts=[signature(found.eqn), str(found)],
+                remedies=["write it for the whole batch: vnode divides the examples itself"],
+            )
+        ) from found
+    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
+    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
+    count = len(closed.jaxpr.invars)
+
+    def function(*values: Any) -> list[Any]:
+        outer = iter(values[count:])
+        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
+
+    plain = without_references(ClosedJaxpr(jaxpr, closed.consts))
+    return Traced(inline(plain.jaxpr, plain.consts), captured, function)

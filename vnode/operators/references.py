@@ -1,0 +1,128 @@
+"""Arrays that are mutated in place (`jax.new_ref`): what each access means as a function of values.
+
+Knows the primitives that make, read and write a reference, and how they index. Must not know where a reference is made
+or passed on: `vnode.analysis.references` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+Access = Callable[[JaxprEqn, Any, Sequence[Any]], tuple[Any, list[Any]]]
+"""From the equation, what the reference holds and the other operands to what it holds then and the results."""
+
+
+def is_reference(atom: Any) -> bool:
+    """Whether a variable stands for an array that is mutated in place."""
+    return hasattr(getattr(atom, "aval", None), "inner_aval")
+
+
+def made_by(eqn: JaxprEqn, operands: Sequence[Any]) -> Any | None:
+    """What a new reference holds at first; None if the equation makes none."""
+    if eqn.primitive.name == "new_ref":
+        return operands[0]
+    if eqn.primitive.name == "empty_ref":
+        aval = eqn.outvars[0].aval.inner_aval
+        return lax.empty(aval.shape, aval.dtype)
+    return None
+
+
+def access_of(eqn: JaxprEqn) -> Access | None:
+    """What an equation does to the reference that is its first operand; None if it is no access."""
+    return ACCESSES.get(eqn.primitive.name)
+
+
+def get(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    return held, [read(held, indexers(eqn, operands))]
+
+
+def swap(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    value, *rest = operands
+    chain = indexers(eqn, rest)
+    return written(held, chain, value), [read(held, chain)]
+
+
+def addupdate(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    value, *rest = operands
+    chain = indexers(eqn, rest)
+    return written(held, chain, read(held, chain) + value), []
+
+
+def freeze(eqn: JaxprEqn, held: Any, operands: Sequence[Any]) -> tuple[Any, list[Any]]:
+    return held, [held]
+
+
+ACCESSES: dict[str, Access] = {
+    "get": get,
+    "swap": swap,
+    "addupdate": addupdate,
+    "freeze": freeze,
+    "free_ref": lambda eqn, held, operands: (held, []),
+}
+
+
+def indexers(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The views that an access takes one after another.
+
+    Raises:
+      NotImplementedError: one of them is no indexing (a bitcast, say).
+    """
+    chain = jax.tree.unflatten(eqn.params["tree"], operands) or ()
+    for view in chain:
+        if not hasattr(view, "indices"):
+            raise NotImplementedError(f"a reference is read through {type(view).__name__}")
+    return [view for view in chain if not covers(view)]
+
+
+def covers(view: Any) -> bool:
+    """Whether a view is of everything."""
+    return all(
+        hasattr(i, "size") and not hasattr(i, "dtype") and (i.start, i.size, i.stride) == (0, n, 1)
+        for i, n in zip(view.indices, view.shape, strict=True)
+    )
+
+
+def index_of(view: Any) -> tuple[list[Any], list[int] | None]:
+    """A view as starts and sizes of a dynamic slice (size 0: one element, its dimension goes); or as an index.
+
+    Returns:
+      The starts and the sizes; or the index as `jax.numpy` takes it, and None.
+    """
+    slices = [hasattr(i, "stride") for i in view.indices]
+    if all((s and i.stride == 1) or (not s and np.ndim(i) == 0) for i, s in zip(view.indices, slices, strict=True)):
+        starts = [jnp.asarray(i.start if s else i, jnp.int32) for i, s in zip(view.indices, slices, strict=True)]
+        return starts, [i.size if s else 0 for i, s in zip(view.indices, slices, strict=True)]
+    index = []
+    for i, s in zip(view.indices, slices, strict=True):
+        if s and not isinstance(i.start, int):
+            raise NotImplementedError("a reference is indexed by a moving slice together with strides or arrays")
+        index.append(slice(i.start, i.start + (i.size - 1) * i.stride + 1, i.stride) if s else i)
+    return index, None
+
+
+def read(value: Any, chain: Sequence[Any]) -> Any:
+    for view in chain:
+        starts, sizes = index_of(view)
+        if sizes is None:
+            value = value[tuple(starts)]
+        else:
+            value = lax.dynamic_slice(value, starts, [n or 1 for n in sizes])
+            value = lax.squeeze(value, [d for d, n in enumerate(sizes) if n == 0])
+    return value
+
+
+def written(value: Any, chain: Sequence[Any], part: Any) -> Any:
+    if not chain:
+        return part
+    part = written(read(value, chain[:1]), chain[1:], part)
+    starts, sizes = index_of(chain[0])
+    if sizes is None:
+        return value.at[tuple(starts)].set(part)
+    return lax.dynamic_update_slice(value, jnp.reshape(part, [n or 1 for n in sizes]), starts)

@@ -1,0 +1,84 @@
+"""Python scalars that are part of a program, and not arrays: those in the modules of some libraries.
+
+Knows by which library's rule a number in a pytree is a constant. Must not know what is done about it.
+
+`jax.jit` takes every Python number in an argument as an array. In an Equinox module that would be wrong: ``depth: int``
+is read by Python code, and ``inference: bool`` by an ``if``. `equinox.filter_jit` and `equinox.filter_grad` take arrays
+only, so models, and optimizer states made for them, are written with that in mind. So here too: a Python scalar whose
+nearest enclosing module is Equinox's is a constant of the program. (A `flax` ``TrainState`` counts its steps with one.)
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.placement.leaves import is_array
+from vnode.placement.sharded import is_sharded_batch
+
+MODULES = {"equinox": "Module"}
+"""Libraries (as imported) and their classes whose fields hold constants."""
+
+
+def module_types() -> tuple[type, ...]:
+    """Those of `MODULES` that can occur, because their library has been imported."""
+    found = (getattr(sys.modules.get(library), name, None) for library, name in MODULES.items())
+    return tuple(kind for kind in found if isinstance(kind, type))
+
+
+@functools.lru_cache(maxsize=256)
+def in_modules(structure: Any, types: tuple[type, ...]) -> tuple[bool, ...]:
+    """For every leaf of a tree structure whether the nearest enclosing module is of one of `types`."""
+    found: list[bool] = []
+
+    def walk(structure: Any, inside: bool) -> None:
+        if jax.tree_util.treedef_is_leaf(structure):
+            found.extend([inside] * structure.num_leaves)
+            return
+        kind = structure.node_data()
+        if kind is not None and not issubclass(kind[0], dict | list | tuple):
+            inside = issubclass(kind[0], types)
+        for child in structure.children():
+            walk(child, inside)
+
+    walk(structure, False)
+    return tuple(found)
+
+
+def static_scalars(tree: Any) -> list[bool]:
+    """For every leaf of a tree (a batch in shares is one) whether it is a Python scalar that is a constant.
+
+    Args:
+      tree: any pytree.
+
+    Returns:
+      In the order of the leaves.
+
+    Example:
+      >>> static_scalars({"rate": 0.1, "step": 3})
+      [False, False]
+    """
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
+    types = module_types()
+    inside = in_modules(structure, types) if types else (False,) * len(leaves)
+    return [
+        flag and isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
+        for leaf, flag in zip(leaves, inside, strict=True)
+    ]
+
+
+def array_leaves(tree: Any) -> list[bool]:
+    """For every leaf of a tree (a batch in shares is one) whether it is an array of the program."""
+    leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
+    return [is_array(leaf) and not static for leaf, static in zip(leaves, static_scalars(tree), strict=True)]
+
+
+def map_arrays(fun: Any, tree: Any) -> Any:
+    """A tree with `fun` of each of its arrays; other leaves stay as they are."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
+    new = [fun(leaf) if array else leaf for leaf, array in zip(leaves, array_leaves(tree), strict=True)]
+    return jax.tree.unflatten(structure, new)
