@@ -37,7 +37,7 @@ python_use_unqualified_type_names = True
 python_maximum_signature_line_length = 90
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-napoleon_attr_annotations = True
+napoleon_use_ivar = True
 
 # Pages. The notebook is shown with the outputs that it is kept with, which tests/test_examples.py holds against those
 # of a run; so it is run once, there.
@@ -53,6 +53,7 @@ html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["vnode.css"]
 html_copy_source = False
+html_show_copyright = False
 html_show_sourcelink = False
 pygments_style = "friendly"
 pygments_dark_style = "github-dark"
@@ -66,11 +67,20 @@ def copy_the_tour() -> None:
     (HERE / "tour.ipynb").write_text(text, encoding="utf-8")
 
 
-def separate_plurals(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Docstrings write `Batch`es, which reStructuredText reads only with an escaped blank between."""
-    lines[:] = [re.sub(r"((?<!`)`[^`]+`|``[^`]+``)(?=\w)", r"\1\\ ", line) for line in lines]
+CODE = re.compile(r"(``.+?``|`[^`]+`)(?=(\w?))", re.DOTALL)
+INITIAL = re.compile(r"^(\s*(?::[^:]+:\s+)?)(?=[A-Z]\.(?:\s|$))", re.MULTILINE)
+
+
+def as_meant(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings as people read them: reStructuredText takes some of what they write for something else."""
+    text = "\n".join(lines)
+    text = CODE.sub(lambda found: found[1] + ("\\ " if found[2] else ""), text)  # a plural: `Batch`es
+    text = INITIAL.sub(r"\1\\", text)  # "V." alone on a line is no first item of a list
+    if what == "module":
+        text = text.partition("\n\n")[0]  # the rest is for those who read the code
+    lines[:] = [*text.split("\n"), ""]
 
 
 def setup(app: Any) -> None:
     copy_the_tour()
-    app.connect("autodoc-process-docstring", separate_plurals)
+    app.connect("autodoc-process-docstring", as_meant)
