@@ -75,6 +75,10 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert set(vnode.__all__) - errors <= documented
 
 
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_links() -> None:
     """Every relative link of the README and the pages leads to a file."""
     made = {ROOT / "docs" / "tour.ipynb"}  # by docs/conf.py

@@ -1,4 +1,4 @@
-"""What is published: what the wheel holds, that it runs with what it asks for and nothing else, and that extras suffice.
+"""What is published: what the wheel holds, that it runs with what it asks for alone, and that extras suffice.
 
 Knows packages and environments. Must not know what vnode does.
 """

@@ -364,7 +364,7 @@ def test_rich_is_not_needed(report: Any) -> None:
 
 
 def test_progress_in_a_notebook_needs_no_package() -> None:
-    """One output that changes; without rich and ipywidgets, and without a warning. IPython's own capture is the witness."""
+    """One output that changes; without rich and ipywidgets, and without a warning. IPython's capture is the witness."""
     code = (
         "import sys; sys.modules['rich'] = sys.modules['ipywidgets'] = None\n"
         "from IPython.core.interactiveshell import InteractiveShell\n"
