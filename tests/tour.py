@@ -44,7 +44,8 @@ def execute(folder: Path) -> nbformat.NotebookNode:
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     kernel.write_text(json.dumps({"argv": command, "display_name": "tests", "language": "python"}))
     folders = ("JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR")
-    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PYTHONWARNINGS")}
+    ours = ("XLA_FLAGS", "PYTHONWARNINGS", "JAX_COMPILATION_CACHE_DIR")  # jax's cache warns of programs for TPUs
+    environment = {k: v for k, v in os.environ.items() if k not in ours}
     environment |= dict.fromkeys(folders, str(folder / "jupyter"))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
