@@ -87,8 +87,8 @@ def test_elastic(tmp_path: Path) -> None:
     assert "The hashes are equal" in output
 
 
-TIMED = {"fit", "profile"}
-"""Cells of the tour that print more or fewer lines from one machine to the next."""
+TIMED = {"elastic", "fit", "profile"}
+"""Cells of the tour that print more or fewer lines, or in another order, from one machine or run to the next."""
 
 
 def test_the_tour_is_kept_as_text() -> None:
@@ -114,7 +114,8 @@ def test_tour(tmp_path: Path) -> None:
     executed = execute(tmp_path)
     cells = {cell.id: cell for cell in executed.cells if cell.cell_type == "code"}
     streams = {id: [o for o in cell.outputs if o.output_type == "stream"] for id, cell in cells.items()}
-    assert [(id, o.text) for id, found in streams.items() for o in found if o.name != "stdout"] == []
+    warned = [(id, re.sub(r"\d+", "#", o.text)) for id, found in streams.items() for o in found if o.name != "stdout"]
+    assert warned == [("elastic", "step # failed: lost cpu:#\n")]  # which the tour has asked for
     said = {id: "".join(o.text for o in found) for id, found in streams.items()}
     drawn = {id: {kind for o in cell.outputs for kind in o.get("data", {})} for id, cell in cells.items()}
 
