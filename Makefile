@@ -12,13 +12,14 @@ PROGRAMS ?= 20000
 # Tests and demo pretend to have several devices, which only the CPU backend can do.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint docs bench clean
 
 help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make test      the tests"
 	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs"
 	@echo "make lint      ruff and pyright"
+	@echo "make docs      the site, in out/docs/index.html"
 	@echo "make bench     the benchmarks, as a table"
 
 $(VENV)/.installed: pyproject.toml
@@ -42,6 +43,9 @@ test-all: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.installed
+	$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --quiet docs out/docs
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

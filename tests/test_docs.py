@@ -1,12 +1,15 @@
 """The documentation's examples do what they say they do.
 
-Knows where documentation and doctests are. Must not know what they say.
+Knows where documentation, its blocks of code and doctests are. Must not know what they say.
 """
 
 import doctest
 import importlib
+import os
 import pkgutil
 import re
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -25,12 +28,39 @@ def modules() -> list[str]:
     return [name for name in names if not name.endswith("__main__")]
 
 
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+BLOCK = re.compile(r"(?P<reason><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A page's code. What cannot run here says why in a comment before it."""
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """The blocks of a page that are to run, each with the line that it begins at."""
+    text = page.read_text(encoding="utf-8")
+    found = [(text.count("\n", 0, m.start("code")), m) for m in BLOCK.finditer(text)]
+    return [(line, m["code"]) for line, m in found if not m["reason"] and ">>> " not in m["code"]]
+
+
 @pytest.mark.newest
-@pytest.mark.parametrize("page", sorted(p.name for p in (ROOT / "docs").glob("*.md") if ">>>" in p.read_text()))
-def test_page(page: str) -> None:
-    failed, tried = doctest.testfile(str(ROOT / "docs" / page), module_relative=False)
+@pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text(encoding="utf-8")], ids=name_of)
+def test_doctests(page: Path) -> None:
+    failed, tried = doctest.testfile(str(page), module_relative=False)
     assert tried
     assert not failed
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=name_of)
+def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page's blocks run from top to bottom, as a reader would paste them into one session."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    session = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", session)
+    for line, code in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), vars(session))
 
 
 @pytest.mark.parametrize("name", modules())
@@ -38,9 +68,22 @@ def test_module(name: str) -> None:
     assert not doctest.testmod(importlib.import_module(name)).failed
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    said = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    documented = set(re.findall(r"^\.\. auto\w+:: (?:vnode\.)?(\w+)", said, re.MULTILINE))
+    errors = {name for name in vnode.__all__ if hasattr(vnode.errors, name)}  # by vnode.errors, whole
+    assert set(vnode.__all__) - errors <= documented
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
+
+
 def test_links() -> None:
     """Every relative link of the README and the pages leads to a file."""
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
-        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+    made = {ROOT / "docs" / "tour.ipynb"}  # by docs/conf.py
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
             if not target.startswith(("http:", "https:")):
-                assert (page.parent / target).exists(), f"{page.name} links to {target}"
+                there = (page.parent / target).resolve()
+                assert there.exists() or there in made, f"{name_of(page)} links to {target}"

@@ -361,3 +361,34 @@ def test_rich_is_not_needed(report: Any) -> None:
         "would change"
         in subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     )
+
+
+def test_progress_in_a_notebook_needs_no_package() -> None:
+    """One output that changes; without rich and ipywidgets, and without a warning. IPython's capture is the witness."""
+    code = (
+        "import sys; sys.modules['rich'] = sys.modules['ipywidgets'] = None\n"
+        "from IPython.core.interactiveshell import InteractiveShell\n"
+        "from IPython.utils.capture import capture_output\n"
+        "from vnode.show.progress import display\n"
+        "shell = InteractiveShell.instance(); shell.kernel = object()\n"
+        "with capture_output() as seen, display(None, 2, 5) as shown:\n"
+        "    for done in (3, 4, 5):\n"
+        "        shown.update(done, 'loss <b>')\n"
+        "    shown.line('a line')\n"
+        "print([o.data['text/html'].count('&lt;b&gt;') for o in seen.outputs])\n"
+        "print([o.data['text/plain'].split()[0] for o in seen.outputs])\n"
+        "print([o['update'] for o in seen._outputs], len({o['transient']['display_id'] for o in seen._outputs}))\n"
+        "print(repr(seen.stdout), repr(seen.stderr))\n"
+        "with capture_output() as seen, display(False, 0, 5) as shown:\n"
+        "    shown.update(1, '')\n"
+        "print(seen.outputs)\n"
+    )
+    command = [sys.executable, "-W", "error:::vnode", "-c", code]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert lines == [
+        "[0, 1, 1, 1]",
+        "['2/5', '3/5', '4/5', '5/5']",
+        "[False, True, True, True] 1",
+        "'a line\\n' ''",
+        "[]",
+    ]

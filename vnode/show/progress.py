@@ -1,6 +1,6 @@
-"""A progress bar for a run, by `rich`.
+"""A progress bar for a run: in a terminal by `rich`, in a notebook by the notebook itself.
 
-Knows terminals. Must not know steps or devices: it is told what to show.
+Knows terminals and notebooks. Must not know steps or devices: it is told what to show.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import sys
 import time
 from collections.abc import Iterator
+from html import escape
 from typing import Any, Protocol
 
 INTERVAL = 0.1
@@ -65,15 +66,61 @@ class Bar:
         self.progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+class Output:
+    """An output of a notebook's cell that changes. Drawn by the browser: rich would want `ipywidgets` for it."""
+
+    def __init__(self, show: Any, done: int, total: int) -> None:
+        self.total = total
+        self.began = done, time.monotonic()
+        self.shown = -INTERVAL
+        self.handle = show(self.drawn(done, ""), raw=True, display_id=True)
+
+    @property
+    def due(self) -> bool:
+        return time.monotonic() - self.shown >= INTERVAL
+
+    def update(self, done: int, text: str) -> None:
+        self.shown = time.monotonic()
+        self.handle.update(self.drawn(done, text), raw=True)
+
+    def line(self, text: str) -> None:
+        print(text)
+
+    def drawn(self, done: int, text: str) -> dict[str, str]:
+        """The bar, as the kinds of output that a notebook chooses from."""
+        first, began = self.began
+        words = [f"{done}/{self.total} steps", *([text] if text else [])]
+        if first < done < self.total:
+            seconds = round((time.monotonic() - began) / (done - first) * (self.total - done))
+            words.append(f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02} left")
+        said = "  ".join(words)
+        bar = f'<progress value="{done}" max="{self.total}" style="vertical-align:middle;width:20em"></progress>'
+        return {"text/plain": said, "text/html": f'<div style="white-space:pre-wrap">{bar}  {escape(said)}</div>'}
+
+
+def notebook() -> Any:
+    """IPython's `display` where a notebook shows what a cell displays; None elsewhere."""
+    if "IPython" not in sys.modules:  # a notebook has imported it
+        return None
+    from IPython.core.getipython import get_ipython
+    from IPython.display import display
+
+    return display if getattr(get_ipython(), "kernel", None) is not None else None
+
+
 @contextlib.contextmanager
 def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
     """Something that shows how far a run is, for as long as the context lasts.
 
     Args:
-      wanted: None for a bar if standard error is a terminal and rich is installed.
+      wanted: None for a bar in a notebook, and if standard error is a terminal and rich is installed.
       done: steps that are done at the start.
       total: steps in all.
     """
+    show = None if wanted is False else notebook()
+    if show is not None:
+        yield Output(show, done, total)
+        return
     if wanted is None:
         wanted = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
     if not wanted:
