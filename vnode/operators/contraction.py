@@ -1,7 +1,7 @@
 """Contractions: sums over products of two operands.
 
 Knows the dimension numbers of matrix products and convolutions. A contracted factor gives a partial sum (Tofu's
-partition-n-reduce).
+partition-n-reduce). Must not know which factor is split, nor how partial sums are added.
 """
 
 from __future__ import annotations

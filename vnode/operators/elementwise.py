@@ -1,6 +1,7 @@
 """Elementwise operators: every result element depends on the operand elements at the same index.
 
 Knows the names of the elementwise primitives and in which operands each is linear. One table, one rule.
+Must not know what is split.
 """
 
 from __future__ import annotations

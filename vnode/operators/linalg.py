@@ -1,7 +1,7 @@
 """Linear algebra and Fourier transforms of stacks of matrices or vectors.
 
 Knows how many trailing dimensions of each operand belong to one problem. The leading ones number the problems, which
-are solved independently; one problem is taken whole.
+are solved independently; one problem is taken whole. Must not know nodes or devices, beyond the platform.
 
 On CPUs, jaxlib calls LAPACK for a stack of problems by handing them to a pool of threads and waiting. XLA itself runs
 parts of a program in that pool; where all its threads wait in such calls, as loops of several devices do on few cores,

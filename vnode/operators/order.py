@@ -1,6 +1,7 @@
 """Sorting and selection along one dimension.
 
-Knows which dimension is ordered; it must be whole, all others are independent.
+Knows which dimension is ordered; it must be whole, all others are independent. Must not
+know which of them is split.
 """
 
 from __future__ import annotations

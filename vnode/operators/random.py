@@ -2,7 +2,7 @@
 
 Knows which generators draw an array of keys key by key, and how the bits of a slice follow from the key and the
 slice's place when the generator counts along the flat result (threefry with ``jax_threefry_partitionable``). All other
-generators can only be drawn whole.
+generators can only be drawn whole. Must not know what the draws are for.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Knows how a window's parameters tie a dimension of the operand to one of the result. Windows that overlap, have gaps
 inside, or reach into padding can only be taken whole; windows that tile the dimension are a reshape of it. Also used
-by the convolutions.
+by the convolutions. Must not know what is split.
 """
 
 from __future__ import annotations

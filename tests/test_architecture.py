@@ -1,0 +1,92 @@
+"""The house: which room may import which, and that every file says what it knows.
+
+Knows the text of the package only; nothing of it is run. docs/how-it-works.md shows the same table.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "vnode"
+
+ROOMS = {
+    "errors": "",
+    "show": "",
+    "operators": "",
+    "placement": "errors show",
+    "analysis": "errors operators",
+    "runtime": "analysis operators placement",
+    "report": "analysis operators placement runtime show",
+    "step": "analysis errors placement report runtime",
+    "plan": "errors placement report runtime show step",
+    "data": "errors placement",
+    "elastic": "analysis data errors placement plan show step",
+    "transform": "errors placement plan step",
+    "integrations": "errors placement step transform",
+}
+"""What each room may import, from the ground up: each knows rooms above its own line only."""
+
+DOORS = {"__init__", "__main__", "cli"}
+"""What strangers enter by; it may import all rooms, and none of them imports it."""
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    return str(file.relative_to(ROOT))
+
+
+def room_of(file: Path) -> str:
+    inside = file.relative_to(PACKAGE)
+    return inside.parts[0] if len(inside.parts) > 1 else inside.stem
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """Rooms that a file imports, anywhere in it; `vnode` for names of the package itself."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        modules: list[str] = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}:{node.lineno}: relative imports hide which room is meant"
+            modules = [node.module or ""]
+            if node.module == "vnode":
+                modules = [f"vnode.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        for module in modules:
+            if module.split(".")[0] == "vnode":
+                yield next(iter(module.split(".")[1:]), "vnode")
+
+
+def test_rooms_stand_on_those_above_them() -> None:
+    above: set[str] = set()
+    for room, allowed in ROOMS.items():
+        assert set(allowed.split()) <= above, f"{room} looks down"
+        above.add(room)
+    assert above | DOORS == {room_of(file) for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_imports_point_one_way(file: Path) -> None:
+    room = room_of(file)
+    if room not in DOORS:
+        others = set(imports_of(file)) - {room}
+        assert others <= set(ROOMS[room].split()), f"{room} may not import {others - set(ROOMS[room].split())}"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name != "__init__.py"], ids=name_of)
+def test_a_file_says_what_it_knows(file: Path) -> None:
+    text = ast.get_docstring(ast.parse(file.read_text())) or ""
+    assert "Knows" in text and re.search(r"[Mm]ust\s+not\s+know", text), "say what it knows and what it must not know"
+
+
+def test_the_docs_show_the_same_table() -> None:
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| `vnode/(\w+)(?:/|\.py)` \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE)
+    shown = {room: " ".join(re.findall(r"\w+", imports)) for room, imports in rows}
+    assert shown == ROOMS and list(shown) == list(ROOMS)
