@@ -142,7 +142,7 @@ def tracing(model: models.Model, nodes: int, names: Sequence[str], repeats: int)
     return {n: {"ms": 1e3 * statistics.median(times[n]), "equations": equations[n]} for n in names}
 
 
-def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int, rehearsed: bool) -> list[dict]:
+def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int, warmed: bool) -> list[dict]:
     """Times moves of a training run from one number of devices to the next, prepared in the background before.
 
     A move is over when the first step on the new devices is. Its steps are compared with the ones that follow there.
@@ -152,7 +152,7 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
         nodes: V.
         route: Numbers of devices, gone through in a circle.
         rounds: How often; the first round meets programs that were prepared and never run.
-        rehearsed: Whether they were run once in the background as well.
+        warmed: Whether they were run once in the background as well.
 
     Returns:
         For each move of each round: milliseconds of moving the state, of the first step, and of a step after it;
@@ -163,7 +163,7 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
     step = vnode.virtualize(models.plain_step(model), virtual_nodes=nodes, donate_argnums=0).on(places[route[0]])
     state, _ = step(models.initial_state(model), batch)
     others = [places[d] for d in dict.fromkeys(route[1:])]
-    prepared = (step.warm_up(others, state, batch) if rehearsed else step.prepare(others)).wait()
+    prepared = (step.warm_up(others, state, batch) if warmed else step.prepare(others)).wait()
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(state) if hasattr(leaf, "nbytes"))
     rows, here = [], route[0]
     for number in range(rounds):
@@ -185,7 +185,7 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
             rows.append(
                 {
                     "round": number,
-                    "rehearsed": rehearsed,
+                    "warmed up": warmed,
                     "move": f"{here} -> {there}",
                     "moving_ms": 1e3 * (moved - began),
                     "first_ms": 1e3 * (first - moved),
@@ -195,7 +195,7 @@ def resizing(model: models.Model, nodes: int, route: Sequence[int], rounds: int,
                 }
             )
             here = there
-    return rows if rehearsed else [*rows, first_run(model, nodes, places[route[0]])]
+    return rows if warmed else [*rows, first_run(model, nodes, places[route[0]])]
 
 
 def first_run(model: models.Model, nodes: int, devices: Sequence[jax.Device]) -> dict:
@@ -211,7 +211,7 @@ def first_run(model: models.Model, nodes: int, devices: Sequence[jax.Device]) ->
         times.append(time.perf_counter() - start)
     return {
         "round": 0,
-        "rehearsed": False,
+        "warmed up": False,
         "move": f"{contender.name}, {len(devices)}",
         "moving_ms": 0.0,
         "first_ms": 1e3 * times[0],

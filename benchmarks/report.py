@@ -134,7 +134,7 @@ def resizing(rows: list[Row]) -> Sheet:
     cells = []
     for model, move in _unique((r["model"], r["move"]) for r in rows):
         found = [r for r in rows if (r["model"], r["move"]) == (model, move)]
-        ratios = {k: [r["first_ms"] / r["step_ms"] for r in found if r["rehearsed"] == k] for k in (False, True)}
+        ratios = {k: [r["first_ms"] / r["step_ms"] for r in found if r["warmed up"] == k] for k in (False, True)}
         compiling = found[0]["compile_seconds"]
         cells.append(
             [
@@ -149,10 +149,10 @@ def resizing(rows: list[Row]) -> Sheet:
                 "" if compiling is None else f"{compiling:.1f}",
             ]
         )
-    heads = ["model", "devices", "moving ms", "state", "step ms", "prepared", "rehearsed", "again", "compiled ahead s"]
+    heads = ["model", "devices", "moving ms", "state", "step ms", "prepared", "warmed up", "again", "compiled ahead s"]
     note = (
         "The first step after a move, in steps that follow it there: the first time with a program that was prepared "
-        "and never run, the same where it was rehearsed, and the median of all rounds. Moving the state comes on top. "
+        "and never run, the same where it was warmed up, and the median of all rounds. Moving the state comes on top. "
         "The scan by hand stays where it is: compiled ahead, and run for the first time."
     )
     return Sheet("Resizing", heads, cells, note)

@@ -66,8 +66,8 @@ def _main(task: dict[str, Any]) -> None:
                 emit(model=model.name, layers=layers, contender=name, **row)
     elif task["kind"] == "resizing":
         for model in models.bench_models(task["quick"]):
-            for rehearsed in (False, True):
-                for row in measure.resizing(model, task["nodes"], task["route"], task["rounds"], rehearsed):
+            for warmed in (False, True):
+                for row in measure.resizing(model, task["nodes"], task["route"], task["rounds"], warmed):
                     emit(model=model.name, **row)
     elif task["kind"] == "dispatch":
         chosen = [contenders.PLAIN, *(n for n in scans if n != contenders.MICROBATCH)]

@@ -137,7 +137,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("donated", [(), 0])
-def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: Any) -> None:
+def test_what_is_warmed_up_is_not_compiled_again_and_leaves_no_trace(donated: Any) -> None:
     never = [virtual()(start(), batch(0))]
     for i in range(3):
         never.append(virtual()(never[-1], batch(i)))
@@ -145,7 +145,7 @@ def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: An
     state = step.put(start())
     placements = [jax.devices()[:3], step.placement.resize(jax.devices()[:2], [6, 2]), step.placement]
     warm_up_once = step.warm_up(placements, state, batch(0))
-    state = step(state, batch(0))  # which may donate it while it is rehearsed with
+    state = step(state, batch(0))  # which may donate it while it is warmed up with
     assert warm_up_once.wait().done()
     assert same(state, never[0])
     with compilations("train") as compiled:
@@ -155,7 +155,7 @@ def test_what_is_rehearsed_is_not_compiled_again_and_leaves_no_trace(donated: An
     assert not compiled
 
 
-def test_rehearsing_on_groups() -> None:
+def test_warming_up_on_groups() -> None:
     step, state = virtual(), start()
     groups = vnode.Placement(NODES, groups=[jax.devices()[:1], jax.devices()[1:3]])
     step.warm_up(groups, state, batch(0)).wait()
@@ -166,7 +166,7 @@ def test_rehearsing_on_groups() -> None:
     assert same(state, step(start(), batch(0)))
 
 
-def test_rehearsing_what_mutates_objects() -> None:
+def test_warming_up_what_mutates_objects() -> None:
     nnx = pytest.importorskip("flax.nnx")
 
     def train(model: Any, optimizer: Any, x: jax.Array) -> jax.Array:
@@ -179,16 +179,16 @@ def test_rehearsing_what_mutates_objects() -> None:
         return model, nnx.Optimizer(model, optax.adamw(0.1), wrt=nnx.Param)
 
     step = vnode.nnx.virtualize(train, virtual_nodes=NODES, in_axes=(None, None, 0)).on(jax.devices())
-    never, rehearsed = fresh(), fresh()
-    step.warm_up([jax.devices()[:3]], *rehearsed, batch(0)).wait()
+    never, warmed = fresh(), fresh()
+    step.warm_up([jax.devices()[:3]], *warmed, batch(0)).wait()
     with compilations("train") as compiled:
-        loss = step.on(jax.devices()[:3])(*rehearsed, batch(0))
+        loss = step.on(jax.devices()[:3])(*warmed, batch(0))
     assert not compiled
     assert float(loss) == float(step(*never, batch(0)))
-    np.testing.assert_array_equal(rehearsed[0].kernel[...], never[0].kernel[...])
+    np.testing.assert_array_equal(warmed[0].kernel[...], never[0].kernel[...])
 
 
-def test_rehearsing_takes_arrays() -> None:
+def test_warming_up_takes_arrays() -> None:
     for args in ((), (jax.ShapeDtypeStruct((3,), jnp.float32), batch(0))):
         with pytest.raises(vnode.BatchError, match="needs arrays"):
             virtual().warm_up(jax.devices()[:2], *args)
