@@ -459,7 +459,7 @@ def test_changed_by_signals_and_threads() -> None:
 
 
 @pytest.mark.parametrize("counts", [None, [5, 3], "groups"])
-def test_rehearsed_while_training_goes_on(counts: Any) -> None:
+def test_warmed_up_while_training_goes_on(counts: Any) -> None:
     """The program that ran in the background is the one that the run goes on with."""
     there: Any = vnode.Placement(8, jax.devices()[:2], counts=[5, 3] if counts else None)
     if counts == "groups":
