@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
+from vnode.placement.exchange import exchanged
 from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import SCALARS, shape_of, shapes_of
 from vnode.placement.placement import Placement
@@ -84,6 +85,7 @@ class Executor:
         self.spec = spec
         self.placement = placement
         self.traced = False
+        self._across = jax.process_count() > 1
         self._wholes = functools.cache(spec.wholes)
         self._static = frozenset(spec.static_argnums)
         self._in_place = InPlace()
@@ -247,7 +249,7 @@ class Executor:
     def _placed(self, tree: Any, whole: bool) -> Any:
         wrapped = wrap(tree)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
-        placed = [self._leaf(leaf, whole) for leaf in leaves]
+        placed = self._from_processes(leaves, whole) if self._across else [self._leaf(leaf, whole) for leaf in leaves]
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
@@ -260,6 +262,24 @@ class Executor:
         if isinstance(leaf, SCALARS):
             return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
         return committed_to(leaf, self.placement)
+
+    def _from_processes(self, leaves: list[Any], whole: bool) -> list[Any]:
+        """Arrays where the program of several processes wants them; those that each process has whole are compared."""
+        here, placed = set(self.placement.devices), list(leaves)
+        away = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, ShardedBatch):
+                if leaf.placement == self.placement:
+                    continue
+                placed[i] = leaf = leaf.whole()
+            there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == here
+            if not there or typed_sharding(leaf):
+                away.append(i)
+        what = "argument" if whole else "batch"
+        names = [f"{what}, leaf {i}" for i in away]
+        for i, leaf in zip(away, exchanged([placed[i] for i in away], self.placement, names), strict=True):
+            placed[i] = leaf
+        return placed
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
         """What the program for arguments that are in place depends on besides their types."""

@@ -17,11 +17,12 @@ import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under
-from vnode.placement.leaves import shapes_of
+from vnode.placement.exchange import exchanged
+from vnode.placement.leaves import is_array, shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.statics import map_arrays
-from vnode.placement.transfer import to_placement, tracing
+from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
 from vnode.step.pipeline import Options, outer_devices
@@ -175,12 +176,21 @@ class VirtualStep(Step[P, R]):
 
         Args:
           tree: any pytree. Its arrays stay sharded over mesh axes that the placement has too, and are replicated
-            otherwise; leaves that are not arrays stay as they are.
+            otherwise; leaves that are not arrays stay as they are. In several processes each of those concerned must
+            call it: those of the placement's devices, and those where the arrays are.
 
         Returns:
           The same tree.
+
+        Raises:
+          PlacementError: several processes have different trees.
         """
-        return map_arrays(lambda leaf: to_placement(leaf, self.placement), tree)
+        arrays: list[Any] = []
+        map_arrays(arrays.append, tree)
+        paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
+        names = paths if len(paths) == len(arrays) else [f"array {i}" for i in range(len(arrays))]
+        placed = iter(exchanged(arrays, self.placement, names))
+        return map_arrays(lambda leaf: next(placed), tree)
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

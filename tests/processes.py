@@ -1,0 +1,163 @@
+"""Starts several processes that are one jax program, and waits for them no longer than a deadline.
+
+Knows `jax.distributed`, processes and their output. Must not know what they compute: that is in `tests.process_cases`.
+
+The processes meet on the loopback interface only. Each says in its standard error what it begins to wait for
+(`waiting`), and one that is late is ended with a traceback of all its threads; the error that follows has both.
+"""
+
+import contextlib
+import dataclasses
+import faulthandler
+import importlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+MARK = "waiting for: "
+GRACE = 5.0
+"""Seconds between a worker's own deadline, at which it tells where it is, and the one at which it is killed."""
+
+
+@dataclasses.dataclass
+class Worker:
+    """One process, and the files that its output goes to."""
+
+    rank: int
+    process: subprocess.Popen
+    output: Path
+    errors: Path
+
+    def waited_for(self) -> str:
+        """What it said last that it was waiting for."""
+        said = [line for line in self.errors.read_text().splitlines() if line.startswith(MARK)]
+        return said[-1].removeprefix(MARK) if said else "its imports"
+
+
+def free_port() -> int:
+    """A port of the loopback interface that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def run(
+    case: str,
+    folder: Path,
+    *,
+    processes: int,
+    devices: int = 1,
+    deadline: float = 120.0,
+    missing: int = 0,
+    **options: Any,
+) -> list:
+    """Runs a function of `tests.process_cases` in several processes at once.
+
+    Args:
+      case: its name.
+      folder: an empty folder for the processes' output.
+      processes: how many.
+      devices: fake CPU devices of each.
+      deadline: seconds that each process may take.
+      missing: how many more processes they wait for, which never come.
+      **options: arguments of the function, fit for JSON.
+
+    Returns:
+      What the function returned in each process, in their order.
+
+    Raises:
+      RuntimeError: one failed, or was late; it says what each of them was waiting for.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    workers = []
+    for rank in range(processes):
+        said = {
+            "case": case,
+            "rank": rank,
+            "processes": processes + missing,
+            "port": port,
+            "deadline": deadline,
+            **options,
+        }
+        output, errors = folder / f"{rank}.out", folder / f"{rank}.err"
+        environment = {
+            **os.environ,
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
+        with output.open("w") as out, errors.open("w") as err:
+            command = [sys.executable, "-m", "tests.processes", json.dumps(said)]
+            workers.append(
+                Worker(rank, subprocess.Popen(command, stdout=out, stderr=err, env=environment), output, errors)
+            )
+    end = time.monotonic() + deadline + GRACE
+    try:
+        while any(worker.process.poll() is None for worker in workers) and time.monotonic() < end:
+            if any(worker.process.returncode for worker in workers):
+                end = min(end, time.monotonic() + GRACE)  # the others wait for what will not come
+            time.sleep(0.02)
+        if any(worker.process.poll() != 0 for worker in workers):
+            raise RuntimeError(story(case, workers))
+    finally:
+        for worker in workers:
+            if worker.process.poll() is None:
+                worker.process.kill()
+            worker.process.wait()
+    return [json.loads(worker.output.read_text().splitlines()[-1]) for worker in workers]
+
+
+def story(case: str, workers: list[Worker]) -> str:
+    """What became of each process."""
+    lines = [f"{case!r} in {len(workers)} processes:"]
+    for worker in workers:
+        code = worker.process.returncode
+        ended = "did not end" if code is None else f"ended with status {code}"
+        lines.append(f"process {worker.rank} {ended}; it waited for {worker.waited_for()}")
+        lines += [f"  {line}" for line in worker.errors.read_text().splitlines()[-40:] if code != 0]
+    return "\n".join(lines)
+
+
+@contextlib.contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Says what a worker is going to wait for, so that an error of the harness can."""
+    print(f"{MARK}{what}", file=sys.stderr, flush=True)
+    yield
+
+
+def work(case: str, rank: int, processes: int, port: int, deadline: float, **options: Any) -> None:
+    """A worker: joins the others, and runs its function."""
+    faulthandler.dump_traceback_later(deadline, exit=True)
+    import jax
+
+    if processes > 1:
+        with waiting(f"{processes} processes to meet at 127.0.0.1:{port}"):
+            jax.distributed.initialize(
+                f"127.0.0.1:{port}",
+                processes,
+                rank,
+                coordinator_bind_address=f"127.0.0.1:{port}",
+                initialization_timeout=int(deadline),
+            )
+    result = getattr(importlib.import_module("tests.process_cases"), case)(**options)
+    print(json.dumps(result), flush=True)
+    if processes > 1:
+        with waiting("the others to end"):
+            jax.distributed.shutdown()
+
+
+if __name__ == "__main__":
+    try:
+        work(**json.loads(sys.argv[1]))
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # what jax does at exit would wait for the others

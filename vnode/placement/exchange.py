@@ -1,0 +1,238 @@
+"""Arrays that several processes hold together: made of what each has, compared first, and sent to those that have none.
+
+Knows processes, devices and placements. Must not know steps.
+
+After `jax.distributed.initialize` every process runs the same program and has devices of its own. A placement's devices
+may then be those of several processes. A value that each of them has (a NumPy array, an array on its own devices) is
+put by each onto its own devices, and nothing else travels. That is right only if all have the same value, so they
+compare checksums first: a process that was left out for some steps and still holds an older state, or one whose
+examples are not those of the others, is found out instead of becoming a replica that differs.
+
+Bits are sent as integers, of which all but one are zero: sums of floating-point numbers would lose negative zeros.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.placement import Placement
+from vnode.placement.transfer import replicated, resharding, target_sharding, to_placement
+
+NONE, COPY, SPREAD, HERE = range(4)
+"""How a process has an array: not at all; a copy of its own; a part, and others the rest; where it is to be."""
+
+Vote = tuple[int, int, int]
+"""What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
+
+
+def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] | None = None) -> list[Any]:
+    """Arrays on a placement's devices, from wherever they are. All processes concerned must call it.
+
+    Those are the processes of the placement's devices, and of those where the arrays are.
+
+    Args:
+      leaves: arrays of any kind, and Python numbers.
+      placement: where to.
+      names: what messages call them.
+
+    Returns:
+      The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
+
+    Raises:
+      PlacementError: processes have different arrays.
+    """
+    devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
+    processes = {device.process_index for device in devices}
+    if not leaves or processes == {jax.process_index()}:
+        return [to_placement(leaf, placement) for leaf in leaves]
+    if jax.process_index() not in processes:
+        return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
+    mine = [vote(leaf, placement) for leaf in leaves]
+    all_votes = gathered(np.array(mine, np.uint32).reshape(-1), devices)
+    votes = all_votes.reshape(len(all_votes), len(leaves), 3)
+    compare(votes, names or [f"leaf {i}" for i in range(len(leaves))], leaves, placement)
+    return [
+        moved(leaf, placement, [int(kind) for kind in votes[:, i, 1]], devices, own=int(mine[i][1]))
+        for i, leaf in enumerate(leaves)
+    ]
+
+
+def devices_of(leaf: Any) -> set[Any]:
+    """The devices of an array that is not only this process's own."""
+    return leaf.sharding.device_set if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable else set()
+
+
+def vote(leaf: Any, placement: Placement) -> Vote:
+    """What this process says of an array."""
+    aval = jax.typeof(leaf)
+    kind = zlib.crc32(f"{aval.dtype}{aval.shape}{getattr(aval, 'weak_type', False)}".encode())
+    if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+        devices = leaf.sharding.device_set
+        numbers = zlib.crc32(repr(sorted(device.id for device in devices)).encode())
+        if devices == set(placement.devices):
+            return kind, HERE, numbers
+        if not leaf.is_fully_replicated and len({device.process_index for device in devices}) > 1:
+            return kind, SPREAD, numbers
+        if not leaf.sharding.addressable_devices:
+            return kind, NONE, 0
+    return kind, COPY, zlib.crc32(np.ascontiguousarray(own_copy(leaf)).view(np.uint8).reshape(-1).data)
+
+
+def own_copy(leaf: Any) -> np.ndarray:
+    """The value of an array that is whole in this process; of typed keys, their data."""
+    if isinstance(leaf, jax.Array):
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
+    return np.asarray(leaf, jax.typeof(leaf).dtype)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether something is an array of typed random keys (`jax.random.key`)."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def compare(votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], placement: Placement) -> None:
+    """Refuses arrays that are not the same in all processes.
+
+    Args:
+      votes: ``uint32[processes, arrays, 3]``.
+      names: of the arrays.
+      leaves: what this process has.
+      placement: where they were to go.
+
+    Raises:
+      PlacementError: some are not.
+    """
+    differing = []
+    for i, name in enumerate(names):
+        kinds, ways, values = votes[:, i].T
+        known = ways != NONE
+        if (kinds != kinds[0]).any() or len(set(ways[known].tolist())) > 1 or len(set(values[known].tolist())) > 1:
+            differing.append(f"{name}: {jax.typeof(leaves[i])}")
+        elif not known.any():
+            differing.append(f"{name}: no process has it")
+    if differing:
+        raise PlacementError(
+            layout_message(
+                f"{len(votes)} processes were to put the same arrays on {placement}, and have different ones.",
+                facts=[*differing[:8], *([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])],
+                remedies=[
+                    "a batch of which each process has some rows: vnode.data.local_batch, or vnode.data.Batches",
+                    "call put and the step in every process, with what the last call returned, also in those whose "
+                    "devices the step does not use",
+                    "make the first state from the same seed, or restore it from one checkpoint",
+                ],
+            )
+        )
+
+
+def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
+    """An array that all processes agree about, on the placement's devices.
+
+    Args:
+      leaf: the array, as this process has it.
+      placement: where to.
+      ways: how each process has it, in the order of processes.
+      devices: those of all processes concerned.
+      own: how this process has it.
+    """
+    target = target_sharding(leaf, placement)
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
+        return leaf if leaf.sharding == target else resharding(target)(leaf)
+    key = jax.random.key_impl(leaf) if is_key(leaf) else None
+    if SPREAD in ways:
+        leaf = replicated(leaf)
+        here = bool(leaf.sharding.addressable_devices)
+        processes = sorted({device.process_index for device in devices})
+        holders = {device.process_index for device in leaf.sharding.device_set}
+        ways = [COPY if process in holders else NONE for process in processes]
+        own = COPY if here else NONE
+    aval = jax.eval_shape(jax.random.key_data, leaf) if key is not None else jax.typeof(leaf)
+    value = own_copy(leaf) if own == COPY else np.zeros(aval.shape, aval.dtype)
+    if NONE in ways and COPY in ways:
+        value = sent(value, ways.index(COPY), devices)
+    made = global_array(value, target, weak=bool(getattr(aval, "weak_type", False)))
+    return made if key is None else jax.random.wrap_key_data(made, impl=key)
+
+
+def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool = False) -> jax.Array:
+    """An array that each process gives its own devices' part of.
+
+    Args:
+      value: the whole array; in a process that has none of the devices, only its shape and dtype matter.
+      sharding: how the array lies on devices.
+      weak: whether it is weakly typed, as Python numbers are.
+    """
+    if weak and value.size:
+        return of_numbers(sharding, value.shape)(value.reshape(-1).tolist())
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
+
+
+@functools.lru_cache
+def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
+    """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
+    return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
+
+
+def meeting(devices: Sequence[Any] | set[Any]) -> list[Any]:
+    """One device of each process that has any of these, by process."""
+    first: dict[int, Any] = {}
+    for device in sorted(devices, key=lambda device: device.id):
+        first.setdefault(device.process_index, device)
+    return [first[process] for process in sorted(first)]
+
+
+def rows(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
+    """An array of one row of each process, ``[processes, ...]``, each where it comes from."""
+    there = meeting(devices)
+    sharding = NamedSharding(Mesh(np.array(there), ("process",)), PartitionSpec("process"))
+    shape = (len(there), *mine.shape)
+    return jax.make_array_from_callback(shape, sharding, lambda index: mine[None], dtype=mine.dtype)
+
+
+def gathered(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> np.ndarray:
+    """What each process that has any of these devices says; each must call it.
+
+    Args:
+      mine: what this process says, integers, ``[n]``; n is the same for all.
+      devices: any devices.
+
+    Returns:
+      ``[processes, n]``, by process. Waits for it.
+    """
+    row = rows(mine, devices)
+    whole = NamedSharding(row.sharding.mesh, PartitionSpec())
+    return np.asarray(resharding(whole)(row).addressable_data(0))
+
+
+def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
+    """The value that one process has, bit by bit; all processes of these devices must call it.
+
+    Args:
+      value: the value, in the process that has it; elsewhere of the same shape and dtype.
+      holder: that process's position among them.
+      devices: any devices.
+    """
+    there = meeting(devices)
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+    words = np.pad(data, (0, -data.size % 4)).view(np.uint32)
+    if there[holder].process_index != jax.process_index():
+        words = np.zeros_like(words)
+    row = rows(words, devices)
+    total = np.asarray(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row).addressable_data(0))
+    return total.view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
+
+
+@functools.lru_cache
+def summed(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
+    """A program that adds up rows."""
+    return jax.jit(lambda row: row.sum(0, dtype=row.dtype), out_shardings=target)
