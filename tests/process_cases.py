@@ -4,6 +4,7 @@ Knows steps, states and batches. Must not know how many processes there are: eac
 """
 
 import hashlib
+import signal
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 
 import vnode
 from tests.processes import waiting
+from vnode.errors import CheckpointError, DeviceLost
 
 V = 8
 
@@ -29,56 +31,89 @@ def bits(tree: Any) -> str:
     return digest.hexdigest()
 
 
-def mlp_step(state, batch):
-    """Clipped gradient descent with dropout, on mean squared error."""
-    key, drop = jax.random.split(state["key"])
-
-    def loss_of(params):
-        hidden = jnp.tanh(batch["x"] @ params["a"])
-        hidden = jnp.where(jax.random.bernoulli(drop, 0.9, hidden.shape), hidden / 0.9, 0)
-        return jnp.mean((hidden @ params["b"] - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_of)(state["params"])
-    norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
-    scale = state["rate"] * jnp.minimum(1.0, 0.5 / norm)
-    params = jax.tree.map(lambda p, g: p - scale * g, state["params"], grads)
-    return {"params": params, "key": key, "rate": state["rate"] * 0.9}, {"loss": loss}
+def hidden_mlp(params, batch, drop):
+    """A layer with dropout: ``x [B, 36] -> [B, 5]``."""
+    hidden = jnp.tanh(batch["x"] @ params["in"])
+    return jnp.where(jax.random.bernoulli(drop, 0.9, hidden.shape), hidden / 0.9, 0)
 
 
-def mlp_state():
-    """Parameters, a typed key, and a learning rate that is a Python number: a weak type."""
-    random = np.random.default_rng(0)
-    params = {"a": random.normal(size=(6, 5)).astype(np.float32), "b": random.normal(size=(5, 3)).astype(np.float32)}
-    return {"params": params, "key": jax.random.key(1), "rate": 0.1}
+def hidden_cnn(params, batch, drop):
+    """Two convolutions and the mean over an image: ``x [B, 36] -> [B, 5]``."""
+    images = batch["x"].reshape(-1, 6, 6, 1)
+    for kernel in (params["in"].reshape(6, 6, 1, 5)[:3, :3], params["middle"].reshape(1, 1, 5, 5)):
+        images = jax.nn.relu(
+            jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        )
+    return images.mean((1, 2))
+
+
+def hidden_transformer(params, batch, drop):
+    """Causal attention over six positions: ``x [B, 36] -> [B, 5]``."""
+    words = batch["x"].reshape(-1, 6, 6) @ params["in"][:6]
+    scores = jnp.einsum("bqd,bkd->bqk", words @ params["middle"], words) / 5**0.5
+    scores = jnp.where(jnp.tril(jnp.ones((6, 6), bool)), scores, -jnp.inf)
+    words = words + jnp.einsum("bqk,bkd->bqd", jax.nn.softmax(scores), words)
+    words = (words - words.mean(-1, keepdims=True)) * jax.lax.rsqrt(words.var(-1, keepdims=True) + 1e-6)
+    return words.mean(1)
+
+
+MODELS = {"mlp": hidden_mlp, "cnn": hidden_cnn, "transformer": hidden_transformer}
+
+
+def step_of(model="mlp"):
+    """A virtualized training step: descent with momentum along gradients whose norm is clipped."""
+    hidden = MODELS[model]
+
+    def step(state, batch):
+        key, drop = jax.random.split(state["key"])
+
+        def loss_of(params):
+            return jnp.mean((hidden(params, batch, drop) @ params["out"] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(state["params"])
+        norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(grads)))
+        scale = jnp.minimum(1.0, 0.5 / norm)
+        speed = jax.tree.map(lambda v, g: 0.9 * v + scale * g, state["speed"], grads)
+        params = jax.tree.map(lambda p, v: p - state["rate"] * v, state["params"], speed)
+        return {"params": params, "speed": speed, "key": key, "rate": state["rate"] * 0.9}, {"loss": loss}
+
+    return vnode.virtualize(step, virtual_nodes=V)
+
+
+def state():
+    """Parameters and momentum, a typed key, and a learning rate that is a Python number: a weak type."""
+    random, shapes = np.random.default_rng(0), {"in": (36, 5), "middle": (5, 5), "out": (5, 3)}
+    params = {name: random.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+    speed = {name: np.zeros_like(value) for name, value in params.items()}
+    return {"params": params, "speed": speed, "key": jax.random.key(1), "rate": 0.1}
 
 
 def examples(count: int) -> dict[str, np.ndarray]:
     """Random examples of the regression."""
     random = np.random.default_rng(2)
-    x = random.normal(size=(count, 6)).astype(np.float32)
+    x = random.normal(size=(count, 36)).astype(np.float32)
     return {"x": x, "y": random.normal(size=(count, 3)).astype(np.float32)}
 
 
-def whole_batches(size: int, steps: int = 2) -> list[str]:
+def whole_batches(size: int, steps: int = 2, model: str = "mlp") -> list[str]:
     """Steps on batches that every process has whole."""
-    step = vnode.virtualize(mlp_step, virtual_nodes=V)
-    state, told = mlp_state(), []
+    step, now, told = step_of(model), state(), []
     data = examples(steps * size)
     for t in range(steps):
         with waiting(f"step {t}"):
-            state, metrics = step(state, {name: rows[t * size : (t + 1) * size] for name, rows in data.items()})
-            told.append(bits((state, metrics)))
+            now, metrics = step(now, {name: rows[t * size : (t + 1) * size] for name, rows in data.items()})
+            told.append(bits((now, metrics)))
     return told
 
 
 def different_batches() -> str:
     """Each process gives other examples as if they were all: the error."""
-    step = vnode.virtualize(mlp_step, virtual_nodes=V)
+    step = step_of()
     batch = examples(16)
     batch["y"] = batch["y"] + jax.process_index()
     with waiting("the step to compare batches"):
         try:
-            step(mlp_state(), batch)
+            step(state(), batch)
         except vnode.PlacementError as error:
             return str(error)
     return "no error"
@@ -86,10 +121,10 @@ def different_batches() -> str:
 
 def fewer_devices(size: int) -> dict[str, Any]:
     """A step on all devices, one on those of process 0 alone, one on all again; and one with a stale state."""
-    step, data = vnode.virtualize(mlp_step, virtual_nodes=V), examples(3 * size)
+    step, data = step_of(), examples(3 * size)
     batches = [{name: rows[t * size : (t + 1) * size] for name, rows in data.items()} for t in range(3)]
     with waiting("the step on all devices"):
-        old, _ = step(mlp_state(), batches[0])
+        old, _ = step(state(), batches[0])
     alone = step.on([device for device in jax.devices() if device.process_index == 0])
     with waiting("the step on the devices of process 0"):
         new, _ = alone(alone.put(old), batches[1])
@@ -109,28 +144,74 @@ def fewer_devices(size: int) -> dict[str, Any]:
 
 def explained(size: int) -> dict[str, Any]:
     """A report, and a step that was prepared."""
-    step, batch = vnode.virtualize(mlp_step, virtual_nodes=V), examples(size)
-    state = mlp_state()
+    step, batch, first = step_of(), examples(size), state()
     with waiting("explain"):
-        text = str(step.explain(state, batch))
+        text = str(step.explain(first, batch))
     with waiting("prepare"):
-        step.prepare(step.placement, step.put(state), batch).wait()
+        step.prepare(step.placement, step.put(first), batch).wait()
     with waiting("the step"):
-        return {"bits": bits(step(state, batch)[0]), "text": text}
+        return {"bits": bits(step(first, batch)[0]), "text": text}
 
 
 def given_rows(size: int, counts: list[int] | None = None, steps: int = 2) -> dict[str, Any]:
     """Steps on batches of which each process reads its own rows: by `local_batch`, and by `Batches`."""
-    step = vnode.virtualize(mlp_step, virtual_nodes=V)
+    step = step_of()
     if counts is not None:
         step = step.on(jax.devices()[: len(counts)], counts=counts)
     data = examples(steps * size)
     batches = vnode.data.Batches(data, size, shuffle=False)
     mine = step.placement.local_examples(size)
-    by_rows = by_loader = mlp_state()
+    by_rows = by_loader = state()
     for t in range(steps):
         local = {name: rows[t * size + mine] for name, rows in data.items()}
         with waiting(f"step {t}"):
             by_rows, _ = step(by_rows, vnode.data.local_batch(local, size, step.placement))
             by_loader, _ = step(by_loader, batches.load(t, step.placement))
     return {"rows": mine.tolist(), "bits": [bits(by_rows), bits(by_loader)]}
+
+
+def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1) -> dict[str, Any]:
+    """A run with copies and checkpoints, which changes devices, loses one and is stopped; or goes on with its end."""
+    step = step_of()
+    batches, failed = vnode.data.Batches(examples(5 * size), size, seed=4), []
+
+    def devices(number: int) -> Any:
+        if number == 3 and not failed and len(jax.devices()) > jax.process_count():
+            failed.append(number)
+            raise DeviceLost(jax.devices()[-1:])
+        return (
+            vnode.Placement(V, counts=[V - len(jax.devices()) + 1] + [1] * (len(jax.devices()) - 1))
+            if number == 2
+            else None
+        )
+
+    def callback(number: int, metrics: Any) -> None:
+        if number == stop_at and jax.process_index() == jax.process_count() - 1:
+            signal.raise_signal(signal.SIGTERM)  # in one process only
+
+    with waiting("the run"):
+        result = vnode.elastic.run(
+            step,
+            state(),
+            batches,
+            steps=steps,
+            devices=devices,
+            keep_every=2,
+            checkpoint=checkpoint,
+            checkpoint_every=4,
+            callback=callback,
+            progress=False,
+        )
+    return {"bits": bits(result.state), "step": result.step, "resumed": result.resumed, "why": result.reason}
+
+
+def refused(checkpoint: str, size: int) -> str:
+    """A run on a folder that another one has: the error."""
+    with waiting("the error of the folder"):
+        try:
+            vnode.elastic.run(
+                step_of(), state(), vnode.data.Batches(examples(size), size), steps=2, checkpoint=checkpoint
+            )
+        except CheckpointError as error:
+            return str(error)
+    return "no error"

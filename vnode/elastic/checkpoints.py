@@ -7,10 +7,11 @@ Orbax writes to a temporary folder and renames it, so that an unfinished checkpo
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jax.errors import JaxRuntimeError
 from vnode.elastic.contents import Entry, filled, named, stored
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import FolderLock, prepare
+from vnode.elastic.processes import anywhere
 from vnode.elastic.reader import NAME, Header, Reader
 from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.placement.placement import Placement
@@ -45,9 +47,10 @@ class Checkpoints(Reader):
         self.last: tuple[int, Any] | None = None
         self.among_others = False
         self.lock: FolderLock | None = None
-        if jax.process_index() == 0:
-            prepare(self.folder)
-            self.lock = FolderLock(self.folder)
+        with self.agreed():
+            if jax.process_index() == 0:
+                prepare(self.folder)
+                self.lock = FolderLock(self.folder)
         try:
             self.manager = path if given else self.opened()
         except Exception as error:
@@ -55,6 +58,26 @@ class Checkpoints(Reader):
             raise CheckpointError(
                 layout_message(f"cannot use {self.folder} for checkpoints.", facts=[f"{type(error).__name__}: {error}"])
             ) from error
+
+    @contextlib.contextmanager
+    def agreed(self) -> Iterator[None]:
+        """Ends in an error in all processes if it does in one, or the others would wait for that one.
+
+        Raises:
+          CheckpointError: another process has failed.
+        """
+        try:
+            yield
+        except BaseException:
+            anywhere(True)
+            raise
+        if anywhere(False):
+            raise CheckpointError(
+                layout_message(
+                    f"another process cannot write checkpoints to {self.folder}.",
+                    remedies=["see its error: only process 0 locks the folder"],
+                )
+            )
 
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
@@ -90,8 +113,9 @@ class Checkpoints(Reader):
         self.last = number, jax.tree.map(lambda leaf: weakref.ref(leaf) if isinstance(leaf, jax.Array) else leaf, state)
         try:
             self.wait()
-            if self.lock is not None:
-                self.lock.check()
+            with self.agreed():
+                if self.lock is not None:
+                    self.lock.check()
             leaves = named(state)
             sums = checksums({path: leaf.value for path, leaf in leaves.items()})
             header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)

@@ -69,7 +69,9 @@ class Request:
 
 
 def responds(device: Any) -> bool:
-    """Whether a device still computes: asks it for a sum."""
+    """Whether a device still computes: asks it for a sum. Those of other processes cannot be asked."""
+    if device.process_index != jax.process_index():
+        return True
     try:
         return int(jax.device_put(np.int32(20), device) + jax.device_put(np.int32(22), device)) == 42
     except JaxRuntimeError:
@@ -77,8 +79,20 @@ def responds(device: Any) -> bool:
 
 
 def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
-    """What asks for devices, as a function of the step number."""
+    """What asks for devices, as a function of the step number.
+
+    Raises:
+      PlacementError: several processes would learn of a change at different steps.
+    """
     if isinstance(devices, Devices):
+        if jax.process_count() > 1:
+            raise PlacementError(
+                layout_message(
+                    "vnode.elastic.Devices changes the devices in one process, and there are others.",
+                    facts=[f"there are {jax.process_count()} processes"],
+                    remedies=["a function of the step number, the same in all processes: devices=lambda number: ..."],
+                )
+            )
         return lambda number: devices.request
     if callable(devices):
 

@@ -25,11 +25,13 @@ from vnode.data.prefetch import Prefetch
 from vnode.elastic.devices import Request, requests
 from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.options import RunOptions, takes
+from vnode.elastic.processes import Agreement, check_present
 from vnode.elastic.recovery import Recovery, given_away, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.writers import by_name
 from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
+from vnode.placement.exchange import whole_everywhere
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
@@ -80,6 +82,9 @@ class Driver:
         self.options = options
         self.checkpoints = checkpoints
         self.stop = stop
+        self.agreement = Agreement(AHEAD)
+        self.stopping = False
+        self.late = False
         self.display: Display
         self.shapes = map_arrays(shape_of, state)
         self.recovery = Recovery(options.alive, checkpoints, map_arrays(abstract, state))
@@ -131,6 +136,7 @@ class Driver:
         except DeviceLost as error:
             self.recovery.lost |= set(error.devices)
         self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
+        check_present(self.step.placement)
         return self.step.placement
 
     def check_start(self, number: int) -> None:
@@ -167,7 +173,7 @@ class Driver:
                     if failure is not None:
                         self.recover(failure)
                         failure = None
-                    while self.number < self.end and not self.stop.asked and self.diverged is None:
+                    while self.number < self.end and not self.stopping and self.diverged is None:
                         self.advance()
                     self.finish()
                     return self.result()
@@ -185,7 +191,9 @@ class Driver:
     def result(self) -> Result:
         """What the run leaves."""
         stopped = self.number < self.options.steps
-        reason = self.reason or (f"signal {self.stop.name}" if self.stop.asked else "")
+        reason = self.reason
+        if not reason and (self.stopping or self.asked_to_stop()):
+            reason = f"signal {self.stop.name or 'in another process'}"
         if stopped:
             logger.info("stopped after %d steps: %s", self.number, reason)
         history, reason = list(self.history), reason if stopped else ""
@@ -193,8 +201,12 @@ class Driver:
 
     def advance(self) -> None:
         """One step, and what is due after it."""
+        self.agree()
+        if self.stopping:
+            return
         self.follow(self.requests(self.number))
-        if not self.feed.wait(self.number, self.step.placement, lambda: self.stop.asked):
+        if not self.feed.wait(self.number, self.step.placement, self.asked_to_stop):
+            self.stopping = True
             return
         batch = self.feed.get(self.number, self.step.placement)
         self.identify(batch)
@@ -219,8 +231,20 @@ class Driver:
 
     def save_is_due(self) -> bool:
         """Whether it is time for a checkpoint."""
-        late = time.monotonic() - self.last_save >= self.options.save_seconds
+        late = self.late if self.agreement.delay else self.is_late()
         return self.checkpoints is not None and (late or due(self.number, self.options.checkpoint_every))
+
+    def is_late(self) -> bool:
+        """Whether the last checkpoint is so old that another one is due, by this process's clock."""
+        return time.monotonic() - self.last_save >= self.options.save_seconds
+
+    def agree(self) -> None:
+        """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
+        self.stopping, self.late = self.agreement.vote([self.stop.asked, self.is_late()])
+
+    def asked_to_stop(self) -> bool:
+        """Whether waiting for data is to end; several processes then wait for one another."""
+        return self.stop.asked and not self.agreement.delay
 
     def parts(self, results: Any) -> tuple[Any, Any]:
         """The state and the metrics that a step returned.
@@ -246,7 +270,7 @@ class Driver:
                     remedies=["return state, metrics"],
                 )
             )
-        return results
+        return results[0], whole_everywhere(results[1])
 
     def identify(self, batch: Any) -> None:
         """Before the first step: what this run is, and whether it is the one that the checkpoint is of.
@@ -273,6 +297,7 @@ class Driver:
         if request is None or request == self.asked:
             return
         step = self.recovery.sibling(self.step, request)
+        check_present(step.placement)
         if self.options.compile_ahead and not self.compiled(step.placement):
             return
         self.asked = request
@@ -289,6 +314,9 @@ class Driver:
         if placement == self.step.placement or self.number == self.first:
             return True  # nothing can be compiled before the first step has told shapes
         if len(placement.groups) > 1 and not warming_up:
+            return True
+        if self.agreement.delay:  # all processes must go on there before the same step
+            self.step.prepare(placement).wait(placement)
             return True
         if placement not in self.compiling:
             self.compiling[placement] = (
@@ -328,7 +356,7 @@ class Driver:
 
     def write(self, number: int, named: dict[str, Any]) -> None:
         """Gives metrics to the writers."""
-        for writer in self.options.writers:
+        for writer in self.options.writers if jax.process_index() == 0 else ():
             writer(number, named)
 
     def ask(self, callback: Callable[..., Any], with_state: bool, number: int, values: Any, end: int) -> None:
@@ -425,7 +453,7 @@ class Driver:
         if not good:
             self.last_good()
         self.save()
-        if good and self.told < self.number and not self.stop.asked:
+        if good and self.told < self.number and not (self.stopping or self.asked_to_stop()):
             self.evaluate()
         self.display.update(self.number, "")
 
@@ -487,6 +515,9 @@ class Driver:
     def rescue(self, error: BaseException) -> None:
         """Saves what there is before an error ends the run; the error says so."""
         if self.checkpoints is None or isinstance(error, CheckpointError):
+            return
+        if self.agreement.delay:
+            error.add_note("The last checkpoint stands: a state of several processes is saved by all of them together.")
             return
         try:
             found = self.recovery.last_state(self.number, self.state, self.step.placement)

@@ -12,6 +12,8 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+import jax
+
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
 from vnode.elastic.devices import responds
@@ -259,6 +261,9 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
     try:
         yield checkpoints
     except BaseException:
+        if jax.process_count() > 1:  # orbax would wait for the other processes, which may know of no error
+            checkpoints.release()
+            raise
         try:
             with stop.sheltered():
                 checkpoints.close()

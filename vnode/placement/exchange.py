@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.leaves import is_key
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import replicated, resharding, target_sharding, to_placement
 
@@ -93,11 +94,6 @@ def own_copy(leaf: Any) -> np.ndarray:
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
         return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
     return np.asarray(leaf, jax.typeof(leaf).dtype)
-
-
-def is_key(leaf: Any) -> bool:
-    """Whether something is an array of typed random keys (`jax.random.key`)."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def compare(votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], placement: Placement) -> None:
@@ -181,6 +177,16 @@ def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool = Fal
 def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
     """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
     return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
+
+
+def whole_everywhere(tree: Any) -> Any:
+    """A tree whose arrays are whole in each process that has a part of them; all of these must call it."""
+
+    def whole(leaf: Any) -> Any:
+        parted = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated
+        return replicated(leaf) if parted else leaf
+
+    return jax.tree.map(whole, tree)
 
 
 def meeting(devices: Sequence[Any] | set[Any]) -> list[Any]:

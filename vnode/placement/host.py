@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
-from vnode.placement.leaves import is_array, shape_of
+from vnode.placement.exchange import exchanged, global_array, whole_everywhere
+from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
 
@@ -28,26 +28,65 @@ def abstract(leaf: Any) -> Any:
     return shape_of(leaf, sharding="keep") if is_array(leaf) else leaf
 
 
-def is_key(leaf: Any) -> bool:
-    """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
-    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
 def is_weak(leaf: Any) -> bool:
     """Whether an array is weakly typed, as Python numbers are."""
     return getattr(leaf, "weak_type", False)
 
 
 def on_host(leaf: Any) -> Any:
-    """An array as NumPy has it; keys and other leaves as they are. (`jax.device_get` takes ten times as long.)"""
+    """An array as NumPy has it; keys and other leaves as they are. (`jax.device_get` takes ten times as long.)
+
+    An array of several processes must be whole in this one (`vnode.placement.exchange.whole_everywhere`).
+    """
     return np.array(leaf) if isinstance(leaf, jax.Array) and not is_key(leaf) else leaf
 
 
 def with_weak_type(value: Any, sharding: NamedSharding) -> jax.Array:
     """A weakly typed array of these values; there are such of Python's types only."""
+    if not sharding.is_fully_addressable:
+        there = not isinstance(value, jax.Array) or value.sharding.addressable_devices
+        whole = np.asarray(value) if there else np.zeros(value.shape, value.dtype)
+        return global_array(whole, sharding, weak=True)
     numbers = [jax.device_put(number) for number in np.asarray(value).reshape(-1).tolist()]
     array = jnp.stack(numbers).reshape(np.shape(value)) if np.shape(value) else numbers[0]
     return jax.device_put(array if array.dtype == value.dtype else value, sharding)
+
+
+@dataclasses.dataclass(frozen=True)
+class HostParts:
+    """What this process has of an array of several processes, in the host's memory."""
+
+    shape: tuple[int, ...]
+    sharding: Any
+    dtype: Any
+    parts: dict[str, np.ndarray]
+    key: Any
+    weak: bool
+
+    @classmethod
+    def copy(cls, leaf: jax.Array) -> HostParts:
+        """Copies this process's parts of a leaf; waits for them."""
+        weak = is_weak(leaf)
+        leaf = whole_everywhere(leaf) if weak else leaf  # there are weak types of whole arrays only
+        key = jax.random.key_impl(leaf) if is_key(leaf) else None
+        data = leaf if key is None else jax.random.key_data(leaf)
+        parts = {}
+        for shard in data.addressable_shards:
+            if str(shard.index) not in parts:
+                parts[str(shard.index)] = np.array(shard.data, copy=True)
+        return cls(data.shape, data.sharding, data.dtype, parts, key, weak)
+
+    def on(self, placement: Placement) -> jax.Array:
+        """The array on a placement's devices: made as it was, and moved there. All processes concerned must call it."""
+        if self.weak:
+            whole = next(iter(self.parts.values()), np.zeros(self.shape, self.dtype))
+            array = with_weak_type(whole, self.sharding)
+        else:
+            array = jax.make_array_from_callback(
+                self.shape, self.sharding, lambda index: self.parts[str(index)], dtype=self.dtype
+            )
+        array = array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
+        return exchanged([array], placement)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,25 +126,16 @@ class HostCopy:
     def of(cls, state: Any) -> HostCopy:
         """Copies a state. Waits until it is computed, so what is copied is known to be good.
 
-        Raises:
-          PlacementError: parts of it live in other processes.
+        In several processes each copies its parts.
         """
         leaves, treedef = jax.tree.flatten(state)
         for leaf in leaves:
-            if isinstance(leaf, jax.Array):
-                if not leaf.is_fully_addressable:
-                    raise PlacementError(
-                        layout_message(
-                            "a state whose parts live in other processes cannot be copied to this host.",
-                            facts=[f"a leaf has shape {leaf.shape} and sharding {leaf.sharding}"],
-                            remedies=["keep_every=None, with checkpoint=... to fall back to"],
-                        )
-                    )
-                if not is_key(leaf):
-                    leaf.copy_to_host_async()
-        return cls(tuple(HostLeaf.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
+            if isinstance(leaf, jax.Array) and not is_key(leaf) and leaf.is_fully_addressable:
+                leaf.copy_to_host_async()
+        kind = HostParts if jax.process_count() > 1 else HostLeaf
+        return cls(tuple(kind.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
 
     def on(self, placement: Placement) -> Any:
         """The state on a placement's devices."""
-        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
+        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf | HostParts) else leaf for leaf in self.leaves]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vnode.placement.sharded import ShardedBatch
@@ -19,6 +20,11 @@ SCALARS = bool | int | float | complex
 def is_array(leaf: Any) -> bool:
     """Whether a leaf is something that `jax.jit` takes as an array, or a sharded batch."""
     return isinstance(leaf, jax.Array | np.ndarray | np.generic | SCALARS | jax.ShapeDtypeStruct | ShardedBatch)
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
+    return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> jax.ShapeDtypeStruct:
