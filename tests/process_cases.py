@@ -132,6 +132,9 @@ def fewer_devices(size: int) -> dict[str, Any]:
         return {"bits": bits(step(new, batches[2])[0])}
     with waiting("the state to come back"):
         back = step.put(new)
+    others = step.on([device for device in jax.devices() if device.process_index != 0])
+    with waiting("the state to come back by way of the other processes"):
+        assert bits(step.put(others.put(new))) == bits(back)
     with waiting("the last step"):
         again = bits(step(back, batches[2])[0])
     with waiting("the error of the stale state"):

@@ -35,7 +35,7 @@ Vote = tuple[int, int, int]
 """What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
 
 
-def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] | None = None) -> list[Any]:
+def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str], *, batch: bool = False) -> list[Any]:
     """Arrays on a placement's devices, from wherever they are. All processes concerned must call it.
 
     Those are the processes of the placement's devices, and of those where the arrays are.
@@ -44,6 +44,7 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] 
       leaves: arrays of any kind, and Python numbers.
       placement: where to.
       names: what messages call them.
+      batch: whether they are a batch, of which processes may be meant to have different rows.
 
     Returns:
       The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
@@ -51,6 +52,8 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] 
     Raises:
       PlacementError: processes have different arrays.
     """
+    if jax.process_count() == 1:
+        return [to_placement(leaf, placement) for leaf in leaves]
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
     if not leaves or processes == {jax.process_index()}:
@@ -60,7 +63,7 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] 
     mine = [vote(leaf, placement) for leaf in leaves]
     all_votes = gathered(np.array(mine, np.uint32).reshape(-1), devices)
     votes = all_votes.reshape(len(all_votes), len(leaves), 3)
-    compare(votes, names or [f"leaf {i}" for i in range(len(leaves))], leaves, placement)
+    compare(votes, names, leaves, placement, batch=batch)
     return [
         moved(leaf, placement, [int(kind) for kind in votes[:, i, 1]], devices, own=int(mine[i][1]))
         for i, leaf in enumerate(leaves)
@@ -68,8 +71,9 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str] 
 
 
 def devices_of(leaf: Any) -> set[Any]:
-    """The devices of an array that is not only this process's own."""
-    return leaf.sharding.device_set if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable else set()
+    """The devices of an array that all processes know of: one on a mesh, also if all of that is this process's own."""
+    known = isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or not leaf.is_fully_addressable)
+    return leaf.sharding.device_set if known else set()
 
 
 def vote(leaf: Any, placement: Placement) -> Vote:
@@ -96,7 +100,9 @@ def own_copy(leaf: Any) -> np.ndarray:
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
 
-def compare(votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], placement: Placement) -> None:
+def compare(
+    votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], placement: Placement, *, batch: bool
+) -> None:
     """Refuses arrays that are not the same in all processes.
 
     Args:
@@ -104,6 +110,7 @@ def compare(votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], plac
       names: of the arrays.
       leaves: what this process has.
       placement: where they were to go.
+      batch: whether they are a batch.
 
     Raises:
       PlacementError: some are not.
@@ -122,7 +129,11 @@ def compare(votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], plac
                 f"{len(votes)} processes were to put the same arrays on {placement}, and have different ones.",
                 facts=[*differing[:8], *([f"and {len(differing) - 8} more"] if len(differing) > 8 else [])],
                 remedies=[
-                    "a batch of which each process has some rows: vnode.data.local_batch, or vnode.data.Batches",
+                    "give all processes the same batch",
+                    "or each its own rows: vnode.data.local_batch, or vnode.data.Batches",
+                ]
+                if batch
+                else [
                     "call put and the step in every process, with what the last call returned, also in those whose "
                     "devices the step does not use",
                     "make the first state from the same seed, or restore it from one checkpoint",

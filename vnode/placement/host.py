@@ -86,7 +86,7 @@ class HostParts:
                 self.shape, self.sharding, lambda index: self.parts[str(index)], dtype=self.dtype
             )
         array = array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
-        return exchanged([array], placement)[0]
+        return exchanged([array], placement, ["the copy"])[0]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,7 +249,11 @@ class Executor:
     def _placed(self, tree: Any, whole: bool) -> Any:
         wrapped = wrap(tree)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
-        placed = self._from_processes(leaves, whole) if self._across else [self._leaf(leaf, whole) for leaf in leaves]
+        placed = (
+            self._from_processes(wrapped, leaves, whole)
+            if self._across
+            else [self._leaf(leaf, whole) for leaf in leaves]
+        )
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
@@ -263,7 +267,7 @@ class Executor:
             return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
         return committed_to(leaf, self.placement)
 
-    def _from_processes(self, leaves: list[Any], whole: bool) -> list[Any]:
+    def _from_processes(self, tree: Any, leaves: list[Any], whole: bool) -> list[Any]:
         """Arrays where the program of several processes wants them; those that each process has whole are compared."""
         here, placed = set(self.placement.devices), list(leaves)
         away = []
@@ -275,10 +279,12 @@ class Executor:
             there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == here
             if not there or typed_sharding(leaf):
                 away.append(i)
-        what = "argument" if whole else "batch"
-        names = [f"{what}, leaf {i}" for i in away]
-        for i, leaf in zip(away, exchanged([placed[i] for i in away], self.placement, names), strict=True):
-            placed[i] = leaf
+        if away:
+            paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
+            names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]
+            arrived = exchanged([placed[i] for i in away], self.placement, names, batch=not whole)
+            for i, leaf in zip(away, arrived, strict=True):
+                placed[i] = leaf
         return placed
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
@@ -320,6 +326,14 @@ class Executor:
                         "call it outside of jax.jit, jax.grad, jax.vmap and lax.scan",
                         "or put it on devices of one kind: step.on(jax.devices()[:1])",
                     ],
+                )
+            )
+        if any(device.process_index != jax.process_index() for device in self.placement.devices):
+            raise PlacementError(
+                layout_message(
+                    "a step on groups of devices is several programs, which run in one process.",
+                    facts=[repr(self.placement)],
+                    remedies=["devices of one kind: step.on(devices)", "or this process's: jax.local_devices()"],
                 )
             )
         spec = self.spec
