@@ -42,7 +42,7 @@ class Agreement:
         self.votes.append(whole_everywhere(rows(np.array(flags, np.uint32), jax.devices())))
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
-        return [bool(flag) for flag in np.asarray(self.votes.popleft().addressable_data(0)).any(0)]
+        return [bool(flag) for flag in np.asarray(self.votes.popleft().addressable_data(0)).max(axis=0)]
 
 
 def anywhere(flag: bool) -> bool:
