@@ -56,7 +56,9 @@ def in_mesh(mesh: Mesh | None) -> Iterator[None]:
 
 
 def under(mesh: Mesh | None, fun: Callable[..., T], *args: Any) -> T:
-    """Calls a function in a mesh context, in another thread than the one that has it, say."""
+    """Calls a function in a mesh context, if there is one, in another thread than the one that has it, say."""
+    if mesh is None:  # not within "no mesh", which is another context to jax
+        return fun(*args)
     with in_mesh(mesh):
         return fun(*args)
 

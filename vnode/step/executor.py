@@ -90,6 +90,7 @@ class Executor:
         self._static = frozenset(spec.static_argnums)
         self._in_place = InPlace()
         self._unwraps = False
+        self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
         self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
         self._jit = jax.jit(
@@ -143,6 +144,8 @@ class Executor:
                 )
             )
         mesh, given = current_mesh(), wrap(with_static(args, self._static))
+        leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
+        self._sharded |= any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with in_mesh(None) if mesh is not None else contextlib.nullcontext():
             return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs))
 
@@ -254,6 +257,7 @@ class Executor:
             if self._across
             else [self._leaf(leaf, whole) for leaf in leaves]
         )
+        self._sharded |= whole and any(partition(leaf) != PartitionSpec() for leaf in placed)
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
@@ -289,7 +293,9 @@ class Executor:
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
         """What the program for arguments that are in place depends on besides their types."""
-        return Surroundings(mesh, () if tracing() else specs_of(args, self._wholes(len(args)), self.placement))
+        if not self._sharded or tracing():
+            return Surroundings(mesh)
+        return Surroundings(mesh, specs_of(args, self._wholes(len(args)), self.placement))
 
     def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
