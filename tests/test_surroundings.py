@@ -170,6 +170,9 @@ def test_a_step_in_a_step() -> None:
     outer = vnode.virtualize(lambda s, x: inner(s, x) + x.mean(), virtual_nodes=2)
     expected = (jnp.tanh(X) * 2).sum() + X.mean()
     np.testing.assert_allclose(outer(2.0, X), expected, rtol=1e-5)
+    inner(2.0, X)  # alone it runs on all devices, which nobody asked for
+    on_two = vnode.virtualize(lambda s, x: inner(s, x) + x.mean(), virtual_nodes=2).on(jax.devices()[:2])
+    np.testing.assert_allclose(on_two(2.0, X), expected, rtol=1e-5)
     with pytest.raises(vnode.PlacementError, match="inside another one, on other devices"):
         vnode.virtualize(lambda s, x: inner.on(jax.devices()[:1])(s, x), virtual_nodes=2)(2.0, X)
     local = vnode.virtualize(lambda s, x: (x * s).sum(), virtual_nodes=3, coupling="local")
