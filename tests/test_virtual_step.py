@@ -350,6 +350,21 @@ def test_constants_that_change_in_place() -> None:
         virtual({"options": other}, {"shift": np.ones(3)}, x)
 
 
+@pytest.mark.parametrize("constants", [((1,), (1.0,)), ([1.0], [1]), ([0.0], [-0.0]), (0.0, -0.0)], ids=repr)
+def test_equal_constants_that_are_not_the_same(constants: Any) -> None:
+    def step(w: jax.Array, constant: Any, x: jax.Array) -> Any:
+        factor = constant if isinstance(constant, float) else next(iter(constant))
+        return w * factor, jnp.copysign(1.0, factor) + x.sum()
+
+    virtual = two_devices(step, in_axes=(None, None, 0), static_argnums=1)
+    for constant in constants:
+        for found, expected in zip(
+            virtual(jnp.int32(3), constant, normal(BATCH)), step(jnp.int32(3), constant, normal(BATCH)), strict=True
+        ):
+            assert found.dtype == expected.dtype
+            assert_close(found, expected)
+
+
 def test_text_of_numpy() -> None:
     virtual = two_devices(lambda state, batch: state["w"] + batch["x"].sum(0) * (2 if state["name"] == "a" else 1))
     x = normal(BATCH, 3)

@@ -63,9 +63,13 @@ def hashes(value: Any) -> bool:
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Whether two values are known to be equal; arrays of several elements do not say."""
+    """Whether two values of one type are known to make the same program; arrays of several elements do not say.
+
+    ``1``, ``1.0`` and ``True`` are equal, as are zeros of either sign, but no one constant: they are written otherwise.
+    """
     try:
-        return bool(a == b)
+        by_text = isinstance(a, float | complex | tuple | list | dict) or dataclasses.is_dataclass(a)
+        return bool(a == b) and (not by_text or repr(a) == repr(b))
     except Exception:
         return False
 
