@@ -151,6 +151,22 @@ def test_a_cpu_beside_an_accelerator() -> None:
         w = got
 
 
+def test_constants_as_results_and_in_loops() -> None:
+    c = np.arange(3, dtype=np.float32)
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def body(carry: jax.Array, scale: jax.Array) -> Any:
+            rows = x * carry + c * scale
+            return carry + rows.mean(0), (rows.sum(), c)
+
+        return *jax.lax.scan(body, w, c), c
+
+    args = normal(3), normal(4, 3)
+    found = vnode.virtualize(step, virtual_nodes=2).on(grouped([1, 1], nodes=2))(*args)
+    for mine, whole in zip(jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*args)), strict=True):
+        np.testing.assert_allclose(mine, whole, rtol=1e-5)
+
+
 def test_reduction_in_any_order() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None), reduction="fast")
     got = step.on(grouped([2, 3]))(normal(3), normal(21, 3), 1.0)

@@ -38,7 +38,7 @@ def narrow(state: Any, x: Any) -> Any:
     return state * 0.5, {"low": (x.astype(jnp.bfloat16) * state).sum(), "max": x.max() * state, "rows": x * state}
 
 
-@pytest.mark.parametrize("state", [1, 2.5, np.float32(1.5), True], ids=repr)
+@pytest.mark.parametrize("state", [1, 2.5, np.float32(1.5), np.float64(1.5), True], ids=repr)
 @pytest.mark.parametrize("step", [literals, carried, narrow], ids=lambda f: f.__name__)
 def test_results_have_the_types_of_the_plain_step(step: Callable[..., Any], state: Any) -> None:
     """Also after two steps: a weak type decides what is computed of a result."""
@@ -170,6 +170,9 @@ def test_a_step_in_a_step() -> None:
     outer = vnode.virtualize(lambda s, x: inner(s, x) + x.mean(), virtual_nodes=2)
     expected = (jnp.tanh(X) * 2).sum() + X.mean()
     np.testing.assert_allclose(outer(2.0, X), expected, rtol=1e-5)
+    inner(2.0, X)  # alone it runs on all devices, which nobody asked for
+    on_two = vnode.virtualize(lambda s, x: inner(s, x) + x.mean(), virtual_nodes=2).on(jax.devices()[:2])
+    np.testing.assert_allclose(on_two(2.0, X), expected, rtol=1e-5)
     with pytest.raises(vnode.PlacementError, match="inside another one, on other devices"):
         vnode.virtualize(lambda s, x: inner.on(jax.devices()[:1])(s, x), virtual_nodes=2)(2.0, X)
     local = vnode.virtualize(lambda s, x: (x * s).sum(), virtual_nodes=3, coupling="local")

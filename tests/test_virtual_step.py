@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -323,6 +324,55 @@ def test_static_leaf_that_does_not_hash_counts_as_itself() -> None:
     assert_close(virtual({"options": options}, x), 2.0 * x.sum(0))
     assert traced.times == 1
     assert_close(virtual({"options": Options(3.0)}, x), 3.0 * x.sum(0))
+
+
+def test_constants_that_change_in_place() -> None:
+    """A dictionary or a dataclass that is not frozen does not hash: it counts as what it is at each call."""
+
+    @dataclasses.dataclass
+    class Options:
+        factor: float
+
+    def step(state: Any, settings: dict[str, Any], x: jax.Array) -> Any:
+        w = state["options"].factor * x.sum(0) + settings["shift"][0]
+        return {"w": w, "options": state["options"]}
+
+    virtual = two_devices(step, in_axes=(None, None, 0), static_argnums=1)
+    options, settings, x = Options(2.0), {"shift": [1.0]}, normal(BATCH, 3)
+    for factor, shift in ((2.0, 1.0), (3.0, 1.0), (3.0, 4.0), (2.0, 1.0)):
+        options.factor, settings["shift"][0] = factor, shift
+        found = virtual({"options": options}, settings, x)
+        assert_close(found["w"], factor * x.sum(0) + shift)
+        assert found["options"].factor == factor
+    other, options.factor = Options(2.0), 5.0
+    assert virtual({"options": other}, settings, x)["options"].factor == 2.0
+    with pytest.raises(vnode.VnodeError, match=r"(?s)a dict, neither hashes nor equals.*not static"):
+        virtual({"options": other}, {"shift": np.ones(3)}, x)
+
+
+@pytest.mark.parametrize("constants", [((1,), (1.0,)), ([1.0], [1]), ([0.0], [-0.0]), (0.0, -0.0)], ids=repr)
+def test_equal_constants_that_are_not_the_same(constants: Any) -> None:
+    def step(w: jax.Array, constant: Any, x: jax.Array) -> Any:
+        factor = constant if isinstance(constant, float) else next(iter(constant))
+        return w * factor, jnp.copysign(1.0, factor) + x.sum()
+
+    virtual = two_devices(step, in_axes=(None, None, 0), static_argnums=1)
+    for constant in constants:
+        for found, expected in zip(
+            virtual(jnp.int32(3), constant, normal(BATCH)), step(jnp.int32(3), constant, normal(BATCH)), strict=True
+        ):
+            assert found.dtype == expected.dtype
+            assert_close(found, expected)
+
+
+def test_text_of_numpy() -> None:
+    virtual = two_devices(lambda state, batch: state["w"] + batch["x"].sum(0) * (2 if state["name"] == "a" else 1))
+    x = normal(BATCH, 3)
+    for name, factor in (("a", 2), ("b", 1)):
+        assert_close(virtual({"w": 0.0, "name": np.str_(name)}, {"x": x}), factor * x.sum(0))
+    for names, dtype in ((["a"], "<U1"), ([None], "object")):
+        with pytest.raises(vnode.VnodeError, match=rf"leave it out: jax has no arrays of dtype {dtype}"):
+            virtual({"w": 0.0, "name": "a"}, {"x": x, "names": np.array(names * BATCH)})
 
 
 @pytest.mark.parametrize("static", [1, (1,), -2])

@@ -13,13 +13,23 @@ import numpy as np
 
 from vnode.placement.sharded import ShardedBatch
 
-SCALARS = bool | int | float | complex
-"""Numbers of Python, which `jax.jit` takes as weakly typed arrays."""
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is a number of Python, which `jax.jit` takes as a weakly typed array.
+
+    Example:
+      >>> is_number(0.5), is_number(np.float64(0.5)), is_number(np.ones(3)[0])
+      (True, False, False)
+    """
+    # ``numpy.float64`` and ``numpy.complex128`` inherit from Python's types.
+    return isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
 
 
 def is_array(leaf: Any) -> bool:
-    """Whether a leaf is something that `jax.jit` takes as an array, or a sharded batch."""
-    return isinstance(leaf, jax.Array | np.ndarray | np.generic | SCALARS | jax.ShapeDtypeStruct | ShardedBatch)
+    """Whether a leaf is something that `jax.jit` takes as an array, or a sharded batch; text and objects are not."""
+    if isinstance(leaf, np.ndarray | np.generic):
+        return leaf.dtype.kind not in "OSTUMm" and leaf.dtype.names is None
+    return isinstance(leaf, jax.Array | jax.ShapeDtypeStruct | ShardedBatch) or is_number(leaf)
 
 
 def is_key(leaf: Any) -> bool:
@@ -55,6 +65,7 @@ def shapes_of(tree: Any, *, sharding: Literal["drop", "committed", "keep"] = "dr
     """A pytree with shapes in place of its arrays; Python numbers and what is no array stay as they are."""
 
     def shape(leaf: Any) -> Any:
-        return shape_of(leaf, sharding=sharding) if isinstance(leaf, jax.Array | np.ndarray | np.generic) else leaf
+        there = isinstance(leaf, jax.Array | np.ndarray | np.generic) and is_array(leaf)
+        return shape_of(leaf, sharding=sharding) if there else leaf
 
     return jax.tree.map(shape, tree)

@@ -15,9 +15,8 @@ import sys
 from typing import Any
 
 import jax
-import numpy as np
 
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import is_array, is_number
 from vnode.placement.sharded import is_sharded_batch
 
 MODULES = {"equinox": "Module"}
@@ -65,10 +64,7 @@ def static_scalars(tree: Any) -> list[bool]:
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
     types = module_types()
     inside = in_modules(structure, types) if types else (False,) * len(leaves)
-    return [
-        flag and isinstance(leaf, bool | int | float | complex) and not isinstance(leaf, np.generic)
-        for leaf, flag in zip(leaves, inside, strict=True)
-    ]
+    return [flag and is_number(leaf) for leaf, flag in zip(leaves, inside, strict=True)]
 
 
 def array_leaves(tree: Any) -> list[bool]:

@@ -306,9 +306,18 @@ class GroupProgram:
         return outputs
 
     def resolve(self, key: Key, plan: ProgramPlan, held: list[Held]) -> None:
-        """Puts a batched value together from the parts that groups hold, or divides it, if it is not there so."""
+        """Brings a value to where it is read, if it is not there so.
+
+        A batched one is put together from the parts that groups hold, or divided; a constant is copied to them all.
+        """
         kind, var = key
-        if key in held[0] or kind not in ("full", "batched"):
+        if key in held[0]:
+            return
+        constants = plan.schedule.flow.program.constants
+        if kind == "whole" and var in constants:
+            for g, (mine, group) in enumerate(zip(held, self.groups, strict=True)):
+                mine[key] = self._replicas.of(constants[var], g, group)
+        if kind not in ("full", "batched"):
             return
         form = plan.states[var].form
         assert isinstance(form, Slice)

@@ -5,6 +5,7 @@ Knows pytrees and `in_axes`. Must not know jaxprs, nodes or devices.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from vnode.errors import BatchError, layout_message
+from vnode.errors import BatchError, VnodeError, layout_message
+from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.statics import array_leaves
 from vnode.step.mutation import Watch
@@ -21,30 +23,91 @@ from vnode.step.mutation import Watch
 
 @jax.tree_util.register_static
 class StaticLeaf:
-    """A leaf that is no array, compared by value, by identity where it does not hash.
+    """A leaf that is no array, compared by value.
 
-    In a pytree it counts as structure: `jax.jit` compiles anew where it differs, and returns it as it is.
+    In a pytree it counts as structure: `jax.jit` compiles anew where it differs, and returns it as it is. What does not
+    hash is compared as it was when it was given, for it may have changed since its program was compiled.
+
+    Raises:
+      VnodeError: it neither hashes nor equals a copy of itself.
     """
 
     def __init__(self, value: Any) -> None:
-        self.value = value
+        self._value = value
+        self._hashes = hashes(value)
+        self._then = value if self._hashes else copy_of(value)
+
+    @property
+    def value(self) -> Any:
+        """The leaf, or a copy of what it was if it has changed since."""
+        return self._value if self._hashes or equal(self._value, self._then) else copy_of(self._then)
 
     def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            return id(self.value)  # which `value` keeps from being given to another object
+        return hash(self._then if self._hashes else type(self._then))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, StaticLeaf):
             return NotImplemented
-        if self.value is other.value:
-            return True
-        try:
-            hash(self.value)
-            return type(self.value) is type(other.value) and bool(self.value == other.value)
-        except TypeError:
-            return False
+        return self._then is other._then or (
+            type(self._then) is type(other._then) and self._hashes == other._hashes and equal(self._then, other._then)
+        )
+
+
+def hashes(value: Any) -> bool:
+    """Whether a value can be hashed."""
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values of one type are known to make the same program; arrays of several elements do not say.
+
+    ``1``, ``1.0`` and ``True`` are equal, as are zeros of either sign, but no one constant: they are written otherwise.
+    """
+    try:
+        by_text = isinstance(a, float | complex | tuple | list | dict) or dataclasses.is_dataclass(a)
+        return bool(a == b) and (not by_text or repr(a) == repr(b))
+    except Exception:
+        return False
+
+
+def copy_of(value: Any) -> Any:
+    """A copy of a value that does not hash; the value itself if its class says that each is equal to itself only.
+
+    Raises:
+      VnodeError: there is none that is equal.
+    """
+    if type(value).__eq__ is object.__eq__:
+        return value
+    try:
+        copied = copy.deepcopy(value)
+    except Exception:
+        copied = None
+    if copied is None or not equal(copied, value):
+        raise VnodeError(
+            layout_message(
+                f"an argument that is a constant of the program, a {type(value).__qualname__}, neither hashes nor "
+                "equals a copy of itself: it cannot be told whether it changes between two calls.",
+                facts=[f"it is {shortened(value)}"],
+                remedies=[
+                    f"leave it out: jax has no arrays of dtype {value.dtype}"
+                    if isinstance(value, np.ndarray) and not is_array(value)
+                    else "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
+                    "if it holds arrays of numbers, pass these as arguments that are not static",
+                    "or put it into the step by functools.partial",
+                ],
+            )
+        )
+    return copied
+
+
+def shortened(value: Any) -> str:
+    """What a value looks like, in a line."""
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def wrap(tree: Any) -> Any:

@@ -20,7 +20,7 @@ from vnode.errors import PlacementError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.host import with_weak_type
-from vnode.placement.leaves import SCALARS, shape_of, shapes_of
+from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -158,7 +158,7 @@ class Executor:
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
             if isinstance(leaf, ShardedBatch) or (split and partition(leaf) == over_nodes):
                 return abstract_batch(leaf.shape, leaf.dtype, self.placement)
-            if whole and isinstance(leaf, SCALARS):
+            if whole and is_number(leaf):
                 leaf = shape_of(leaf)
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
@@ -267,7 +267,7 @@ class Executor:
             leaf = transferred(leaf, self.placement) if getattr(leaf, "committed", True) else leaf
         if not whole:
             return leaf
-        if isinstance(leaf, SCALARS):
+        if is_number(leaf):
             return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
         return committed_to(leaf, self.placement)
 

@@ -45,6 +45,7 @@ class VirtualStep(Step[P, R]):
         functools.update_wrapper(self, spec.fun)
         self.spec = spec
         self._placement = placement
+        self._chosen = placement is not None  # by the user, and not by default
         self._executor: Executor | None = None
         self._family = Family() if family is None else family
         self._preparation: Preparation | None = None
@@ -220,7 +221,7 @@ class VirtualStep(Step[P, R]):
         Raises:
           PlacementError: this one is to run on other devices, or would not give what it gives alone.
         """
-        devices = frozenset(() if self._placement is None else self._placement.devices)
+        devices = frozenset(self._placement.devices if self._placement and self._chosen else ())
         if devices and around and devices != around:
             raise PlacementError(
                 layout_message(
