@@ -587,6 +587,9 @@ EXAMPLES = [
     for example in family()
 ]
 
+EQUINOX = "of Equinox; tests/test_equinox.py compares steps that use it"
+HOST = "described where jax.vmap made it only; tests/test_effects.py compares steps that use it"
+
 UNREACHABLE = {
     "geqp3": "inside the lowering of qr",
     "philox2x32": "inside the lowering of random_bits",
@@ -601,6 +604,15 @@ UNREACHABLE = {
     "layout_constraint": "needs a device layout",
     "tie": "made by jax's own optimizers of programs only",
     "empty2": "made by the transposition of a scan; a scalar",
+    "nonbatchable": EQUINOX,
+    "nondifferentiable_backward": EQUINOX,
+    "nontraceable": EQUINOX,
+    "unvmap_all": EQUINOX,
+    "unvmap_any": EQUINOX,
+    "unvmap_max": EQUINOX,
+    "mesh_cast": "needs a mesh with explicit axes; tests/test_sharding.py compares steps that use it",
+    "ffi_call": HOST,
+    "pure_callback": HOST,
 }
 """Described primitives that no public function traces to on one CPU device, with where they do occur."""
 
