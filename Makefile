@@ -7,16 +7,20 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
 PYTEST_ARGS ?=
+SELECT ?= not thorough and not wheel
+QUICK ?= tests/test_architecture.py tests/test_tree.py tests/test_placement.py tests/test_errors.py tests/test_couplings.py \
+	tests/test_surroundings.py tests/test_overflow.py
 PROGRAMS ?= 20000
 
 # Tests and demo pretend to have several devices, which only the CPU backend can do.
 export JAX_PLATFORMS ?= cpu
 
-.PHONY: help demo test test-all lint docs bench clean
+.PHONY: help demo quick test test-all lint docs bench clean
 
 help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
-	@echo "make test      the tests"
+	@echo "make quick     some of the tests, in a minute"
+	@echo "make test      the tests that matter most, in ten"
 	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs"
 	@echo "make lint      ruff and pyright"
 	@echo "make docs      the site, in out/docs/index.html"
@@ -31,11 +35,14 @@ $(VENV)/.installed: pyproject.toml
 demo: $(VENV)/.installed
 	$(BIN)/python examples/digits.py
 
+quick: $(VENV)/.installed
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(QUICK)
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(SELECT)" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed
-	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) -m "not wheel" $(PYTEST_ARGS)
 	for isa in SSE4_2 AVX2; do XLA_FLAGS=--xla_cpu_max_isa=$$isa $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) \
 		tests/test_zoo.py tests/test_invariance.py tests/test_overflow.py || exit 1; done
 	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)

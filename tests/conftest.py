@@ -23,6 +23,9 @@ hypothesis.settings.load_profile("vnode")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "newest: part of the selection that also runs on the newest jax")
+    config.addinivalue_line(
+        "markers", "thorough: takes long; not part of `make test`, but of what CI and `make test-all` run"
+    )
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
 
 

@@ -152,6 +152,7 @@ def unequal() -> list[vnode.Placement]:
     ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("placement", unequal(), ids=str)
 @pytest.mark.parametrize("batch_size", [16, 13, 3, 1])
 def test_a_step_on_shares(placement: vnode.Placement, batch_size: int) -> None:

@@ -15,6 +15,8 @@ import pytest
 
 from tests.tour import METADATA, TOUR, execute, outline
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parent.parent
 
 

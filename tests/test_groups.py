@@ -84,6 +84,7 @@ def test_same_bits_however_nodes_are_grouped(data: st.DataObject) -> None:
     assert digest(got) == digest(want), (sizes, counts)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["equinox_adamw", "batch_norm_exact_convolution"])
 def test_same_bits_of_what_is_computed_once(name: str) -> None:
     """What an update reads of an earlier piece is computed in the update's own, as in one program."""
@@ -94,6 +95,7 @@ def test_same_bits_of_what_is_computed_once(name: str) -> None:
         assert digest(program.outer(step.on(grouped([1, 2])))(*program.args)) == digest(want)
 
 
+@pytest.mark.thorough
 def test_a_state_goes_to_groups_and_back() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None))
     places = [jax.devices()[:3], grouped([2, 1]), jax.devices()[:1], grouped([2, 1])]
@@ -121,6 +123,7 @@ def test_a_state_that_comes_back_is_in_place() -> None:
     assert number not in program._replicas._copies  # kept no longer than the state
 
 
+@pytest.mark.thorough
 def test_kinds_that_may_differ_in_bits_take_the_state_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step they are given a copy of it, and what they made of it themselves is not kept."""
     monkeypatch.setattr(vnode.Placement, "kinds", property(lambda placement: f"kind {placement.first}"))

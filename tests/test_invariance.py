@@ -99,7 +99,9 @@ def device_counts(name: str) -> Sequence[int]:
     return (1, 3, 8) if name in LARGE and not ALL else range(1, 9)
 
 
-@pytest.mark.parametrize("name", trained_names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.thorough if i % 4 else []) for i, n in enumerate(trained_names())]
+)
 def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
     with compare.running_in("float32"):
         program = compare.build(named(name), "float32")
@@ -108,6 +110,7 @@ def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
     assert len(set(digests.values())) == 1, digests
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(4 if ALL else 1))
 def test_resizing_at_any_step(seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -133,6 +136,7 @@ def chosen() -> list[str]:
     return names if ALL else [*names[5::24], "views_that_are_centred_again_and_again"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", chosen())
 def test_any_step(name: str) -> None:
     case = named(name)

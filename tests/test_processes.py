@@ -21,6 +21,8 @@ from benchmarks import tpu
 from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[1]
 
 ALL = bool(os.environ.get("VNODE_TEST_ALL"))

@@ -26,6 +26,7 @@ PROGRAMS = 8
 """Programs of each."""
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.newest] if i < 2 else []) for i in range(SHARDS)])
 def test_random_programs(shard: int) -> None:
     @hypothesis.settings(max_examples=PROGRAMS, derandomize=True, database=None, phases=[hypothesis.Phase.generate])

@@ -14,6 +14,8 @@ import textwrap
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 LIMIT = 180.0
 """Seconds after which a program counts as hanging. It takes some five, most of them to compile."""
 

@@ -20,6 +20,8 @@ if importlib.util.find_spec("libtpu") is None:
 
 from benchmarks import contenders, models, tpu
 
+pytestmark = pytest.mark.thorough
+
 NODES_PER_DEVICE = 4
 
 
