@@ -623,5 +623,4 @@ def test_objects(tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_chaos() -> None:
     """A training killed, interrupted, damaged and moved; ``python -m tests.chaos`` is the larger one."""
-    damaged = chaos.chaos(4 if "VNODE_TEST_ALL" not in os.environ else 40, 0, chaos.undisturbed())
-    assert damaged >= 0
+    chaos.chaos(4 if "VNODE_TEST_ALL" not in os.environ else 40, 0, chaos.undisturbed())
