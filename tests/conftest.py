@@ -26,7 +26,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: takes long; not part of `make test`, but of what CI and `make test-all` run"
     )
+    config.addinivalue_line("markers", "sweep: one of many alike; only with VNODE_TEST_ALL=1")
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves sweeps out of the usual run."""
+    if os.environ.get("VNODE_TEST_ALL") == "1":
+        return
+    left_out = [item for item in items if item.get_closest_marker("sweep")]
+    items[:] = [item for item in items if not item.get_closest_marker("sweep")]
+    config.hook.pytest_deselected(items=left_out)
 
 
 @pytest.fixture(scope="session", autouse=True)

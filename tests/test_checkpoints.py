@@ -198,7 +198,7 @@ def test_damaged(way: str, saved: Path, tmp_path: Path, alone: Any, caplog: pyte
     assert len([p for p in folder.iterdir() if "damaged" in p.name]) == len(skipped)
 
 
-@pytest.mark.skipif(not os.environ.get("VNODE_TEST_ALL"), reason="a sweep: VNODE_TEST_ALL=1")
+@pytest.mark.sweep
 def test_any_damage_to_any_file(saved: Path, tmp_path: Path) -> None:
     """Whatever is done to a file of a checkpoint, it is read as it was saved, or is damaged."""
     outcomes = {"whole": 0, "damaged": 0}
@@ -561,7 +561,7 @@ checkpoints.close()
 """
 
 
-@pytest.mark.skipif(not os.environ.get("VNODE_TEST_ALL"), reason="starts three processes: VNODE_TEST_ALL=1")
+@pytest.mark.sweep
 def test_several_processes(tmp_path: Path) -> None:
     """Arrays that are spread over processes have the checksums of one process, which restores them."""
     with socket.socket() as free:

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.thorough
 
 ROOT = Path(__file__).parents[1]
 
-ALL = bool(os.environ.get("VNODE_TEST_ALL"))
-everything = pytest.mark.skipif(not ALL, reason="part of make test-all")
+everything = pytest.mark.sweep
 
 
 @pytest.mark.parametrize(
