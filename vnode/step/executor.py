@@ -222,7 +222,7 @@ class Executor:
         mesh = current_mesh()
         if len(self.placement.groups) == 1:
             self.compile_for(args, kwargs)
-        with in_mesh(None):
+        with in_mesh(None) if mesh is not None else contextlib.nullcontext():
             if len(self.placement.groups) > 1:
                 return self._on_groups(mesh, args, kwargs)
             placed, named_ones = self._arguments(args, kwargs)
