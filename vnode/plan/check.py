@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch, whole_batches
 from vnode.plan.nodes.memory import planned, program_memory, refusal, reported
@@ -27,7 +26,7 @@ from vnode.runtime.rounding import rounded_otherwise
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Table
 from vnode.show.units import several, size
 from vnode.step.call import OutputTree
-from vnode.step.protocol import Resolved, Step
+from vnode.step.protocol import Resolved, step_and_arguments
 
 SAMPLES = 4
 """Runs of the plain step with other roundings."""
@@ -231,15 +230,8 @@ def check(
     """
     if not isinstance(args, tuple | list):
         raise TypeError(f"args must be a tuple of the step's arguments, not {type(args).__name__}")
-    if isinstance(step, types.MethodType):  # a step defined in a class
-        step, args = step.__func__, (step.__self__, *args)
-    if not isinstance(step, Step):
-        raise VnodeError(
-            layout_message(
-                f"check takes a virtualized step, not {step!r:.80}.",
-                remedies=["vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"],
-            )
-        )
+    remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
+    step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
         virtual = here.step
         places = places_of(virtual, devices)

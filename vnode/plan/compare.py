@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import PlacementError, layout_message
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
 from vnode.report.report import Report
@@ -25,7 +24,7 @@ from vnode.show.grid import Grid
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 from vnode.step.explain import layout, reports, temporary
-from vnode.step.protocol import Resolved, Step
+from vnode.step.protocol import Resolved, step_and_arguments
 
 MOST_DEVICES = 1 << 16
 """Beyond which a number of devices is taken for a mistake."""
@@ -209,15 +208,8 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
       >>> [report.waves for report in answer.reports]
       [64, 3, 1]
     """
-    if isinstance(step, types.MethodType):  # a step defined in a class
-        step, args = step.__func__, (step.__self__, *args)
-    if not isinstance(step, Step):
-        raise VnodeError(
-            layout_message(
-                f"explain takes a virtualized step, not {step!r:.80}.",
-                remedies=["vnode.explain(vnode.virtualize(step, virtual_nodes=32), state, batch)"],
-            )
-        )
+    remedy = "vnode.explain(vnode.virtualize(step, virtual_nodes=32), state, batch)"
+    step, args = step_and_arguments(step, args, "explain", remedy)
     with step.resolved(args, kwargs) as here:
         places = [here.step.placement, *([] if devices is None else places_of(here, devices))]
         found = reports(here, places)

@@ -11,6 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
+from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:
@@ -123,3 +124,22 @@ class Step(abc.ABC, Generic[P, R]):
     def __get__(self, instance: Any, owner: Any = None) -> Any:
         """A step defined in a class is a method."""
         return self if instance is None else types.MethodType(self, instance)
+
+
+def step_and_arguments(step: Any, args: Sequence[Any], asks: str, remedy: str) -> tuple[Step, tuple[Any, ...]]:
+    """A virtualized step and its arguments; the instance is one of them where the step is a method of a class.
+
+    Args:
+      step: what the user gave for a step.
+      args: the arguments that the user gave with it.
+      asks: who takes a step, by name.
+      remedy: how it is called.
+
+    Raises:
+      VnodeError: it is no virtualized step.
+    """
+    if isinstance(step, types.MethodType):
+        step, args = step.__func__, (step.__self__, *args)
+    if not isinstance(step, Step):
+        raise VnodeError(layout_message(f"{asks} takes a virtualized step, not {step!r:.80}.", remedies=[remedy]))
+    return step, tuple(args)
