@@ -258,4 +258,4 @@ def local_statistics_leave_maxima_exact() -> Program:
         logits = 3 * jnp.tanh(x @ w)
         return jax.nn.logsumexp(logits), (logits == logits.max()).sum()
 
-    return Program(step, (kit.normal(WIDTH), kit.normal(16, WIDTH)), {"coupling": "local", "recompute_budget": 10.0})
+    return Program(step, (kit.normal(WIDTH), kit.normal(16, WIDTH)), {"coupling": "local"})

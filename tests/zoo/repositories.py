@@ -218,7 +218,7 @@ def text_to_image_with_a_loop_over_minibatches() -> Program:
     batch = {"ids": kit.integers(6, 24, 3), "labels": kit.integers(9, 24, 4, seed=1)}
     params = kit.init(model, batch["ids"], batch["labels"], True)["params"]
     state = State.create(apply_fn=model.apply, params=params, tx=optax.adafactor(1e-2), dropout_rng=jax.random.key(2))
-    return Program(step, (state, batch), {"recompute_budget": 10.0})
+    return Program(step, (state, batch))
 
 
 @case(item=1, rare=True)
@@ -351,7 +351,7 @@ def image_text_pairs_with_a_sigmoid_loss() -> Program:
     batch = {"image": kit.normal(16, 3, 3), "labels": kit.integers(9, 16, 4)}
     params = kit.init(model, batch["image"], batch["labels"])["params"]
     args = (params, kit.warm(tx.init(params)), batch)
-    return Program(step, args, {"in_axes": (None, None, 0), "recompute_budget": 10.0})
+    return Program(step, args, {"in_axes": (None, None, 0)})
 
 
 # Plain jax, haiku, optax
@@ -396,7 +396,7 @@ def autoencoder_with_an_epoch_in_the_step() -> Program:
     layers = tuple([(p["w"], p["b"]) for p in kit.dense(*widths)] for widths in ((6, 5, 4), (2, 5, 6)))
     state = (layers, kit.warm(tx.init(layers)))
     args = (state, kit.uniform(16, 6), jax.random.key(4))
-    return Program(run_epoch, args, {"in_axes": (None, 0, None), "recompute_budget": 10.0})
+    return Program(run_epoch, args, {"in_axes": (None, 0, None)})
 
 
 @case(item=1, batch=12)
@@ -639,7 +639,7 @@ def adversaries_with_two_states() -> Program:
         for model, x in ((Generator(), kit.normal(1, 8)), (Discriminator(), images))
     )
     args = (states, images, jax.random.key(6))
-    return Program(step, args, {"in_axes": (None, 0, None), "recompute_budget": 1.0})
+    return Program(step, args, {"in_axes": (None, 0, None)})
 
 
 @case(item=1, rare=True)
@@ -698,7 +698,7 @@ def policy_optimization_over_unrolls() -> Program:
         "end": (kit.uniform(16, 5) > 0.8).astype(kit.real()),
         "log_prob": kit.normal(16, 5, scale=0.1) - 1.0,
     }
-    return Program(step, ((params, kit.warm(tx.init(params)), statistics), data), {"recompute_budget": 10.0})
+    return Program(step, ((params, kit.warm(tx.init(params)), statistics), data))
 
 
 # Equinox
@@ -757,9 +757,7 @@ def equinox_model_with_numbers_and_dropout() -> Program:
     model = _arrays(eqx.filter_eval_shape(Classifier, jax.random.key(0)))
     opt_state = kit.warm(tx.init(eqx.filter(model, eqx.is_array)))
     args = (model, opt_state, jax.random.key(3), kit.normal(16, 1, 7, 7), kit.integers(3, 16))
-    return Program(
-        make_step, args, {"in_axes": (None, None, None, 0, 0), "recompute_budget": 1.0}, jit=lambda step: step
-    )
+    return Program(make_step, args, {"in_axes": (None, None, None, 0, 0)}, jit=lambda step: step)
 
 
 class Stateful(eqx.Module):
@@ -896,4 +894,4 @@ def diffrax_neural_ode() -> Program:
     model = _arrays(eqx.filter_eval_shape(make, jax.random.key(0)))
     opt_state = kit.warm(tx.init(eqx.filter(model, eqx.is_inexact_array)))
     args = (jnp.linspace(0, 1, 3, dtype=kit.real()), kit.normal(6, 3, 2), model, opt_state)
-    return Program(make_step, args, {"in_axes": (None, 0), "recompute_budget": 10.0}, jit=eqx.filter_jit)
+    return Program(make_step, args, {"in_axes": (None, 0)}, jit=eqx.filter_jit)
