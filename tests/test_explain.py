@@ -378,6 +378,9 @@ def test_source_lines_are_seen_from_the_working_directory(monkeypatch: Any, tmp_
     monkeypatch.chdir(Path(__file__).parent)
     assert re.search(r" test_explain\.py:\d+", str(report))
     near.cache_clear()
+    environment = tmp_path / ".venv/lib/python3.11/site-packages"
+    monkeypatch.chdir(tmp_path)
+    assert near(str(environment / "diffrax/_integrate.py")) == "diffrax/_integrate.py"
 
 
 def test_columns_of_a_comparison_are_not_repeated() -> None:

@@ -357,8 +357,14 @@ def short(source: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def near(file: str) -> str:
-    """A file's path from the working directory if it is in there, else from the folder that holds its package."""
+    """A file's path: of an installed package, from the folder that holds it, even if that is in the working directory.
+
+    Else from the working directory, if the file is in there.
+    """
     path = Path(file)
+    for index, part in enumerate(path.parts):
+        if part in ("site-packages", "dist-packages"):
+            return str(Path(*path.parts[index + 1 :]))
     if path.is_relative_to(Path.cwd()):
         return str(path.relative_to(Path.cwd()))
     root = path.parent
