@@ -153,19 +153,19 @@ def unequal() -> list[vnode.Placement]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("placement", unequal(), ids=str)
-@pytest.mark.parametrize("batch_size", [16, 13, 3, 1])
-def test_a_step_on_shares(placement: vnode.Placement, batch_size: int) -> None:
+@pytest.mark.parametrize("batch_size", [13, 3, *(pytest.param(n, marks=pytest.mark.sweep) for n in (16, 1))])
+def test_a_step_on_shares(batch_size: int) -> None:
     """A step on a batch in shares gives the bits of the step on the batch itself, on one device."""
     step = vnode.virtualize(update, virtual_nodes=8, recompute_budget=9.0)
     batches = Batches(Counting(50), batch_size, seed=1)
     weights = jnp.arange(3.0)
     expected = step.on(jax.devices()[:1])(weights, batches.batch(2))
-    loaded = batches.load(2, placement)
-    assert all(isinstance(leaf, ShardedBatch) for leaf in jax.tree.leaves(loaded, is_leaf=is_sharded_batch))
-    actual = step.on(placement)(weights, loaded)
-    jax.tree.map(np.testing.assert_array_equal, actual, expected)
-    assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)
+    for placement in unequal():
+        loaded = batches.load(2, placement)
+        assert all(isinstance(leaf, ShardedBatch) for leaf in jax.tree.leaves(loaded, is_leaf=is_sharded_batch))
+        actual = step.on(placement)(weights, loaded)
+        jax.tree.map(np.testing.assert_array_equal, actual, expected)
+        assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)
 
 
 def test_shares_of_another_placement() -> None:
