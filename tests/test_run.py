@@ -564,15 +564,53 @@ def test_signal_while_data_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stopped
 
 
-def test_the_process_ends_while_programs_are_compiled() -> None:
-    """Of compilations in the background only the one that is under way is waited for when the process ends."""
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        pytest.param("pass", 0, "", marks=pytest.mark.sweep),
+        pytest.param("raise ValueError('mine')", 1, "ValueError: mine", marks=pytest.mark.sweep),
+        pytest.param(
+            "signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.sweep
+        ),
+    ],
+)
+def test_the_process_ends_while_a_program_is_compiled(end: str, status: int, said: str) -> None:
+    """It does not wait for XLA, nor is it aborted by it; all else that is done at the end is done."""
+    code = f"""
+import atexit, signal, sys, threading, time
+atexit.register(print, "registered first, called last")
+import jax, jax.numpy as jnp
+from vnode.step.ahead import WORKER
+
+def slow(x):
+    for i in range(300):
+        x = jnp.sin(x @ x + i) * jnp.cos(x[::-1] + i)
+    return x
+
+lowered, begun = jax.jit(slow).lower(jnp.ones((17, 17))), threading.Event()
+WORKER.submit(lambda: (begun.set(), lowered.compile(), print("compiled")))
+WORKER.submit(lambda: print("not dropped"))
+begun.wait()
+time.sleep(0.5)
+{end}
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(vnode.__file__).parents[1]), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (status, "registered first, called last\n"), done.stderr
+    assert done.stderr.strip().splitlines()[-1:] == [said] * bool(said)
+
+
+def test_what_is_under_way_is_waited_for_where_a_process_cannot_leave_it() -> None:
+    """With a C library that is not glibc."""
     code = """
 import threading, time
+from vnode.step import leaving
+leaving.glibc = lambda: None
 from vnode.step.ahead import WORKER
 begun = threading.Event()
 WORKER.submit(lambda: (begun.set(), time.sleep(0.5), print("done", flush=True)))
-for _ in range(3):
-    WORKER.submit(lambda: (print("never"), threading.Event().wait(3600)))
+WORKER.submit(lambda: print("not dropped", flush=True))
 begun.wait()
 """
     environment = os.environ | {"PYTHONPATH": str(Path(vnode.__file__).parents[1])}

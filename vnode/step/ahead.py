@@ -18,14 +18,14 @@ import jax
 
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
+from vnode.step.leaving import leave_at_once, parked
 
 
 class Worker:
     """A background thread that does one thing after another, and ends when there is nothing to do.
 
     When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
-    way is waited for: XLA has no way to stop, and a thread of its that comes back to an interpreter that has ended
-    takes the process down with it.
+    way ends with the process, which does not wait for it (but see `vnode.step.leaving`).
     """
 
     def __init__(self) -> None:
@@ -44,15 +44,16 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """Drops what has not begun, and waits for the rest."""
+        """When the process ends: drops what has not begun, and leaves the rest alone, or waits if that is not safe."""
         with self.lock:
             dropped, thread = [future for future, _ in self.tasks], self.thread
             self.tasks.clear()
         for future in dropped:
             future.cancel()
-        if thread is not None:
+        if thread is not None and not leave_at_once():
             thread.join()
 
+    @parked()
     def work(self) -> None:
         """The background thread."""
         while True:

@@ -1,0 +1,64 @@
+"""How a process ends while one of its threads is still inside XLA, which has no way to stop.
+
+Knows what the C library (glibc) does when threads and processes end. Must not know what the thread is doing.
+
+Two things go wrong if nothing is done. A thread that waits for XLA asks for Python's lock a few times a second; once
+the interpreter is ending, Python before 3.14 answers with ``pthread_exit``, which unwinds the thread's stack through
+C++ frames that allow no such thing: the process aborts. Python 3.14 lets the thread hang instead, and `parked` has
+older ones do the same. And when the interpreter has ended, ``exit`` destroys the static objects of XLA under the hands
+of its compiler: `leave_at_once` skips that, when all that Python does at its end is done and the exit status is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import sys
+from collections.abc import Iterator
+
+CLEANUP, LOCK = 64, 64
+"""Bytes that hold glibc's ``struct _pthread_cleanup_buffer`` and ``pthread_mutex_t`` on every processor."""
+
+
+@functools.cache
+def glibc() -> ctypes.CDLL | None:
+    """The C library, if it is one that does what is said above."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    wanted = ("gnu_get_libc_version", "_pthread_cleanup_push", "_pthread_cleanup_pop", "on_exit")
+    return library if all(hasattr(library, name) for name in wanted) else None
+
+
+@contextlib.contextmanager
+def parked() -> Iterator[None]:
+    """In a thread: should Python end it within the context, it sleeps for ever where it is."""
+    c = glibc()
+    if c is None:
+        yield
+        return
+    memory = ctypes.create_string_buffer(CLEANUP + LOCK)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # outlives the modules, which go before the thread does
+    cleanup, lock = ctypes.byref(memory), ctypes.byref(memory, CLEANUP)
+    c.pthread_mutex_lock(lock)  # zeros are an open lock; to lock it again is to wait for ever, whatever signals come
+    c._pthread_cleanup_push(cleanup, c.pthread_mutex_lock, lock)
+    try:
+        yield
+    finally:
+        c._pthread_cleanup_pop(cleanup, 0)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
+
+
+def leave_at_once() -> bool:
+    """Has the process end as soon as Python has, with its exit status, and without what C++ would then destroy.
+
+    Returns:
+      Whether that can be had here.
+    """
+    c = glibc()
+    if c is None:
+        return False
+    c.on_exit(c._exit, None)  # called with the status
+    c.__cxa_atexit(c.fflush, None, None)  # the last one comes first: output of C is written
+    return True
