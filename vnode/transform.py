@@ -122,6 +122,7 @@ def virtualize(
       A `VirtualStep`, or with ``"auto"`` an `AutoStep`, called like `fun`.
 
     Raises:
+      TypeError: `fun` is no function.
       ValueError: an option is not one of those named above, or names an argument that the step does not have; or
         `memory` is given with a fixed number of nodes.
       PlacementError: the placement is for another number of nodes.
@@ -149,6 +150,8 @@ def virtualize(
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
         )
+    if not callable(fun):
+        raise TypeError(f"virtualize takes a function, not a {type(fun).__name__}")
     auto = isinstance(virtual_nodes, str) and virtual_nodes == "auto"
     nodes = 1 if auto else node_count(virtual_nodes)
     if memory is not None and not auto:

@@ -26,14 +26,14 @@ from vnode.elastic.devices import Request, requests
 from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.options import RunOptions, takes
 from vnode.elastic.processes import Agreement, check_present
-from vnode.elastic.recovery import Recovery, given_away, has_nan, may_be_a_device
+from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.writers import by_name
 from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.host import abstract, on_host
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import given_away, is_array
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.show.progress import Display
@@ -430,11 +430,12 @@ class Driver:
             return
         values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
         values = jax.tree.map(on_host, values)
-        if given_away(self.state):
+        gone = given_away(self.state, "state")
+        if gone:
             raise VnodeError(
                 layout_message(
                     "the evaluation gave the state away: its arrays are no more.",
-                    facts=[f"donated: {', '.join(given_away(self.state)[:8])}"],
+                    facts=[f"donated: {', '.join(gone[:8])}"],
                     remedies=["no donate_argnums for the step that evaluates"],
                 )
             )

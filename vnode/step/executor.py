@@ -32,7 +32,8 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.runtime.groups import GroupProgram
-from vnode.step.call import Call, OutputTree, StaticLeaf, has_static, unwrap, with_static, wrap
+from vnode.step.call import Call, OutputTree, has_static, unwrap, with_static, wrap
+from vnode.step.given import check_signature, check_there
 from vnode.step.layouts import Surroundings, laid_out, specs_of
 from vnode.step.pipeline import Options, evaluate, program_of_groups
 
@@ -61,7 +62,14 @@ class StepSpec:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-        """A call with these arguments."""
+        """A call with these arguments.
+
+        Raises:
+          TypeError: the function does not take so many, or wants more.
+          BatchError: as `Call.of`.
+        """
+        if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
+            check_signature(self.fun, args, kwargs, self.name)
         return Call.of(with_static(args, self.static_argnums), kwargs, self.in_axes)
 
     def wholes(self, count: int) -> list[int]:
@@ -125,7 +133,8 @@ class Executor:
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
-        unchanged = [arg for arg, placed in zip(args, given[0], strict=True) if arg is placed]
+        kept = (i for i in range(len(args)) if i not in self.spec.donate_argnums)
+        unchanged = [args[i] for i in kept if args[i] is given[0][i]]
         self._in_place.renew([results, *parts, *unchanged])
         return results
 
@@ -143,11 +152,11 @@ class Executor:
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )
             )
-        mesh, given = current_mesh(), wrap(with_static(args, self._static))
+        mesh, given = current_mesh(), wrap(with_static(args, self._static), 0)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
         self._sharded |= any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with in_mesh(None) if mesh is not None else contextlib.nullcontext():
-            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs))
+            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs, 1))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
@@ -171,12 +180,14 @@ class Executor:
             arg
             if i in self._static
             else jax.tree.map(
-                functools.partial(arrive, whole=i in wholes, split=i not in wholes), wrap(arg), is_leaf=is_sharded_batch
+                functools.partial(arrive, whole=i in wholes, split=i not in wholes),
+                wrap(arg, 0, i),
+                is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(args)
         ]
         kwargs = jax.tree.map(
-            functools.partial(arrive, whole=False, split=False), wrap(kwargs), is_leaf=is_sharded_batch
+            functools.partial(arrive, whole=False, split=False), wrap(kwargs, 1), is_leaf=is_sharded_batch
         )
         return self.lower(placed, kwargs)
 
@@ -241,16 +252,18 @@ class Executor:
         Or else a state that was never placed would meet another program than the state that the step returns.
         """
         if tracing():
-            return wrap(with_static(args, self._static)), wrap(kwargs)
+            return wrap(with_static(args, self._static), 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
+        moving = {i: arg for i, arg in enumerate(args) if i not in self._static and arg not in self._in_place}
+        check_there(moving, kwargs, self.spec.donate_argnums)
         placed = tuple(
-            StaticLeaf(arg) if i in self._static else arg if arg in self._in_place else self._placed(arg, i in wholes)
-            for i, arg in enumerate(args)
+            self._placed(arg, i in wholes, 0, i) if i in moving else arg
+            for i, arg in enumerate(with_static(args, self._static))
         )
-        return placed, self._placed(kwargs, False) if kwargs else kwargs
+        return placed, self._placed(kwargs, False, 1) if kwargs else kwargs
 
-    def _placed(self, tree: Any, whole: bool) -> Any:
-        wrapped = wrap(tree)
+    def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
+        wrapped = wrap(tree, *place)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
             self._from_processes(wrapped, leaves, whole)
@@ -343,6 +356,7 @@ class Executor:
                 )
             )
         spec = self.spec
+        check_there(dict(enumerate(args)), kwargs, spec.donate_argnums)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
@@ -376,8 +390,9 @@ class InPlace:
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __contains__(self, tree: Any) -> bool:
-        array = self._known.get(id(tree))
-        return array is not None and array() is not None
+        known = self._known.get(id(tree))
+        array = None if known is None else known()
+        return array is not None and not array.is_deleted()
 
     def renew(self, trees: Iterable[Any]) -> None:
         """Forgets all trees but these."""
