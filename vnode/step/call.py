@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -172,12 +172,17 @@ def is_static(leaf: Any) -> bool:
     return isinstance(leaf, StaticLeaf)
 
 
-def with_static(args: Sequence[Any], positions: Iterable[int]) -> tuple[Any, ...]:
-    """Arguments of which some, whole, count as structure."""
-    static = set(positions)
-    return tuple(
-        StaticLeaf(arg, functools.partial("argument {}".format, i)) if i in static and not is_static(arg) else arg
-        for i, arg in enumerate(args)
+def with_static(
+    args: Sequence[Any], kwargs: Mapping[str, Any], positions: Collection[int], names: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of which some, whole, count as structure: those at some positions, and of some names."""
+
+    def static(key: int | str, value: Any) -> Any:
+        return value if is_static(value) else StaticLeaf(value, functools.partial("argument {!r}".format, key))
+
+    return (
+        tuple(static(i, arg) if i in positions else arg for i, arg in enumerate(args)),
+        {name: static(name, arg) if name in names else arg for name, arg in kwargs.items()},
     )
 
 

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.runtime.groups import GroupProgram
-from vnode.step.call import Call, OutputTree, has_static, unwrap, with_static, wrap
+from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_signature, check_there
 from vnode.step.layouts import Surroundings, laid_out, specs_of
 from vnode.step.pipeline import Options, evaluate, program_of_groups
@@ -47,7 +47,8 @@ class StepSpec:
       options: how nodes are made and combined.
       in_axes: which dimension of each argument carries the examples.
       donate_argnums: arguments whose buffers may be re-used.
-      static_argnums: arguments that are compile-time constants.
+      static_argnums: positions of arguments that are compile-time constants.
+      static_argnames: names of such, where they are given by keyword.
     """
 
     fun: Callable[..., Any]
@@ -55,6 +56,7 @@ class StepSpec:
     in_axes: Any
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -70,7 +72,11 @@ class StepSpec:
         """
         if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
             check_signature(self.fun, args, kwargs, self.name)
-        return Call.of(with_static(args, self.static_argnums), kwargs, self.in_axes)
+        return Call.of(*self.with_static(args, kwargs), self.in_axes)
+
+    def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments, those that are compile-time constants as structure."""
+        return with_static(args, kwargs, self.static_argnums, self.static_argnames)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -95,7 +101,6 @@ class Executor:
         self.traced = False
         self._across = jax.process_count() > 1
         self._wholes = functools.cache(spec.wholes)
-        self._static = frozenset(spec.static_argnums)
         self._in_place = InPlace()
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
@@ -152,7 +157,8 @@ class Executor:
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )
             )
-        mesh, given = current_mesh(), wrap(with_static(args, self._static), 0)
+        args, kwargs = self.spec.with_static(args, kwargs)
+        mesh, given = current_mesh(), wrap(args, 0)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
         self._sharded |= any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with in_mesh(None) if mesh is not None else contextlib.nullcontext():
@@ -176,10 +182,9 @@ class Executor:
             sharding = target_sharding(leaf, self.placement)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
 
+        args, kwargs = self.spec.with_static(args, kwargs)
         placed = [
-            arg
-            if i in self._static
-            else jax.tree.map(
+            jax.tree.map(
                 functools.partial(arrive, whole=i in wholes, split=i not in wholes),
                 wrap(arg, 0, i),
                 is_leaf=is_sharded_batch,
@@ -251,15 +256,13 @@ class Executor:
 
         Or else a state that was never placed would meet another program than the state that the step returns.
         """
+        args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
-            return wrap(with_static(args, self._static), 0), wrap(kwargs, 1)
+            return wrap(args, 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
-        moving = {i: arg for i, arg in enumerate(args) if i not in self._static and arg not in self._in_place}
+        moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
         check_there(moving, kwargs, self.spec.donate_argnums)
-        placed = tuple(
-            self._placed(arg, i in wholes, 0, i) if i in moving else arg
-            for i, arg in enumerate(with_static(args, self._static))
-        )
+        placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
         return placed, self._placed(kwargs, False, 1) if kwargs else kwargs
 
     def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
@@ -369,7 +372,8 @@ class Executor:
         program, output = self._groups[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
             arrays = program(leaves)
-        counts = [len(jax.tree.leaves(wrap(arg), is_leaf=is_sharded_batch)) for arg in with_static(args, self._static)]
+        given = spec.with_static(args, {})[0]
+        counts = [len(jax.tree.leaves(wrap(arg), is_leaf=is_sharded_batch)) for arg in given]
         for i in (i for i in spec.donate_argnums if i < len(args)):
             start = sum(counts[:i])
             for k in range(start, start + counts[i]):
