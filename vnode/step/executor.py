@@ -35,7 +35,7 @@ from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_signature, check_there
 from vnode.step.layouts import Surroundings, laid_out, specs_of
-from vnode.step.pipeline import Options, evaluate, program_of_groups
+from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +77,11 @@ class StepSpec:
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, those that are compile-time constants as structure."""
         return with_static(args, kwargs, self.static_argnums, self.static_argnames)
+
+    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None) -> FlatStep:
+        """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
+        given = call.leaves if leaves is None else leaves
+        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -320,9 +325,7 @@ class Executor:
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-            arrays = evaluate(
-                call.flat(spec.fun, output), self._batches(call), call.axes, call.size, spec.options, self.placement
-            )
+            arrays = evaluate(spec.flat(call, output, self._batches(call)), self.placement)
         results = laid_out(output.merge(arrays), args, around.specs, self.placement)
         self._unwraps |= has_static(results)
         return results
@@ -365,9 +368,8 @@ class Executor:
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._groups:
             output = OutputTree()
-            fun = call.flat(spec.fun, output)
             with in_mesh(mesh):
-                made = program_of_groups(fun, leaves, call.axes, call.size, spec.options, self.placement, spec.name)
+                made = program_of_groups(spec.flat(call, output, leaves), self.placement, spec.name)
             self._groups[key] = made, output
         program, output = self._groups[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
