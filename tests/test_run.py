@@ -641,8 +641,8 @@ def test_what_is_under_way_is_waited_for_where_a_process_cannot_leave_it() -> No
     """With a C library that is not glibc."""
     code = """
 import threading, time
-from vnode.step import leaving
-leaving.glibc = lambda: None
+from vnode import threads
+threads.glibc = lambda: None
 from vnode.step.ahead import WORKER
 begun = threading.Event()
 WORKER.submit(lambda: (begun.set(), time.sleep(0.5), print("done", flush=True)))

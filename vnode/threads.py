@@ -1,24 +1,37 @@
-"""How a process ends while one of its threads is still inside XLA, which has no way to stop.
+"""Background threads that may still be inside XLA, which has no way to stop, when the process ends.
 
-Knows what the C library (glibc) does when threads and processes end. Must not know what the thread is doing.
+Knows what Python and the C library (glibc) do when threads and processes end. Must not know what a thread does.
 
 Two things go wrong if nothing is done. A thread that waits for XLA asks for Python's lock a few times a second; once
 the interpreter is ending, Python before 3.14 answers with ``pthread_exit``, which unwinds the thread's stack through
 C++ frames that allow no such thing: the process aborts. Python 3.14 lets the thread hang instead, and `parked` has
 older ones do the same. And when the interpreter has ended, ``exit`` destroys the static objects of XLA under the hands
-of its compiler: `leave_at_once` skips that, when all that Python does at its end is done and the exit status is known.
+of its compiler: `leave` skips that, when all that Python does at its end is done and the exit status is known.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import sys
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 
 CLEANUP, LOCK = 64, 64
 """Bytes that hold glibc's ``struct _pthread_cleanup_buffer`` and ``pthread_mutex_t`` on every processor."""
+
+STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def background(work: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a thread for which the end of the process does not wait, nor is it aborted by it."""
+    thread = threading.Thread(target=parked()(work), name=name, daemon=True)
+    STARTED.add(thread)
+    thread.start()
+    return thread
 
 
 @functools.cache
@@ -50,15 +63,10 @@ def parked() -> Iterator[None]:
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
 
 
-def leave_at_once() -> bool:
-    """Has the process end as soon as Python has, with its exit status, and without what C++ would then destroy.
-
-    Returns:
-      Whether that can be had here.
-    """
+@atexit.register
+def leave() -> None:
+    """If a thread is left: has the process end as soon as Python has, without what C++ would then destroy."""
     c = glibc()
-    if c is None:
-        return False
-    c.on_exit(c._exit, None)  # called with the status
-    c.__cxa_atexit(c.fflush, None, None)  # the last one comes first: output of C is written
-    return True
+    if c is not None and any(thread.is_alive() for thread in STARTED):
+        c.on_exit(c._exit, None)  # called with the exit status
+        c.__cxa_atexit(c.fflush, None, None)  # the last one comes first: output of C is written
