@@ -398,6 +398,21 @@ def test_use_after_donation(devices: Any) -> None:
         step(after, batch)
 
 
+def test_an_error_of_a_step_that_donates_is_its_own() -> None:
+    """Not that the arrays are gone which were donated to the call that failed."""
+
+    def refuse(x: Any) -> Any:
+        raise ArithmeticError("five is right out")
+
+    def step(state: Any, x: Any) -> Any:
+        return {"w": state["w"] + jax.pure_callback(refuse, jax.ShapeDtypeStruct((), x.dtype), x.sum())}
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, donate_argnums=0).on(TWO[:1])
+    state = virtual.put({"w": jnp.ones(3)})
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="five is right out"):
+        jax.block_until_ready(virtual(state, jnp.ones((8, 3))))
+
+
 def test_looking_at_a_step_without_arguments() -> None:
     """The shapes of the last call are taken; there must be one."""
     step = vnode.virtualize(regression, virtual_nodes=NODES).on(TWO)

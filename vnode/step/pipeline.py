@@ -171,6 +171,8 @@ def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
+    axes, size = [*flat.axes, *[None] * len(made.traced.captured)], flat.size  # not `flat`: jax keeps what is kept here
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
     step = jax.custom_jvp(step)
 
     @step.defjvp
@@ -200,10 +202,8 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        axes = [*flat.axes, *[None] * len(made.traced.captured)]
-        unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
-        both_flat = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], flat.size, unlimited)
-        results = evaluate(both_flat, placement, differentiable=True)
+        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited)
+        results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
             jnp.zeros(out.shape, jax.dtypes.float0) if s else next(changes)
