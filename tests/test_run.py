@@ -30,6 +30,7 @@ from jax.errors import JaxRuntimeError
 import vnode
 from tests import chaos
 from tests.test_elastic import BATCHES, DATA, STEPS, check, initial, interrupt, step
+from vnode import threads
 from vnode.analysis.fingerprint import fingerprint
 from vnode.elastic import Evaluation, JsonLines, TensorBoard, run
 from vnode.elastic.driver import AHEAD
@@ -600,6 +601,7 @@ def test_signal_while_data_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stopped
 
 
+@pytest.mark.skipif(threads.glibc() is None, reason="elsewhere the process waits, which the next test shows")
 @pytest.mark.parametrize(
     ("end", "status", "said"),
     [
