@@ -17,15 +17,16 @@ PACKAGE = ROOT / "vnode"
 
 ROOMS = {
     "errors": "",
+    "threads": "",
     "show": "",
     "operators": "",
     "placement": "errors show",
     "analysis": "errors operators",
     "runtime": "analysis operators placement",
     "report": "analysis operators placement runtime show",
-    "step": "analysis errors placement report runtime",
+    "step": "analysis errors placement report runtime threads",
     "plan": "errors placement report runtime show step",
-    "data": "errors placement",
+    "data": "errors placement threads",
     "elastic": "analysis data errors placement plan show step",
     "transform": "errors placement plan step",
     "integrations": "errors placement step transform",

@@ -302,7 +302,124 @@ def test_a_step_works_after_a_mistake() -> None:
     np.testing.assert_allclose(virtual(w, x), x @ w, rtol=1e-6)
 
 
-def test_missing_arguments() -> None:
-    virtual = vnode.virtualize(lambda w, x, y: x.sum() + y, virtual_nodes=NODES)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'y'"):
-        virtual(*inputs())
+def regression(state: Any, batch: Any) -> Any:
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(state["w"])
+    return {"w": state["w"] - 0.1 * grad}, loss
+
+
+def given(**changed: Any) -> tuple[Any, Any]:
+    return {"w": changed.pop("w", jnp.ones(3))}, {"x": jnp.ones((8, 3)), "y": jnp.ones(8), **changed}
+
+
+TWO = jax.devices()[:2]
+WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
+    "forgotten argument": (
+        lambda step: step(given()[0]),
+        TypeError,
+        r"^regression\(\) missing a required argument: 'batch'",
+    ),
+    "forgotten argument to explain": (lambda step: step.explain(given()[0]), TypeError, "argument: 'batch'"),
+    "forgotten argument of those that are not split": (
+        lambda step: vnode.virtualize(lambda w, x, y: x.sum() + y, virtual_nodes=NODES)(*inputs()),
+        TypeError,
+        "missing 1 required positional argument: 'y'",
+    ),
+    "too many arguments": (lambda step: step(*given(), 3), TypeError, "takes 2 positional arguments but 3 were given"),
+    "unknown keyword": (lambda step: step(*given(), rate=3), TypeError, "unexpected keyword argument 'rate'"),
+    "batch by keyword": (
+        lambda step: step(given()[0], batch=given()[1]),
+        vnode.BatchError,
+        r"(?s)the call 1 positional argument\..*by keyword: batch\n.*pass the batch by position",
+    ),
+    "no function": (
+        lambda step: vnode.virtualize({"w": 1}, virtual_nodes=NODES),  # pyright: ignore
+        TypeError,
+        "^virtualize takes a function, not a dict$",
+    ),
+    "array of objects": (
+        lambda step: step(*given(x=np.array([[1, 2], [3]], object))),
+        vnode.VnodeError,
+        r"(?s)^argument 1\['x'\] is an array of dtype object, which jax does not have\..*padding for rows of unequal",
+    ),
+    "text": (
+        lambda step: step(*given(w=np.array(["a"]))),
+        vnode.VnodeError,
+        r"^argument 0\['w'\] is an array of dtype <U1",
+    ),
+    "list of lists": (
+        lambda step: step(*given(x=[[1.0, 2.0], [3.0]])),
+        vnode.BatchError,
+        r"(?s)argument 1\['x'\]\[0\]\[0\]: shape \(\).*np\.asarray.*a list is a pytree",
+    ),
+    "nested counts": (
+        lambda step: vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]], counts=[[2], [2]]),  # pyright: ignore
+        vnode.PlacementError,
+        r"counts must be one integer for each device.* not \[\[2\], \[2\]\]",
+    ),
+    "nested devices": (
+        lambda step: step.on([TWO]),
+        vnode.PlacementError,
+        r"give one list of devices, or groups=\[\.\.\.\]",
+    ),
+    "flat groups": (
+        lambda step: vnode.Placement(NODES, groups=TWO),
+        vnode.PlacementError,
+        r"not .*CpuDevice.*groups=\[\.\.\.\] takes several such sequences",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_USE)
+def test_wrong_use_reads_well(name: str) -> None:
+    use, kind, message = WRONG_USE[name]
+    with pytest.raises(kind, match=message):
+        use(vnode.virtualize(regression, virtual_nodes=NODES).on(TWO))
+
+
+@pytest.mark.parametrize("devices", [TWO, vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]])], ids=["program", "groups"])
+def test_use_after_donation(devices: Any) -> None:
+    """What jaxlib answers to with a crash of the process, on several devices."""
+    step = vnode.virtualize(regression, virtual_nodes=NODES, donate_argnums=0).on(devices)
+    state, batch = given()
+    other = {**state, "w": state["w"] + 1}
+    after, _ = step(step.put(state) if devices is TWO else state, batch)
+    placed = step.put(other)
+    step(placed, batch)
+    message = (
+        r"(?s)gone.*\n  argument 0\['w'\]\n  the step donates argument 0: donate_argnums=\(0,\)\n.*go on with what"
+    )
+    for used in (lambda: step(placed, batch), lambda: step.on(TWO[:1])(placed, batch)):
+        with pytest.raises(vnode.VnodeError, match=message):
+            used()
+    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['w'\]"):
+        step.put(placed)
+    jax.tree.map(lambda leaf: leaf.delete(), after)  # by another function; the step knew it to be in place
+    with pytest.raises(vnode.VnodeError, match=message):
+        step(after, batch)
+
+
+def test_an_error_of_a_step_that_donates_is_its_own() -> None:
+    """Not that the arrays are gone which were donated to the call that failed."""
+
+    def refuse(x: Any) -> Any:
+        raise ArithmeticError("five is right out")
+
+    def step(state: Any, x: Any) -> Any:
+        return {"w": state["w"] + jax.pure_callback(refuse, jax.ShapeDtypeStruct((), x.dtype), x.sum())}
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, donate_argnums=0).on(TWO[:1])
+    state = virtual.put({"w": jnp.ones(3)})
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match="five is right out"):
+        jax.block_until_ready(virtual(state, jnp.ones((8, 3))))
+
+
+def test_looking_at_a_step_without_arguments() -> None:
+    """The shapes of the last call are taken; there must be one."""
+    step = vnode.virtualize(regression, virtual_nodes=NODES).on(TWO)
+    for look in (step.explain, step.lower, lambda: step.prepare([TWO])):
+        with pytest.raises(vnode.BatchError, match=r"(?s)arguments of 'regression' are not known.*call the step once"):
+            look()
+    step(*given())
+    for used in (step, step.on(TWO[:1])):
+        assert str(used.explain()) == str(used.explain(*given()))
+        assert used.lower().compile().memory_analysis() is not None

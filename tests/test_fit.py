@@ -193,7 +193,7 @@ def test_lanes_are_the_fewest_nodes() -> None:
 
 def test_prepare_chooses() -> None:
     step = automatic("1GiB", light)
-    with pytest.raises(vnode.BatchError, match="not chosen yet"):
+    with pytest.raises(vnode.BatchError, match="call the step once before"):
         step.prepare([jax.devices()[:1]])
     handle = step.prepare([jax.devices()[:1]], *arguments()).wait()
     assert handle.done() and step.placement.virtual_nodes == DEVICES

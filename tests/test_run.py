@@ -25,15 +25,18 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.errors import JaxRuntimeError
 
 import vnode
 from tests import chaos
 from tests.test_elastic import BATCHES, DATA, STEPS, check, initial, interrupt, step
+from vnode import threads
 from vnode.analysis.fingerprint import fingerprint
 from vnode.elastic import Evaluation, JsonLines, TensorBoard, run
 from vnode.elastic.driver import AHEAD
 from vnode.elastic.signals import Stop
-from vnode.errors import BatchError, CheckpointError, VnodeError
+from vnode.errors import BatchError, CheckpointError, PlacementError, VnodeError
+from vnode.placement.host import HostCopy
 
 ALONE = step.on(jax.devices()[:1])
 
@@ -198,6 +201,8 @@ def test_ragged_examples_are_named() -> None:
         ("rich", "show", "vnode.elastic.run(step, 0.0, [], steps=0, progress=True)"),
         ("tensorboardX", "tensorboard", "vnode.elastic.TensorBoard('x')"),
         ("grain", "grain", "vnode.grain"),
+        ("flax", "flax", "vnode.nnx"),
+        ("orbax", "elastic", "vnode.elastic.restore('x')"),
     ],
 )
 def test_missing_extras(missing: str, extra: str, use: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -205,7 +210,7 @@ def test_missing_extras(missing: str, extra: str, use: str, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     for name in [n for n in sys.modules if n.split(".")[0] == missing]:
         monkeypatch.delitem(sys.modules, name)
-    for name in ("vnode.elastic.checkpoints", "vnode.data.grain"):
+    for name in ("vnode.elastic.checkpoints", "vnode.elastic.reader", "vnode.data.grain", "vnode.integrations.nnx"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf"pip install 'vnode\[{extra}\]'"):
@@ -231,8 +236,9 @@ def resumed(folder: Path, step: Any = SMALL, data: Any = BATCHES, steps: int = 6
 )
 def test_another_kind_of_step_is_refused(step: Any, difference: str, tmp_path: Path) -> None:
     resumed(tmp_path, steps=2)
-    with pytest.raises(CheckpointError, match=difference):
-        resumed(tmp_path, step)
+    for steps in (2, 6):  # if there is nothing left to do, too
+        with pytest.raises(CheckpointError, match=difference):
+            resumed(tmp_path, step, steps=steps)
 
 
 def test_warnings_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -242,6 +248,9 @@ def test_warnings_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFi
     resumed(tmp_path, mean_step().on(jax.devices()[:2]), steps=3)
     assert "resumed from step 2" in caplog.text
     assert not [r for r in caplog.records if r.name == "vnode" and r.levelno >= logging.WARNING]
+    resumed(tmp_path, mean_step(0.25), steps=3)  # which returns what another step made
+    assert "computes something else" in caplog.text
+    caplog.clear()
     resumed(tmp_path, mean_step(0.25), steps=4)
     assert "computes something else" in caplog.text
     assert "now:  mul(0.25, float32[4]) -> float32[4] at " in caplog.text and "test_run.py:" in caplog.text
@@ -299,6 +308,34 @@ def test_number_of_nodes_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     resumed(tmp_path, mean_step(virtual_nodes=4), steps=2)
     resumed(tmp_path, auto(), steps=4)
     resumed(tmp_path, mean_step(virtual_nodes=4), steps=5)
+
+
+def test_the_copy_on_the_host_is_saved_when_no_device_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last copy becomes a checkpoint, by way of the CPU, from which another run goes on.
+
+    The first fake device plays the CPU; nothing can be put on the others once they are dead.
+    """
+    devices, put, dead = jax.devices()[1:4], HostCopy.on, set()
+
+    def batch(number: int) -> Any:
+        if number == 7 and not dead:
+            dead.update(devices)
+            raise JaxRuntimeError("INTERNAL: the device is gone")
+        return BATCHES.batch(number)
+
+    def on(copy: HostCopy, placement: vnode.Placement) -> Any:
+        if dead & set(placement.devices):
+            raise JaxRuntimeError("INTERNAL: the device is gone")
+        return put(copy, placement)
+
+    monkeypatch.setattr(HostCopy, "on", on)
+    options: dict[str, Any] = {"steps": 9, "keep_every": 4, "checkpoint": tmp_path}
+    with pytest.raises(PlacementError, match="no device is left") as caught:
+        run(SMALL.on(devices), WEIGHTS, batch, alive=lambda d: d not in dead, **options)
+    assert caught.value.__notes__ == ["The state after 4 steps was saved before; the same call goes on from there."]
+    result = run(SMALL, WEIGHTS, batch, **options)
+    assert result.resumed == 4
+    np.testing.assert_array_equal(result.state, bare(9))
 
 
 # Callbacks, writers, evaluations.
@@ -564,15 +601,54 @@ def test_signal_while_data_are_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.stopped
 
 
-def test_the_process_ends_while_programs_are_compiled() -> None:
-    """Of compilations in the background only the one that is under way is waited for when the process ends."""
+@pytest.mark.skipif(threads.glibc() is None, reason="elsewhere the process waits, which the next test shows")
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(3)", 3, ""),
+        pytest.param("pass", 0, "", marks=pytest.mark.sweep),
+        pytest.param("raise ValueError('mine')", 1, "ValueError: mine", marks=pytest.mark.sweep),
+        pytest.param(
+            "signal.raise_signal(signal.SIGINT)", -signal.SIGINT, "KeyboardInterrupt", marks=pytest.mark.sweep
+        ),
+    ],
+)
+def test_the_process_ends_while_a_program_is_compiled(end: str, status: int, said: str) -> None:
+    """It does not wait for XLA, nor is it aborted by it; all else that is done at the end is done."""
+    code = f"""
+import atexit, signal, sys, threading, time
+atexit.register(print, "registered first, called last")
+import jax, jax.numpy as jnp
+from vnode.step.ahead import WORKER
+
+def slow(x):
+    for i in range(300):
+        x = jnp.sin(x @ x + i) * jnp.cos(x[::-1] + i)
+    return x
+
+lowered, begun = jax.jit(slow).lower(jnp.ones((17, 17))), threading.Event()
+WORKER.submit(lambda: (begun.set(), lowered.compile(), print("compiled")))
+WORKER.submit(lambda: print("not dropped"))
+begun.wait()
+time.sleep(0.5)
+{end}
+"""
+    environment = os.environ | {"PYTHONPATH": str(Path(vnode.__file__).parents[1]), "JAX_ENABLE_COMPILATION_CACHE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120)
+    assert (done.returncode, done.stdout) == (status, "registered first, called last\n"), done.stderr
+    assert done.stderr.strip().splitlines()[-1:] == [said] * bool(said)
+
+
+def test_what_is_under_way_is_waited_for_where_a_process_cannot_leave_it() -> None:
+    """With a C library that is not glibc."""
     code = """
 import threading, time
+from vnode import threads
+threads.glibc = lambda: None
 from vnode.step.ahead import WORKER
 begun = threading.Event()
 WORKER.submit(lambda: (begun.set(), time.sleep(0.5), print("done", flush=True)))
-for _ in range(3):
-    WORKER.submit(lambda: (print("never"), threading.Event().wait(3600)))
+WORKER.submit(lambda: print("not dropped", flush=True))
 begun.wait()
 """
     environment = os.environ | {"PYTHONPATH": str(Path(vnode.__file__).parents[1])}

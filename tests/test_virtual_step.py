@@ -119,6 +119,7 @@ def test_any_callable_is_a_step(fun: Any) -> None:
         ({"recompute_budget": float("nan")}, ValueError, "nan"),
         ({"donate_argnums": 2}, ValueError, "donate_argnums=2: the step has 2 positional arguments"),
         ({"static_argnums": (0, -3)}, ValueError, r"static_argnums=\(0, -3\): the step has 2 positional arguments"),
+        ({"static_argnames": "rate"}, ValueError, "static_argnames='rate': the step has no argument 'rate', only "),
         ({"placement": vnode.Placement(3)}, vnode.PlacementError, "for 3 nodes, the step has 4"),
     ],
 )
@@ -346,7 +347,9 @@ def test_constants_that_change_in_place() -> None:
         assert found["options"].factor == factor
     other, options.factor = Options(2.0), 5.0
     assert virtual({"options": other}, settings, x)["options"].factor == 2.0
-    with pytest.raises(vnode.VnodeError, match=r"(?s)a dict, neither hashes nor equals.*not static"):
+    with pytest.raises(
+        vnode.VnodeError, match=r"(?s)^argument 1 is .* a dict that neither hashes nor equals.*not static"
+    ):
         virtual({"options": other}, {"shift": np.ones(3)}, x)
 
 
@@ -371,21 +374,38 @@ def test_text_of_numpy() -> None:
     for name, factor in (("a", 2), ("b", 1)):
         assert_close(virtual({"w": 0.0, "name": np.str_(name)}, {"x": x}), factor * x.sum(0))
     for names, dtype in ((["a"], "<U1"), ([None], "object")):
-        with pytest.raises(vnode.VnodeError, match=rf"leave it out: jax has no arrays of dtype {dtype}"):
+        with pytest.raises(
+            vnode.VnodeError, match=rf"^argument 1\['names'\] is an array of dtype {dtype}, which jax does not have"
+        ):
             virtual({"w": 0.0, "name": "a"}, {"x": x, "names": np.array(names * BATCH)})
 
 
-@pytest.mark.parametrize("static", [1, (1,), -2])
-def test_static_argnums(static: Any) -> None:
-    def step(w: jax.Array, times: int, x: jax.Array) -> jax.Array:
+@pytest.mark.parametrize(
+    "static",
+    [{"static_argnums": 2}, {"static_argnums": (-1,)}, {"static_argnames": "times"}, {"static_argnames": ["times"]}],
+)
+def test_static_arguments(static: dict[str, Any]) -> None:
+    """Named in either way, and given in either way."""
+
+    def step(w: jax.Array, x: jax.Array, times: int) -> jax.Array:
         for _ in range(times):
             w = w + x.mean(0)
         return w
 
-    virtual = two_devices(step, in_axes=(None, None, 0), static_argnums=static)
+    virtual = two_devices(step, **static)
     w, x = normal(3), normal(BATCH, 3)
     for times in (1, 3):
-        assert_close(virtual(w, times, x), w + times * x.mean(0))
+        assert_close(virtual(w, x, times), w + times * x.mean(0))
+        assert_close(virtual(w, x, times=times), w + times * x.mean(0))
+    virtual.explain(w, x, times=2)
+    assert virtual.prepare([jax.devices()[:1]], w, x, times=2).wait().done()
+    assert_close(virtual.on(jax.devices()[:1])(w, x, times=2), w + 2 * x.mean(0))
+
+
+def test_static_arguments_that_are_named_in_both_ways_are_taken_as_they_are() -> None:
+    """As by `jax.jit`: the one at position 0 may be traced if it is given by keyword."""
+    step = two_devices(lambda a, b, *, c, x: a + b + c, static_argnums=0, static_argnames="c", in_axes=())
+    assert step.spec.static_argnums == (0,) and step.spec.static_argnames == ("c",)
 
 
 # Donation

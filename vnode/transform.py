@@ -40,6 +40,7 @@ class StepOptions(TypedDict, total=False):
     placement: Placement | None
     donate_argnums: int | Sequence[int]
     static_argnums: int | Sequence[int]
+    static_argnames: str | Sequence[str]
 
 
 @overload
@@ -86,6 +87,7 @@ def virtualize(
     placement: Placement | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Sequence[str] = (),
 ) -> Any:
     """Splits a step written for the whole batch over virtual nodes, and nodes over devices.
 
@@ -117,11 +119,15 @@ def virtualize(
         nodes there may be: V is a multiple of theirs, spread in the same proportions.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
       static_argnums: arguments that are compile-time constants, as in `jax.jit`.
+      static_argnames: such arguments by name. As in `jax.jit`, either option is found out from the other by the step's
+        signature, so that it does not matter whether an argument is given by position or by keyword; if both are given,
+        they are taken as they are.
 
     Returns:
       A `VirtualStep`, or with ``"auto"`` an `AutoStep`, called like `fun`.
 
     Raises:
+      TypeError: `fun` is no function.
       ValueError: an option is not one of those named above, or names an argument that the step does not have; or
         `memory` is given with a fixed number of nodes.
       PlacementError: the placement is for another number of nodes.
@@ -148,7 +154,10 @@ def virtualize(
             placement=placement,
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
+            static_argnames=static_argnames,
         )
+    if not callable(fun):
+        raise TypeError(f"virtualize takes a function, not a {type(fun).__name__}")
     auto = isinstance(virtual_nodes, str) and virtual_nodes == "auto"
     nodes = 1 if auto else node_count(virtual_nodes)
     if memory is not None and not auto:
@@ -184,11 +193,47 @@ def virtualize(
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
-    static = argument_numbers("static_argnums", static_argnums, fun)
-    spec = StepSpec(fun, options, in_axes, donated, static)
+    spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
         return AutoStep(VirtualStep(spec, None), placement, limit)
     return VirtualStep(spec, placement)
+
+
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
+    """The parameters of a function; any, if it does not tell."""
+    try:
+        return list(inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        parameter = inspect.Parameter
+        return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
+
+
+def static_arguments(
+    numbers: int | Sequence[int], names: str | Sequence[str], fun: Callable[..., Any]
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions and names of arguments that are compile-time constants; found from one another if only one is given.
+
+    Raises:
+      ValueError: the function has no such argument.
+    """
+    positions = argument_numbers("static_argnums", numbers, fun)
+    wanted = (names,) if isinstance(names, str) else tuple(names)
+    parameters = parameters_of(fun)
+    known = [p.name for p in parameters if p.kind in NAMED]
+    for name in wanted:
+        if name not in known and not any(p.kind is p.VAR_KEYWORD for p in parameters):
+            raise ValueError(f"static_argnames={names!r}: the step has no argument {name!r}, only {', '.join(known)}")
+    by_position = [p.name for p in parameters if p.kind in POSITIONAL]
+    if positions and not wanted:
+        found = [by_position[i] for i in positions if i < len(by_position)]
+        wanted = tuple(name for name in found if name in known)
+    elif wanted and not positions:
+        positions = tuple(i for i, name in enumerate(by_position) if name in wanted)
+    return positions, wanted
 
 
 def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:
@@ -215,11 +260,8 @@ def argument_numbers(option: str, numbers: int | Sequence[int], fun: Callable[..
     wanted = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     if not wanted:
         return ()
-    try:
-        parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not tell
-        parameters = [inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL)]
-    count = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    parameters = parameters_of(fun)
+    count = sum(p.kind in POSITIONAL for p in parameters)
     unlimited = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     for i in wanted:
         if unlimited and i < 0:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from vnode.threads import background
+
 logger = logging.getLogger("vnode")
 
 GRACE = 5.0
@@ -104,8 +106,7 @@ class Prefetch:
             self.loading = None
             self.course += 1
         if self.thread is None:
-            self.thread = threading.Thread(target=self.work, name="vnode-prefetch", daemon=True)
-            self.thread.start()
+            self.thread = background(self.work, "vnode-prefetch")
         self.changed.notify_all()
 
     def aside(self, step: int, placement: Any) -> Any:

@@ -26,14 +26,14 @@ from vnode.elastic.devices import Request, requests
 from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.options import RunOptions, takes
 from vnode.elastic.processes import Agreement, check_present
-from vnode.elastic.recovery import Recovery, given_away, has_nan, may_be_a_device
+from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.writers import by_name
 from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.host import abstract, on_host
-from vnode.placement.leaves import is_array
+from vnode.placement.leaves import given_away, is_array
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.show.progress import Display
@@ -273,7 +273,10 @@ class Driver:
         return results[0], whole_everywhere(results[1])
 
     def identify(self, batch: Any) -> None:
-        """Before the first step: what this run is, and whether it is the one that the checkpoint is of.
+        """Before the first step, or where none is left: what this run is, and whether the checkpoint is of it.
+
+        Args:
+          batch: of the first step, or one like it; None if there is none.
 
         Raises:
           CheckpointError: it is another one.
@@ -430,11 +433,12 @@ class Driver:
             return
         values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
         values = jax.tree.map(on_host, values)
-        if given_away(self.state):
+        gone = given_away(self.state, "state")
+        if gone:
             raise VnodeError(
                 layout_message(
                     "the evaluation gave the state away: its arrays are no more.",
-                    facts=[f"donated: {', '.join(given_away(self.state)[:8])}"],
+                    facts=[f"donated: {', '.join(gone[:8])}"],
                     remedies=["no donate_argnums for the step that evaluates"],
                 )
             )
@@ -449,6 +453,8 @@ class Driver:
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
         jax.block_until_ready(self.state)
+        if self.resumed is not None and self.facts is None:
+            self.identify(self.last_batch())
         good = self.good()
         if not good:
             self.last_good()
@@ -456,6 +462,14 @@ class Driver:
         if good and self.told < self.number and not (self.stopping or self.asked_to_stop()):
             self.evaluate()
         self.display.update(self.number, "")
+
+    def last_batch(self) -> Any:
+        """A batch of a run that was finished before, to see what its step computes; None if there is none any more."""
+        try:
+            return self.feed.aside(self.number - 1, self.step.placement) if self.number and not self.stopping else None
+        except Exception as error:
+            self.say(f"a change of the step would not be noticed, as no batch can be had: {error}", logging.WARNING)
+            return None
 
     def last_good(self) -> None:
         """Goes back to the last state that is good: free of numbers that are none, behind steps with finite losses.

@@ -49,9 +49,9 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
       step: a `VirtualStep` ``(state, batch) -> (state, metrics)``.
       data: where the batches come from.
       state: a state, arrays or `jax.ShapeDtypeStruct`s.
-      batch: a batch, likewise.
+      batch: a batch, likewise; None if there is none, and the program is not to be known.
     """
-    options, program = step.options, program_of(step, state, batch)
+    options, program = step.options, None if batch is None else program_of(step, state, batch)
     facts = {
         "data": description(data),
         "step": {

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 from vnode.elastic.devices import Request, none_left, without
 from vnode.errors import DeviceLost, VnodeError, layout_message
 from vnode.placement.host import HostCopy
+from vnode.placement.leaves import given_away
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:
@@ -172,22 +173,13 @@ class Recovery:
 
 def whole(state: Any) -> bool:
     """Whether a state is there: not donated, and computed without an error."""
-    if state is None or given_away(state):
+    if state is None or given_away(state, "state"):
         return False
     try:
         jax.block_until_ready(state)
     except Exception:
         return False
     return True
-
-
-def given_away(tree: Any) -> list[str]:
-    """The leaves whose arrays were donated."""
-    return [
-        jax.tree_util.keystr(path) or "the state itself"
-        for path, leaf in jax.tree.leaves_with_path(tree)
-        if isinstance(leaf, jax.Array) and leaf.is_deleted()
-    ]
 
 
 @jax.jit

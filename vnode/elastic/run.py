@@ -19,10 +19,10 @@ from vnode.data.source import loader
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
-from vnode.elastic.recovery import given_away
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
+from vnode.placement.leaves import given_away
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 from vnode.step.protocol import Step
@@ -230,7 +230,7 @@ def check_state(state: Any) -> None:
     Raises:
       VnodeError: some were donated.
     """
-    gone = given_away(state)
+    gone = given_away(state, "state")
     if gone:
         raise VnodeError(
             layout_message(

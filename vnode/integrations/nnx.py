@@ -10,9 +10,6 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
-from flax import nnx
-from flax.nnx import extract
-
 from vnode.errors import VnodeError, layout_message
 from vnode.placement.placement import Placement
 from vnode.step.ahead import Preparation, warm_ups
@@ -20,6 +17,12 @@ from vnode.step.executor import Executor
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, prepared
 from vnode.transform import virtualize as virtualize_pure
+
+try:
+    from flax import nnx
+    from flax.nnx import extract
+except ImportError as error:
+    raise ImportError("vnode.nnx needs flax: pip install 'vnode[flax]'") from error
 
 
 class ObjectStep(Step[P, R]):

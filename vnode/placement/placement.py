@@ -97,7 +97,12 @@ class Placement(Drawn):
         size = sum(map(len, divided)) or mesh.shape[axis]
         if counts is None:
             counts = even_counts(virtual_nodes, size)
-        counts = tuple(operator.index(n) for n in counts)
+        try:
+            counts = tuple(operator.index(n) for n in counts)
+        except TypeError:
+            raise PlacementError(
+                f"counts must be one integer for each device, those of all groups in a row, not {counts!r}"
+            ) from None
         if len(counts) != size:
             raise PlacementError(f"counts has {len(counts)} entries for {size} devices")
         if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:
@@ -265,11 +270,16 @@ def device_list(devices: Any) -> list[Any]:
       PlacementError: it holds something else.
     """
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
-        raise PlacementError(f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}")
+        raise PlacementError(
+            f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}; "
+            "groups=[...] takes several such sequences"
+        )
     devices = list(jax.devices() if devices is None else devices)
     for device in devices:
         if not hasattr(device, "platform"):
-            raise PlacementError(f"{device!r} is no device; jax.devices() has some")
+            nested = isinstance(device, Iterable) and not isinstance(device, str)
+            hint = "give one list of devices, or groups=[...], a list for each program" if nested else None
+            raise PlacementError(f"{device!r} is no device; {hint or 'jax.devices() has some'}")
     return devices
 
 

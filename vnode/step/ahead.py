@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from vnode import threads
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
 
@@ -24,8 +25,7 @@ class Worker:
     """A background thread that does one thing after another, and ends when there is nothing to do.
 
     When the process ends, what has not begun is dropped, unlike by the executors of `concurrent.futures`. What is under
-    way is waited for: XLA has no way to stop, and a thread of its that comes back to an interpreter that has ended
-    takes the process down with it.
+    way ends with the process, which does not wait for it (but see `vnode.threads`).
     """
 
     def __init__(self) -> None:
@@ -39,18 +39,17 @@ class Worker:
         with self.lock:
             self.tasks.append((future, task))
             if self.thread is None:
-                self.thread = threading.Thread(target=self.work, name="vnode-prepare", daemon=True)
-                self.thread.start()
+                self.thread = threads.background(self.work, "vnode-prepare")
         return future
 
     def close(self) -> None:
-        """Drops what has not begun, and waits for the rest."""
+        """When the process ends: drops what has not begun, and waits for the rest where it cannot be left alone."""
         with self.lock:
             dropped, thread = [future for future, _ in self.tasks], self.thread
             self.tasks.clear()
         for future in dropped:
             future.cancel()
-        if thread is not None:
+        if thread is not None and threads.glibc() is None:
             thread.join()
 
     def work(self) -> None:

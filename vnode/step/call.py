@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,10 +32,10 @@ class StaticLeaf:
       VnodeError: it neither hashes nor equals a copy of itself.
     """
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: Any, name: Callable[[], str] | None = None) -> None:
         self._value = value
         self._hashes = hashes(value)
-        self._then = value if self._hashes else copy_of(value)
+        self._then = value if self._hashes else copy_of(value, name)
 
     @property
     def value(self) -> Any:
@@ -74,8 +74,12 @@ def equal(a: Any, b: Any) -> bool:
         return False
 
 
-def copy_of(value: Any) -> Any:
+def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
     """A copy of a value that does not hash; the value itself if its class says that each is equal to itself only.
+
+    Args:
+      value: the value.
+      name: says what it is called, for messages.
 
     Raises:
       VnodeError: there is none that is equal.
@@ -86,16 +90,26 @@ def copy_of(value: Any) -> Any:
         copied = copy.deepcopy(value)
     except Exception:
         copied = None
+    called = name() if name else "a value"
+    if isinstance(value, np.ndarray) and not is_array(value):
+        raise VnodeError(
+            layout_message(
+                f"{called} is an array of dtype {value.dtype}, which jax does not have.",
+                facts=[f"shape {value.shape}, {shortened(value)}"],
+                remedies=[
+                    "make numbers of it: integers for text, NaN for gaps, padding for rows of unequal length",
+                    "or leave it out of what the step is given",
+                ],
+            )
+        )
     if copied is None or not equal(copied, value):
         raise VnodeError(
             layout_message(
-                f"an argument that is a constant of the program, a {type(value).__qualname__}, neither hashes nor "
-                "equals a copy of itself: it cannot be told whether it changes between two calls.",
+                f"{called} is a constant of the program, and a {type(value).__qualname__} that "
+                "neither hashes nor equals a copy of itself: it cannot be told whether it changes between two calls.",
                 facts=[f"it is {shortened(value)}"],
                 remedies=[
-                    f"leave it out: jax has no arrays of dtype {value.dtype}"
-                    if isinstance(value, np.ndarray) and not is_array(value)
-                    else "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
+                    "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
                     "if it holds arrays of numbers, pass these as arguments that are not static",
                     "or put it into the step by functools.partial",
                 ],
@@ -110,14 +124,41 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def wrap(tree: Any) -> Any:
-    """A pytree with its leaves that are no arrays as structure; the pytree itself if all are."""
+def wrap(tree: Any, *place: Any) -> Any:
+    """A pytree with its leaves that are no arrays as structure; the pytree itself if all are.
+
+    Args:
+      tree: the pytree.
+      *place: what leads to it in ``(args, kwargs, results)``; for messages.
+    """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
     arrays = array_leaves(tree)
     if all(arrays):
         return tree
-    kept = [leaf if array else StaticLeaf(leaf) for leaf, array in zip(leaves, arrays, strict=True)]
+
+    def name(i: int) -> str:
+        paths = jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)
+        return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]))
+
+    kept = [
+        leaf if array else StaticLeaf(leaf, functools.partial(name, i))
+        for i, (leaf, array) in enumerate(zip(leaves, arrays, strict=True))
+    ]
     return jax.tree.unflatten(treedef, kept)
+
+
+def argument_name(path: Sequence[Any]) -> str:
+    """What a leaf of ``(args, kwargs, results)`` is called, by its path.
+
+    Example:
+      >>> (first, _), (second, _) = jax.tree.leaves_with_path((({"w": 1},), {"rate": 2}))
+      >>> argument_name(first), argument_name(second)
+      ("argument 0['w']", "argument 'rate'")
+    """
+    if path[0].idx == 2:
+        return f"result{jax.tree_util.keystr(tuple(path[1:]))}"
+    which = path[1].idx if path[0].idx == 0 else repr(path[1].key)
+    return f"argument {which}{jax.tree_util.keystr(tuple(path[2:]))}"
 
 
 def unwrap(tree: Any) -> Any:
@@ -131,10 +172,18 @@ def is_static(leaf: Any) -> bool:
     return isinstance(leaf, StaticLeaf)
 
 
-def with_static(args: Sequence[Any], positions: Iterable[int]) -> tuple[Any, ...]:
-    """Arguments of which some, whole, count as structure."""
-    static = set(positions)
-    return tuple(StaticLeaf(arg) if i in static and not is_static(arg) else arg for i, arg in enumerate(args))
+def with_static(
+    args: Sequence[Any], kwargs: Mapping[str, Any], positions: Collection[int], names: Collection[str]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments of which some, whole, count as structure: those at some positions, and of some names."""
+
+    def static(key: int | str, value: Any) -> Any:
+        return value if is_static(value) else StaticLeaf(value, functools.partial("argument {!r}".format, key))
+
+    return (
+        tuple(static(i, arg) if i in positions else arg for i, arg in enumerate(args)),
+        {name: static(name, arg) if name in names else arg for name, arg in kwargs.items()},
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +246,7 @@ class OutputTree:
 
     def take(self, out: Any) -> list[Any]:
         """The arrays of what the step returned; remembers the rest."""
-        leaves, self.treedef = jax.tree.flatten(wrap(out))
+        leaves, self.treedef = jax.tree.flatten(wrap(out, 2))
         return leaves
 
     def merge(self, arrays: Sequence[Any]) -> Any:
@@ -228,10 +277,11 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     if not isinstance(in_axes, tuple):
         raise BatchError(f"in_axes must be an integer, or a tuple with one entry per argument, not {in_axes!r}")
     if len(in_axes) > len(args):
+        given = f"{len(args)} positional argument{'' if len(args) == 1 else 's'}"
         raise BatchError(
             layout_message(
-                f"in_axes has {len(in_axes)} entries, the call {len(args)} positional arguments.",
-                facts=[f"in_axes = {in_axes!r}"],
+                f"in_axes has {len(in_axes)} entries, the call {given}.",
+                facts=[f"in_axes = {in_axes!r}", *([f"by keyword: {', '.join(kwargs)}"] if kwargs else [])],
                 remedies=["pass the batch by position: keyword arguments are never split", "shorten in_axes"],
             )
         )
@@ -273,17 +323,25 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
     for (path, _), leaf, axis in zip(paths, leaves, axes, strict=True):
         if axis is None:
             continue
-        name = jax.tree_util.keystr(path[1:])
-        shape = np.shape(leaf)
+        name, shape = argument_name(path), np.shape(leaf)
+        listed = isinstance(path[-1], jax.tree_util.SequenceKey) and len(path) > 2
         if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(
                 layout_message(
                     f"in_axes names dimension {axis!r} of an argument that has {len(shape)} dimensions.",
-                    facts=[f"argument {name}: shape {tuple(shape)}"],
-                    remedies=["check in_axes", "use None for arguments that are not split"],
+                    facts=[f"{name}: shape {tuple(shape)}"],
+                    remedies=[
+                        *(
+                            ["make an array of it, np.asarray(...): a list is a pytree of its elements"]
+                            if listed
+                            else []
+                        ),
+                        "check in_axes",
+                        "use None for arguments that are not split",
+                    ],
                 )
             )
-        sizes[f"argument {name}: shape {tuple(shape)}, dimension {axis}"] = shape[axis]
+        sizes[f"{name}: shape {tuple(shape)}, dimension {axis}"] = shape[axis]
     if not sizes:
         raise BatchError(
             layout_message(

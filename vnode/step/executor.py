@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from vnode.errors import PlacementError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.host import with_weak_type
-from vnode.placement.leaves import is_number, shape_of, shapes_of
+from vnode.placement.leaves import given_away, is_number, shape_of, shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -32,9 +32,10 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.runtime.groups import GroupProgram
-from vnode.step.call import Call, OutputTree, StaticLeaf, has_static, unwrap, with_static, wrap
+from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
+from vnode.step.given import check_signature, check_there
 from vnode.step.layouts import Surroundings, laid_out, specs_of
-from vnode.step.pipeline import Options, evaluate, program_of_groups
+from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -46,7 +47,8 @@ class StepSpec:
       options: how nodes are made and combined.
       in_axes: which dimension of each argument carries the examples.
       donate_argnums: arguments whose buffers may be re-used.
-      static_argnums: arguments that are compile-time constants.
+      static_argnums: positions of arguments that are compile-time constants.
+      static_argnames: names of such, where they are given by keyword.
     """
 
     fun: Callable[..., Any]
@@ -54,6 +56,7 @@ class StepSpec:
     in_axes: Any
     donate_argnums: tuple[int, ...]
     static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
 
     @property
     def name(self) -> str:
@@ -61,8 +64,24 @@ class StepSpec:
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
-        """A call with these arguments."""
-        return Call.of(with_static(args, self.static_argnums), kwargs, self.in_axes)
+        """A call with these arguments.
+
+        Raises:
+          TypeError: the function does not take so many, or wants more.
+          BatchError: as `Call.of`.
+        """
+        if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
+            check_signature(self.fun, args, kwargs, self.name)
+        return Call.of(*self.with_static(args, kwargs), self.in_axes)
+
+    def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments, those that are compile-time constants as structure."""
+        return with_static(args, kwargs, self.static_argnums, self.static_argnames)
+
+    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None) -> FlatStep:
+        """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
+        given = call.leaves if leaves is None else leaves
+        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -87,7 +106,6 @@ class Executor:
         self.traced = False
         self._across = jax.process_count() > 1
         self._wholes = functools.cache(spec.wholes)
-        self._static = frozenset(spec.static_argnums)
         self._in_place = InPlace()
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
@@ -118,6 +136,8 @@ class Executor:
             # What was taken to be in place may be another object with the same number.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
             self._in_place.clear()
+            if given_away((args, kwargs), ""):  # to this very call
+                raise
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
@@ -125,7 +145,8 @@ class Executor:
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
-        unchanged = [arg for arg, placed in zip(args, given[0], strict=True) if arg is placed]
+        kept = (i for i in range(len(args)) if i not in self.spec.donate_argnums)
+        unchanged = [args[i] for i in kept if args[i] is given[0][i]]
         self._in_place.renew([results, *parts, *unchanged])
         return results
 
@@ -143,11 +164,12 @@ class Executor:
                     remedies=["lower it on devices of one kind: step.on(jax.devices()[:1]).lower(...)"],
                 )
             )
-        mesh, given = current_mesh(), wrap(with_static(args, self._static))
+        args, kwargs = self.spec.with_static(args, kwargs)
+        mesh, given = current_mesh(), wrap(args, 0)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
         self._sharded |= any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with in_mesh(None) if mesh is not None else contextlib.nullcontext():
-            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs))
+            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs, 1))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
@@ -167,16 +189,17 @@ class Executor:
             sharding = target_sharding(leaf, self.placement)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
 
+        args, kwargs = self.spec.with_static(args, kwargs)
         placed = [
-            arg
-            if i in self._static
-            else jax.tree.map(
-                functools.partial(arrive, whole=i in wholes, split=i not in wholes), wrap(arg), is_leaf=is_sharded_batch
+            jax.tree.map(
+                functools.partial(arrive, whole=i in wholes, split=i not in wholes),
+                wrap(arg, 0, i),
+                is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(args)
         ]
         kwargs = jax.tree.map(
-            functools.partial(arrive, whole=False, split=False), wrap(kwargs), is_leaf=is_sharded_batch
+            functools.partial(arrive, whole=False, split=False), wrap(kwargs, 1), is_leaf=is_sharded_batch
         )
         return self.lower(placed, kwargs)
 
@@ -240,17 +263,17 @@ class Executor:
 
         Or else a state that was never placed would meet another program than the state that the step returns.
         """
+        args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
-            return wrap(with_static(args, self._static)), wrap(kwargs)
+            return wrap(args, 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
-        placed = tuple(
-            StaticLeaf(arg) if i in self._static else arg if arg in self._in_place else self._placed(arg, i in wholes)
-            for i, arg in enumerate(args)
-        )
-        return placed, self._placed(kwargs, False) if kwargs else kwargs
+        moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
+        check_there(moving, kwargs, self.spec.donate_argnums)
+        placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
+        return placed, self._placed(kwargs, False, 1) if kwargs else kwargs
 
-    def _placed(self, tree: Any, whole: bool) -> Any:
-        wrapped = wrap(tree)
+    def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
+        wrapped = wrap(tree, *place)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
             self._from_processes(wrapped, leaves, whole)
@@ -304,9 +327,7 @@ class Executor:
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-            arrays = evaluate(
-                call.flat(spec.fun, output), self._batches(call), call.axes, call.size, spec.options, self.placement
-            )
+            arrays = evaluate(spec.flat(call, output, self._batches(call)), self.placement)
         results = laid_out(output.merge(arrays), args, around.specs, self.placement)
         self._unwraps |= has_static(results)
         return results
@@ -343,19 +364,20 @@ class Executor:
                 )
             )
         spec = self.spec
+        check_there(dict(enumerate(args)), kwargs, spec.donate_argnums)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))
         if key not in self._groups:
             output = OutputTree()
-            fun = call.flat(spec.fun, output)
             with in_mesh(mesh):
-                made = program_of_groups(fun, leaves, call.axes, call.size, spec.options, self.placement, spec.name)
+                made = program_of_groups(spec.flat(call, output, leaves), self.placement, spec.name)
             self._groups[key] = made, output
         program, output = self._groups[key]
         with jax.sharding.use_abstract_mesh(NO_MESH):
             arrays = program(leaves)
-        counts = [len(jax.tree.leaves(wrap(arg), is_leaf=is_sharded_batch)) for arg in with_static(args, self._static)]
+        given = spec.with_static(args, {})[0]
+        counts = [len(jax.tree.leaves(wrap(arg), is_leaf=is_sharded_batch)) for arg in given]
         for i in (i for i in spec.donate_argnums if i < len(args)):
             start = sum(counts[:i])
             for k in range(start, start + counts[i]):
@@ -376,8 +398,9 @@ class InPlace:
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __contains__(self, tree: Any) -> bool:
-        array = self._known.get(id(tree))
-        return array is not None and array() is not None
+        known = self._known.get(id(tree))
+        array = None if known is None else known()
+        return array is not None and not array.is_deleted()
 
     def renew(self, trees: Iterable[Any]) -> None:
         """Forgets all trees but these."""

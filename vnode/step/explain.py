@@ -29,7 +29,7 @@ def named_analysis(here: Resolved) -> tuple[Analysis, Names]:
     """The step's program, schedule and couplings for these arguments; and what its values are called."""
     spec, output = here.step.spec, OutputTree()
     call = spec.call(here.args, here.kwargs)
-    made = analyse(call.flat(spec.fun, output), call.leaves, call.axes, call.size, spec.options)
+    made = analyse(spec.flat(call, output))
     arguments = argument_paths(*jax.tree.unflatten(call.treedef, call.leaves))
     results = paths_of(output.merge([0] * output.treedef.num_leaves))
     return made, Names(made.program, arguments, results)

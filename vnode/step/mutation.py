@@ -28,8 +28,8 @@ class Watch:
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = (entry for i, arg in enumerate(args) for entry in objects(arg, f"[{i}]"))
-        named = (entry for name, arg in kwargs.items() for entry in objects(arg, f"[{name!r}]"))
+        found = (entry for i, arg in enumerate(args) for entry in objects(arg, f"argument {i}"))
+        named = (entry for name, arg in kwargs.items() for entry in objects(arg, f"argument {name!r}"))
         self._before = [(path, node, children_of(node)) for path, node in (*found, *named)]
 
     def check(self, outputs: Any) -> None:
@@ -44,7 +44,7 @@ class Watch:
         lost = [(path, node) for path, node, before in self._before if changed(before, children_of(node), outputs)]
         if not lost:
             return
-        facts = [f"argument {path}: {type(node).__module__}.{type(node).__qualname__}" for path, node in lost]
+        facts = [f"{path}: {type(node).__module__}.{type(node).__qualname__}" for path, node in lost]
         of_nnx = any(base.__module__.startswith("flax.nnx") for _, node in lost for base in type(node).__mro__)
         raise VnodeError(
             layout_message(

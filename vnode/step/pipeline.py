@@ -58,6 +58,26 @@ class Options:
 
 
 @dataclasses.dataclass(frozen=True)
+class FlatStep:
+    """A function of flat arrays for one call, and what was asked for.
+
+    Attributes:
+      fun: the function, which returns a list of arrays.
+      leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
+        the placement.
+      axes: the dimension of each that carries the examples, or None.
+      size: examples of the global batch.
+      options: what the user asked for.
+    """
+
+    fun: Callable[..., list[Any]]
+    leaves: Sequence[Any]
+    axes: Sequence[int | None]
+    size: int
+    options: Options
+
+
+@dataclasses.dataclass(frozen=True)
 class Analysis:
     """What is known of a function of flat arrays before it is emitted."""
 
@@ -80,22 +100,11 @@ def outer_devices() -> frozenset[Any] | None:
 
 
 @collector_paused()
-def analyse(
-    fun: Callable[..., list[Any]],
-    leaves: Sequence[Any],
-    axes: Sequence[int | None],
-    size: int,
-    options: Options,
-    devices: Iterable[Any] = (),
-) -> Analysis:
-    """Traces a function of flat arrays and schedules it.
+def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
+    """Traces a step and schedules it.
 
     Args:
-      fun: the function.
-      leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch.
-      options: what the user asked for.
+      flat: the step.
       devices: on which it is to run, if that is known.
 
     Returns:
@@ -105,16 +114,16 @@ def analyse(
       CouplingError: the couplings are not wanted, or cost too much.
       UnsupportedPrimitiveError: a batched value meets a primitive without description.
     """
-    shapes = [shape_of(leaf) for leaf in leaves]
+    shapes, options = [shape_of(leaf) for leaf in flat.leaves], flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
     try:
-        traced = trace(fun, *shapes)
+        traced = trace(flat.fun, *shapes)
     finally:
         OUTER_DEVICES.reset(within)
-    batch = Batch(size)
+    batch = Batch(flat.size)
     states = []
-    for axis, leaf in zip(axes, shapes, strict=True):
-        if axis is None or size == 1:
+    for axis, leaf in zip(flat.axes, shapes, strict=True):
+        if axis is None or flat.size == 1:
             states.append(State(WHOLE, model=axis is None))
         else:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
@@ -131,55 +140,39 @@ def analyse(
 
 
 @collector_paused()
-def evaluate(
-    fun: Callable[..., list[Any]],
-    leaves: Sequence[Any],
-    axes: Sequence[int | None],
-    size: int,
-    options: Options,
-    placement: Placement,
-    differentiable: bool = False,
-) -> list[Any]:
-    """Evaluates (under a trace: emits) a function of flat arrays on nodes.
+def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False) -> list[Any]:
+    """Evaluates (under a trace: emits) a step on nodes.
 
     Args:
-      fun: the function; this and the next as for `analyse`.
-      leaves: its arguments; batched ones may be `ShardedBatch` of the placement.
-      axes: their batched dimensions.
-      size: examples of the global batch.
-      options: what the user asked for.
+      flat: the step.
       placement: where the nodes live.
       differentiable: the emission itself will be differentiated: no loops of run-time length.
 
     Returns:
       The function's results.
     """
-    made = analyse(fun, leaves, axes, size, options, placement.devices)
+    made, options = analyse(flat, placement.devices), flat.options
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
-    values = [*leaves, *made.traced.captured]
-    axes = [*axes, *[None] * len(made.traced.captured)]
+    values = [*flat.leaves, *made.traced.captured]
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return emit(made.schedule, placement, values, mode, options.lane)
 
     if not (differentiable or plain or uses_references(made.program)):
-        step = with_derivative(step, made, axes, size, options, placement)
+        step = with_derivative(step, made, flat, placement)
     return typed(step(*values), made.program.outputs)
 
 
 def with_derivative(
-    step: Callable[..., list[Any]],
-    made: Analysis,
-    axes: Sequence[int | None],
-    size: int,
-    options: Options,
-    placement: Placement,
+    step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
+    axes, size = [*flat.axes, *[None] * len(made.traced.captured)], flat.size  # not `flat`: jax keeps what is kept here
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
     step = jax.custom_jvp(step)
 
     @step.defjvp
@@ -209,9 +202,8 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        along = [*axes, *(axes[i] for i in moving)]
-        unlimited = dataclasses.replace(options, recompute_budget=math.inf)  # the step itself was accepted
-        results = evaluate(both, values, along, size, unlimited, placement, differentiable=True)
+        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited)
+        results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
             jnp.zeros(out.shape, jax.dtypes.float0) if s else next(changes)
@@ -222,23 +214,11 @@ def with_derivative(
 
 
 @collector_paused()
-def program_of_groups(
-    fun: Callable[..., list[Any]],
-    leaves: Sequence[Any],
-    axes: Sequence[int | None],
-    size: int,
-    options: Options,
-    placement: Placement,
-    name: str,
-) -> GroupProgram:
-    """What runs a function of flat arrays on a placement with several groups.
+def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupProgram:
+    """What runs a step on a placement with several groups.
 
     Args:
-      fun: the function; this and the next as for `evaluate`.
-      leaves: its arguments; batched ones may be `ShardedBatch` of the placement.
-      axes: their batched dimensions.
-      size: examples of the global batch.
-      options: what the user asked for.
+      flat: the step.
       placement: where the nodes live.
       name: of the step.
 
@@ -248,7 +228,7 @@ def program_of_groups(
     Raises:
       PlacementError: the step has effects, which every group would have.
     """
-    made = analyse(fun, leaves, axes, size, options, placement.devices)
+    made = analyse(flat, placement.devices)
     for eqn in made.program.equations:
         if eqn.effects:
             raise PlacementError(
@@ -260,9 +240,9 @@ def program_of_groups(
                     remedies=["return the value instead", "or use devices of one kind: step.on(jax.devices()[:1])"],
                 )
             )
-    mode = Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
-    shared = [isinstance(leaf, ShardedBatch) for leaf in leaves]
-    return GroupProgram(made.schedule, placement, mode, options.lane, name, shared)
+    mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
+    shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
+    return GroupProgram(made.schedule, placement, mode, flat.options.lane, name, shared)
 
 
 def check_effects(program: Program, placement: Placement) -> None:

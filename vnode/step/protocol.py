@@ -85,29 +85,42 @@ class Step(abc.ABC, Generic[P, R]):
         """The step and arguments to be looked at, on arrays and with a number of nodes; within the context only.
 
         Args:
-          args: arguments of a call, arrays or `jax.ShapeDtypeStruct`s. What they hold is not changed.
+          args: arguments of a call, arrays or `jax.ShapeDtypeStruct`s. What they hold is not changed. Without any, and
+            without keyword arguments, those of the last call.
           kwargs: keyword arguments.
           choose: whether a step whose number of nodes is still to be found finds it for these arguments.
         """
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
-        """Lowers the step without running it, as ``jax.jit(f).lower``; takes `jax.ShapeDtypeStruct`s too.
+        """Lowers the step without running it, as ``jax.jit(f).lower``.
+
+        Args:
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; by default of the shapes of the last ones for
+            which the step was compiled.
+          **kwargs: keyword arguments of the step.
 
         Raises:
+          BatchError: no arguments are given, and the step has not been called.
           PlacementError: the placement has several groups, hence several programs.
         """
         with self.resolved(args, kwargs) as here:
-            return here.step.executor.lower(here.args, here.kwargs)
+            executor = here.step.executor
+            lower = executor.lower if args or kwargs else executor.lower_for  # the last ones may live elsewhere
+            return lower(here.args, here.kwargs)
 
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
 
         Args:
-          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+          *args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; by default of the shapes of the last ones for
+            which the step was compiled.
           **kwargs: keyword arguments of the step.
 
         Returns:
           A report; print it.
+
+        Raises:
+          BatchError: no arguments are given, and the step has not been called.
         """
         from vnode.step.explain import reports
 

@@ -25,6 +25,7 @@ from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
+from vnode.step.given import check_there
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 
@@ -127,13 +128,7 @@ class VirtualStep(Step[P, R]):
           True
         """
         steps = self.members(placements)
-        if not args and not kwargs:
-            if self._family.last is None:
-                raise BatchError(
-                    "prepare does not know the shapes of the step's arguments: call the step once before, "
-                    "or give them, arrays or jax.ShapeDtypeStructs: step.prepare(placements, state, batch)"
-                )
-            args, kwargs = self._family.last
+        args, kwargs = self.or_last(args, kwargs)
         args, kwargs = shapes_of((args, kwargs), sharding="committed")
         mesh = current_mesh()
         return prepared(
@@ -185,7 +180,9 @@ class VirtualStep(Step[P, R]):
 
         Raises:
           PlacementError: several processes have different trees.
+          VnodeError: arrays were donated.
         """
+        check_there({0: tree}, {}, ())
         arrays: list[Any] = []
         map_arrays(arrays.append, tree)
         paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
@@ -195,8 +192,12 @@ class VirtualStep(Step[P, R]):
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
-        """Itself and the arguments as they are."""
-        yield Resolved(self, tuple(args), dict(kwargs))
+        """Itself and the arguments as they are; without any, the shapes of the last ones.
+
+        Raises:
+          BatchError: no arguments are given, and the step has not been called.
+        """
+        yield Resolved(self, *self.or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         around = outer_devices()
@@ -254,6 +255,27 @@ class VirtualStep(Step[P, R]):
     def _counts(self, devices: int) -> list[int] | None:
         """Nodes of each device, in whole lanes."""
         return even_counts(self.options.virtual_nodes, devices, self.options.lane) if devices else None
+
+    def or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments; where there are none, the shapes of those for which the step was compiled last.
+
+        Raises:
+          BatchError: it was not compiled yet.
+        """
+        if args or kwargs:
+            return tuple(args), dict(kwargs)
+        if self._family.last is None:
+            raise BatchError(
+                layout_message(
+                    f"the arguments of {self.spec.name!r} are not known: none are given, and it was never called.",
+                    remedies=[
+                        "give them, arrays or jax.ShapeDtypeStructs: step.explain(state, batch), "
+                        "step.prepare(placements, state, batch)",
+                        "or call the step once before: its shapes are then taken",
+                    ],
+                )
+            )
+        return self._family.last
 
     def _await(self) -> None:
         """Waits for the program that is being compiled, or this call would compile it once more."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from vnode.errors import BatchError, MemoryLimitError, PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement, device_list
 from vnode.placement.statics import map_arrays
@@ -128,13 +128,9 @@ class AutoStep(Step[P, R]):
         """Compiles the step for other placements in the background; see `VirtualStep.prepare`. Chooses V at once.
 
         Raises:
-          BatchError: no arguments are given, and V is not chosen yet.
+          BatchError: no arguments are given, and the step has not been called.
         """
-        if self._choice.step is None and not args and not kwargs:
-            raise BatchError(
-                "the number of virtual nodes is not chosen yet: call the step once before, or give arguments, "
-                "arrays or jax.ShapeDtypeStructs: step.prepare(placements, state, batch)"
-            )
+        args, kwargs = self._or_last(args, kwargs)
         return self._chosen(args, kwargs).prepare(placements, *args, **kwargs)
 
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
@@ -152,7 +148,7 @@ class AutoStep(Step[P, R]):
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:
         """The step on the number of nodes that is chosen, or on the smallest there may be; arguments as they are."""
-        args, kwargs = tuple(args), dict(kwargs)
+        args, kwargs = self._or_last(args, kwargs)
         if choose:
             step = self._chosen(args, kwargs)  # before it is asked how it was found
             yield Resolved(step, args, kwargs, self.searched)
@@ -168,6 +164,10 @@ class AutoStep(Step[P, R]):
     def chosen(self, *args: Any, **kwargs: Any) -> VirtualStep[P, R]:
         """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
         return self._chosen(args, kwargs)
+
+    def _or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments; where there are none, the shapes of those for which the step was compiled last."""
+        return (self._choice.step or self.pattern).or_last(args, kwargs)
 
     def _known(self, what: str) -> Any:
         if self._choice.step is None:

@@ -1,0 +1,72 @@
+"""Background threads that may still be inside XLA, which has no way to stop, when the process ends.
+
+Knows what Python and the C library (glibc) do when threads and processes end. Must not know what a thread does.
+
+Two things go wrong if nothing is done. A thread that waits for XLA asks for Python's lock a few times a second; once
+the interpreter is ending, Python before 3.14 answers with ``pthread_exit``, which unwinds the thread's stack through
+C++ frames that allow no such thing: the process aborts. Python 3.14 lets the thread hang instead, and `parked` has
+older ones do the same. And when the interpreter has ended, ``exit`` destroys the static objects of XLA under the hands
+of its compiler: `leave` skips that, when all that Python does at its end is done and the exit status is known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+CLEANUP, LOCK = 64, 64
+"""Bytes that hold glibc's ``struct _pthread_cleanup_buffer`` and ``pthread_mutex_t`` on every processor."""
+
+STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+
+
+def background(work: Callable[[], None], name: str) -> threading.Thread:
+    """Starts a thread for which the end of the process does not wait, nor is it aborted by it."""
+    thread = threading.Thread(target=parked()(work), name=name, daemon=True)
+    STARTED.add(thread)
+    thread.start()
+    return thread
+
+
+@functools.cache
+def glibc() -> ctypes.CDLL | None:
+    """The C library, if it is one that does what is said above."""
+    if not sys.platform.startswith("linux"):
+        return None
+    library = ctypes.CDLL(None)
+    wanted = ("gnu_get_libc_version", "_pthread_cleanup_push", "_pthread_cleanup_pop", "on_exit")
+    return library if all(hasattr(library, name) for name in wanted) else None
+
+
+@contextlib.contextmanager
+def parked() -> Iterator[None]:
+    """In a thread: should Python end it within the context, it sleeps for ever where it is."""
+    c = glibc()
+    if c is None:
+        yield
+        return
+    memory = ctypes.create_string_buffer(CLEANUP + LOCK)
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))  # outlives the modules, which go before the thread does
+    cleanup, lock = ctypes.byref(memory), ctypes.byref(memory, CLEANUP)
+    c.pthread_mutex_lock(lock)  # zeros are an open lock; to lock it again is to wait for ever, whatever signals come
+    c._pthread_cleanup_push(cleanup, c.pthread_mutex_lock, lock)
+    try:
+        yield
+    finally:
+        c._pthread_cleanup_pop(cleanup, 0)
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(memory))
+
+
+@atexit.register
+def leave() -> None:
+    """If a thread is left: has the process end as soon as Python has, without what C++ would then destroy."""
+    c = glibc()
+    if c is not None and any(thread.is_alive() for thread in STARTED):
+        c.on_exit(c._exit, None)  # called with the exit status
+        c.__cxa_atexit(c.fflush, None, None)  # the last one comes first: output of C is written
