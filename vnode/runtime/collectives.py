@@ -50,7 +50,7 @@ def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]
         values = [totals[i] for i in members]
         match monoid:
             case Monoid.SUM:
-                reduced = [all_bits(total) for total in lax.psum(values, axis)]
+                reduced = lax.psum(values, axis)
             case Monoid.MAX if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
                 reduced = lax.pmax(values, axis)
             case Monoid.MIN if all(jnp.issubdtype(v.dtype, jnp.integer) for v in values):
@@ -61,19 +61,16 @@ def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]
     return [results[i] for i in range(len(totals))]
 
 
-@jax.custom_jvp
 def all_bits(total: jax.Array) -> jax.Array:
-    """A total all bits of which are read: where it is only rounded to bfloat16, by a cast of the step as well, the TPU
-    compiler would send its pieces rounded (its propagation of bfloat16 stops at integers, not at a barrier)."""
+    """A total all bits of which are read; it has no derivative.
+
+    Where a total is only rounded to bfloat16, if by a cast of the step, the TPU compiler sends its pieces rounded. Its
+    propagation of bfloat16 goes through barriers, and stops at integers.
+    """
     if total.dtype != jnp.float32:
         return total
     bits = lax.optimization_barrier(lax.bitcast_convert_type(total, jnp.uint32))
     return lax.bitcast_convert_type(bits, jnp.float32)
-
-
-@all_bits.defjvp
-def _(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return all_bits(*primals), tangents[0]
 
 
 def folded(monoid: Monoid, values: jax.Array) -> jax.Array:

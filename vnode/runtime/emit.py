@@ -324,9 +324,11 @@ class Emission:
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
-            if accumulator.dtype != accumulator.var.aval.dtype:
-                total = total.astype(accumulator.var.aval.dtype)
-            self.whole[accumulator.var] = total
+            if self.mode is Mode.FAST:
+                total = collectives.all_bits(total)
+            if accumulator.rounded is not None:
+                total = total.astype(accumulator.rounded)
+            self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
 
 
 def sums_of(nodes: Pass) -> list[loops.Sum]:
