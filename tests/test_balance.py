@@ -27,6 +27,7 @@ from flax import nnx
 
 import vnode
 from benchmarks.published import BATCH, NODES, PUBLISHED, published_profiles
+from tests.rounding import assert_same
 from vnode import Measurement, Profile, Profiles
 
 
@@ -301,9 +302,7 @@ def test_a_measured_profile(measured: tuple[Any, Profiles, Path]) -> None:
     placement = found.placement(kinds())
     assert placement.counts == tuple(n for nodes in found.counts.values() for n in nodes)
     state, loss = step.on(placement)(*arguments())
-    expected_state, expected_loss = regression(*arguments())
-    np.testing.assert_allclose(state, expected_state, rtol=1e-5)
-    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert_same((state, loss), regression, *arguments())
 
 
 def test_the_memory_is_the_compilers(measured: tuple[Any, Profiles, Path]) -> None:

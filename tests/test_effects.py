@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 import vnode
+from tests.rounding import assert_same, eighths
 
 BATCH = 8
 NODES = 4
@@ -36,7 +37,7 @@ class Log:
 
 def arguments() -> tuple[jax.Array, jax.Array]:
     rng = np.random.default_rng(0)
-    return jnp.asarray(rng.standard_normal(3), jnp.float32), jnp.asarray(rng.standard_normal((BATCH, 3)), jnp.float32)
+    return jnp.asarray(eighths(rng.standard_normal(3))), jnp.asarray(eighths(rng.standard_normal((BATCH, 3))))
 
 
 def run(step: Callable[..., Any], counts: list[int] = PLACES[1], *args: Any, **options: Any) -> Any:
@@ -64,7 +65,7 @@ def test_values_of_all_kinds_together(counts: list[int]) -> None:
     assert len(mixed.calls) == NODES
     for whole, _, reduced in mixed.calls:
         np.testing.assert_array_equal(whole, w)
-        np.testing.assert_allclose(reduced, x.sum(0), rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(reduced, x.sum(0))
     rows = np.concatenate([examples for _, examples, _ in mixed.calls])
     assert sorted(map(tuple, rows.tolist())) == sorted(map(tuple, np.asarray(x).tolist()))
 
@@ -85,7 +86,7 @@ def test_examples_in_a_loop(counts: list[int]) -> None:
     assert sorted(int(i) for i, _ in log.calls) == sorted([0, 1, 2] * NODES)
     for k in range(3):
         total = sum(examples.sum(0) for i, examples in log.calls if i == k)
-        np.testing.assert_allclose(total, 2.0**k * x.sum(0), rtol=1e-4)
+        np.testing.assert_array_equal(total, 2.0**k * x.sum(0))
 
 
 def test_loop_of_passes_over_the_batch() -> None:
@@ -125,7 +126,7 @@ def test_only_the_branch_that_is_taken_once_per_node(reads: str) -> None:
         return lax.cond(jnp.sum(w**2) > 0, yes, no)
 
     _, x = arguments()
-    np.testing.assert_allclose(run(step), x * (x[0, 0] if reads == "another example" else 2.0), rtol=1e-6)
+    np.testing.assert_array_equal(run(step), x * (x[0, 0] if reads == "another example" else 2.0))
     assert len(taken.calls) == NODES and other.calls == []
 
 
@@ -188,7 +189,7 @@ def test_more_nodes_than_examples() -> None:
 
     _, x = arguments()
     out = run(step, [3, 2], *(0.0, x[:3]))
-    np.testing.assert_allclose(out, x[:3].sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(out, x[:3].sum(0))
     assert len(log.calls) == 5
     assert {tuple(rows[0].tolist()) for (rows,) in log.calls} == {tuple(row.tolist()) for row in np.asarray(x[:3])}
 
@@ -235,9 +236,9 @@ def test_host_code_of_what_nodes_share_runs_once(of: str, call: str, counts: lis
 
     w, x = arguments()
     value = float(w.sum() if of == "parameters" else (x @ w).sum())
-    np.testing.assert_allclose(run(step, counts), 2.0 * value * x, rtol=1e-4)
+    np.testing.assert_array_equal(run(step, counts), 2.0 * value * x)
     assert len(seen) == 1
-    np.testing.assert_allclose(seen[0], value, rtol=1e-5)
+    np.testing.assert_array_equal(seen[0], value)
 
 
 @pytest.mark.parametrize("call", ["io_callback", "pure_callback"])
@@ -297,7 +298,7 @@ def test_host_code_that_vmap_gives_all_examples(make: Callable[[str], Any], meth
     step = make(method)
     w, x = arguments()
     for got, want in zip(jax.tree.leaves(run(step, [3, 2])), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("place", ["no vmap", "vmap of something else", "traced before vmap"])
@@ -336,8 +337,8 @@ def test_host_code_with_effects_is_called_once_for_every_example(passes: int) ->
 
     w, x = arguments()
     each, total = run(step, [3, 2])
-    np.testing.assert_allclose(each, 2 * (x - x.mean(0)) if passes == 2 else 2 * x, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(total, 2 * x.sum(0) + w, rtol=1e-5)
+    np.testing.assert_array_equal(each, 2 * (x - x.mean(0)) if passes == 2 else 2 * x)
+    np.testing.assert_array_equal(total, 2 * x.sum(0) + w)
     assert sorted(tuple(row.tolist()) for (row,) in log.calls) == sorted(map(tuple, np.asarray(x).tolist()))
 
 
@@ -351,7 +352,7 @@ def test_ordered_effects_need_a_single_device(reduced: bool) -> None:
 
     virtual = vnode.virtualize(step, virtual_nodes=NODES)
     w, x = arguments()
-    np.testing.assert_allclose(virtual.on(jax.devices()[:1])(w, x), w + x.sum(0), rtol=1e-5)
+    np.testing.assert_array_equal(virtual.on(jax.devices()[:1])(w, x), w + x.sum(0))
     with pytest.raises(vnode.PlacementError, match=r"(?s)'debug_print'.*2 devices.*test_effects\.py.*ordered=False"):
         virtual.on(jax.devices()[:2])(w, x)
 
@@ -445,6 +446,4 @@ def written_by_a_jitted_function(w: jax.Array, x: jax.Array) -> Any:
 )
 def test_arrays_mutated_in_place(step: Callable[..., Any]) -> None:
     w, x = arguments()
-    for got, want in zip(jax.tree.leaves(run(step, [3, 2])), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
-        assert (got.shape, got.dtype) == (want.shape, want.dtype)
-        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert_same(run(step, [3, 2]), jax.jit(step), w, x)

@@ -20,21 +20,14 @@ import numpy as np
 import pytest
 
 import vnode
+from tests.rounding import assert_close, eighths
 
 BATCH = 8
 NODES = 4
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng((seed, *shape)).standard_normal(shape), jnp.float32)
-
-
-def assert_close(got: Any, want: Any) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        assert jnp.shape(g) == jnp.shape(w)
-        assert jnp.result_type(g) == jnp.result_type(w)
-        np.testing.assert_allclose(g, w, rtol=2e-5, atol=1e-6)
+    return jnp.asarray(eighths(np.random.default_rng((seed, *shape)).standard_normal(shape)))
 
 
 def update(state: dict[str, jax.Array], x: jax.Array) -> Any:
@@ -431,9 +424,9 @@ def test_donated_buffers_are_given_up_and_used_correctly(extra: dict[str, Any]) 
         given = state
         state, total = virtual(given, x)
         assert given["w"].is_deleted()
-        np.testing.assert_allclose(total, np.sum(np.asarray(x) @ want), rtol=1e-4)
+        np.testing.assert_array_equal(total, np.sum(np.asarray(x) @ want))
         want = want - np.mean(x, 0)
-    np.testing.assert_allclose(state["w"], want, rtol=1e-5)
+    np.testing.assert_array_equal(state["w"], want)
 
 
 def test_nothing_is_donated_unasked() -> None:

@@ -15,6 +15,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from vnode.operators.description import Dim, Dims, Monoid, Sizes
 
@@ -82,6 +86,14 @@ class Partial:
     """Each node holds a piece; the monoid's sum of the pieces is the value."""
 
     monoid: Monoid
+
+    def dtype(self, dtype: Any) -> Any:
+        """The type of a node's piece of a value of type `dtype`: float32 for a type of smaller range, as float16.
+
+        Pieces of such a type may overflow although their sum does not, or the other way round.
+        """
+        combines = self.monoid in (Monoid.SUM, Monoid.PROD) and jnp.issubdtype(dtype, jnp.floating)
+        return np.dtype(np.float32 if combines and jnp.finfo(dtype).maxexp < 128 else dtype)
 
     def __str__(self) -> str:
         return f"partial({self.monoid.value})"

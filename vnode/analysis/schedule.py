@@ -23,6 +23,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
+from vnode.analysis.narrow import after_sums, itemsize, rounded_results
 from vnode.analysis.program import Atom, signature, where
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
 from vnode.analysis.states import Flow, Step
@@ -38,11 +39,13 @@ class Accumulator:
       var: the value.
       monoid: how pieces combine.
       dtype: of the accumulator.
+      rounded: what the total is rounded to before it gets the type of the value; None if that is all.
     """
 
     var: Var
     monoid: Monoid
     dtype: Any
+    rounded: Any = None
 
     @property
     def bytes(self) -> int:
@@ -196,7 +199,8 @@ class Sweep:
         self.position = flow.position
         self.waiting: list[int] = []
         self.known = known
-        self.widened = widened_sums(flow)
+        self.rounded = rounded_results(flow)
+        self.widened = after_sums(flow, self.rounded)
         self.evaluated: set[int] = set()
         self.keepable, self.decided = kept
         self.keeping = False
@@ -355,7 +359,7 @@ class Sweep:
             form = states[var].form
             assert isinstance(form, Partial)
             dtype = accumulator_dtype(var.aval.dtype, form.monoid, self.accumulate_dtype)
-            accumulators.append(Accumulator(var, form.monoid, dtype))
+            accumulators.append(Accumulator(var, form.monoid, dtype, self.rounded.get(var)))
         for var, form in made.leaves:
             if isinstance(form, Whole):
                 self.want_whole(var)
@@ -536,24 +540,6 @@ def known_values(flow: Flow) -> set[Var]:
     return known
 
 
-def widened_sums(flow: Flow) -> set[Var]:
-    """Partial values that are made of a sum by a cast to more bits.
-
-    The sum overflows, or wraps around, in the type that the user gave it. Were each node's piece cast before they are
-    added, it would not where there are several nodes, and a step that is to be skipped for it would not be.
-    """
-    found: set[Var] = set()
-    for step in flow.steps:
-        operands = [
-            atom for atom in step.eqn.invars if isinstance(atom, Var) and isinstance(flow.states[atom].form, Partial)
-        ]
-        for var, form in zip(step.eqn.outvars, step.results, strict=True):
-            wider = step.location is None and any(itemsize(atom) < itemsize(var) for atom in operands)
-            if isinstance(form, Partial) and (wider or not found.isdisjoint(operands)):
-                found.add(var)
-    return found
-
-
 def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
     """For every pass the scalar operations of equations that an earlier pass has evaluated already."""
     first: set[Step] = set()
@@ -622,10 +608,6 @@ def evaluated(made: Recipe) -> set[Step]:
 def work(steps: Iterable[Step]) -> int:
     """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
     return sum(step.flops for step in steps if step.per_node)
-
-
-def itemsize(var: Var) -> int:
-    return getattr(getattr(var.aval, "dtype", None), "itemsize", 4)
 
 
 def size_of(var: Var) -> int:

@@ -22,10 +22,23 @@ from vnode.operators.description import (
     Monoid,
     OperatorDescription,
     advice,
+    cast,
     describe,
     evaluate,
+    evaluate_wide,
     kind,
     register,
 )
 
-__all__ = ["Factors", "Monoid", "OperatorDescription", "advice", "describe", "evaluate", "kind", "register"]
+__all__ = [
+    "Factors",
+    "Monoid",
+    "OperatorDescription",
+    "advice",
+    "cast",
+    "describe",
+    "evaluate",
+    "evaluate_wide",
+    "kind",
+    "register",
+]

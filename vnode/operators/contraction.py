@@ -7,7 +7,7 @@ partition-n-reduce). Must not know which factor is split, nor how partial sums a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,11 @@ def bilinear(eqn: JaxprEqn) -> tuple[frozenset[int], ...]:
 def product_sum(eqn: JaxprEqn) -> Monoid:
     """A product of booleans is a conjunction, and the contraction a disjunction of them."""
     return Monoid.OR if eqn.outvars[0].aval.dtype == np.bool_ else Monoid.SUM
+
+
+def with_type_of_sum(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The parameters of a contraction whose sum is formed, and stays, in `dtype`."""
+    return {**params, "preferred_element_type": np.dtype(dtype)}
 
 
 @rule("dot_general")
@@ -53,6 +58,7 @@ def dot_general(eqn: JaxprEqn) -> OperatorDescription:
         reduced={lhs[d][0]: product_sum(eqn) for d in lhs_contract},
         linear=bilinear(eqn),
         contraction=True,
+        widen=with_type_of_sum,
     )
 
 
@@ -117,6 +123,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
         whole=frozenset().union(*(w.whole for w in windows)),
         linear=bilinear(eqn),
         contraction=True,
+        widen=with_type_of_sum,
         uncounted=uncounted(windows),
         resize=resize,
         emit_on={"cpu": with_canonical_dimensions},
@@ -184,6 +191,7 @@ def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
         whole=frozenset(whole),
         linear=bilinear(eqn),
         contraction=True,
+        widen=with_type_of_sum,
         uncounted=frozenset(count),
     )
 
@@ -218,6 +226,7 @@ def scaled_dot(eqn: JaxprEqn) -> OperatorDescription:
         whole=frozenset(whole),
         linear=bilinear(eqn),
         contraction=True,
+        widen=with_type_of_sum,
         uncounted=frozenset(
             scale[d][0] for scale, c in zip(scales, (lhs_contract, rhs_contract), strict=True) for d in c
         ),

@@ -121,6 +121,7 @@ class OperatorDescription:
       uncounted: factors that do not multiply the work (an operand's dimension that is only looked up in).
       work: operations per index, where neither one nor the two of a contraction is right.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
+      widen: gives the parameters of a copy in a wider floating-point type, for an equation that names its type in them.
       layout: for an equation that asks how its result is laid out over a mesh, the axes that it asks for along each
         dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
@@ -148,6 +149,7 @@ class OperatorDescription:
     uncounted: frozenset[int] = frozenset()
     work: int | None = None
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
+    widen: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
     layout: tuple[tuple[str, ...] | None, ...] | None = None
     resize: Resize | None = None
     emit: Emit | None = None
@@ -238,6 +240,8 @@ Rule = Callable[[JaxprEqn], "OperatorDescription | None"]
 _rules: dict[str, Rule] = {}
 _unshared: set[str] = set()
 """Primitives of which two equations with equal parameters and types may have different descriptions."""
+_users: set[str] = set()
+"""Primitives that users describe, of which no more is known than they say."""
 _advice: dict[str, tuple[str, ...]] = {}
 
 
@@ -299,6 +303,7 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
 
         _rules[name] = checked
         _unshared.add(name)
+        _users.add(name)
         return fun
 
     return add
@@ -390,3 +395,46 @@ def evaluate(
     params = eqn.params if description.resize is None else description.resize(description, eqn, sizes)
     results = eqn.primitive.bind(*operands, **params)
     return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def cast(value: Any, dtype: Any) -> Any:
+    """A floating-point value in another type; any other, and a number without a type of its own, as it is."""
+    own = getattr(value, "dtype", None)
+    return value if own is None or own == dtype or not jax.numpy.issubdtype(own, np.floating) else value.astype(dtype)
+
+
+def evaluate_wide(
+    description: OperatorDescription,
+    eqn: JaxprEqn,
+    operands: Sequence[Any],
+    sizes: Sizes | None = None,
+    positions: Positions | None = None,
+    platform: str = "",
+    dtype: Any = np.float32,
+) -> list[Any]:
+    """The same in a floating-point type with more bits than that of the equation's results, which is not rounded to.
+
+    Products are still of narrow operands, if both are: only their sum is wide. A primitive of the user's may not take
+    another type: its results are cast.
+
+    Args:
+      description: of `eqn`.
+      eqn: the equation.
+      operands: values, each of its own type in the equation or of the wider one.
+      sizes: as above; by default those of the equation.
+      positions: as above.
+      platform: as above.
+      dtype: the wider type.
+
+    Returns:
+      The results, of that type.
+    """
+    sizes, positions = sizes or description.sizes, positions or {}
+    if eqn.primitive.name in _users:
+        narrow = [cast(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
+        return [cast(value, dtype) for value in evaluate(description, eqn, narrow, sizes, positions, platform)]
+    if not description.contraction or any(getattr(value, "dtype", None) == dtype for value in operands):
+        operands = [cast(value, dtype) for value in operands]
+    if description.widen is not None:
+        eqn = eqn.replace(params=description.widen(eqn.params, dtype))
+    return evaluate(description, eqn, operands, sizes, positions, platform)

@@ -6,11 +6,13 @@ Must not know what is split.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Dims, Factors, OperatorDescription, Sizes, rule
@@ -130,7 +132,8 @@ def keeps_sums(old: Any, new: Any) -> bool:
 @rule("convert_element_type")
 def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
     kept = keeps_sums(eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype)
-    return elementwise(eqn, ({0},) if kept else ())
+    description = elementwise(eqn, ({0},) if kept else ())
+    return dataclasses.replace(description, widen=lambda params, dtype: {**params, "new_dtype": np.dtype(dtype)})
 
 
 @rule("select_n")

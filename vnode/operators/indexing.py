@@ -10,13 +10,13 @@ A dimension that a window covers fully is not indexed, whatever the parameters s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
 from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Sizes, rule
@@ -156,7 +156,17 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
         indices=frozenset({1}),
         uncounted=frozenset(searched),
         resize=resize,
+        widen=with_wide_update,
     )
+
+
+def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
+    """The parameters of a scatter in another type, in which its function of two elements is traced anew."""
+    if params["update_jaxpr"] is None:
+        return dict(params)
+    update = jaxpr_as_fun(ClosedJaxpr(params["update_jaxpr"], params["update_consts"]))
+    traced = jax.make_jaxpr(lambda *elements: update(*elements)[0])(*[jax.ShapeDtypeStruct((), dtype)] * 2)
+    return {**params, "update_jaxpr": traced.jaxpr, "update_consts": tuple(traced.consts)}
 
 
 @rule("dynamic_slice")

@@ -61,6 +61,18 @@ def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]
     return [results[i] for i in range(len(totals))]
 
 
+def all_bits(total: jax.Array) -> jax.Array:
+    """A total all bits of which are read; it has no derivative.
+
+    Where a total is only rounded to bfloat16, if by a cast of the step, the TPU compiler sends its pieces rounded. Its
+    propagation of bfloat16 goes through barriers, and stops at integers.
+    """
+    if total.dtype != jnp.float32:
+        return total
+    bits = lax.optimization_barrier(lax.bitcast_convert_type(total, jnp.uint32))
+    return lax.bitcast_convert_type(bits, jnp.float32)
+
+
 def folded(monoid: Monoid, values: jax.Array) -> jax.Array:
     """Combines along dimension 0, in order."""
     total = values[0]

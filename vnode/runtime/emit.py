@@ -324,19 +324,11 @@ class Emission:
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
-            if accumulator.dtype != accumulator.var.aval.dtype:
-                total = narrowed(lax.optimization_barrier(total), accumulator.var.aval.dtype)
-            self.whole[accumulator.var] = total
-
-
-def narrowed(total: Any, dtype: Any) -> Any:
-    """A total in the dtype of the value it is of, rounded before it is cast where that has the same exponents.
-
-    Or compilers move the cast before the reduction, to send fewer bits: that of TPU does so across a barrier.
-    """
-    if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).nexp == jnp.finfo(total.dtype).nexp:
-        total = lax.reduce_precision(total, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
-    return total.astype(dtype)
+            if self.mode is Mode.FAST:
+                total = collectives.all_bits(total)
+            if accumulator.rounded is not None:
+                total = total.astype(accumulator.rounded)
+            self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
 
 
 def sums_of(nodes: Pass) -> list[loops.Sum]:

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Literal
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.operators import Monoid, OperatorDescription
+from vnode.operators import Monoid, OperatorDescription, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Loop, Region, Run, bind_while
 from vnode.runtime.node import Node, Once, leading, mask_dim
@@ -144,15 +144,20 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
         if not isinstance(form, Slice | Partial):
             return atom.val
         assert isinstance(node, Node)
-        return node.convert(as_array(atom.val, atom), WHOLE, form, flow.state(atom).zero)
+        return converted(as_array(atom.val, atom), atom, WHOLE, form)
+
+    def converted(value: Any, atom: Atom, source: Form, target: Form) -> Any:
+        if isinstance(target, Partial):
+            value = cast(value, target.dtype(atom.aval.dtype))
+        value = node.convert(value, source, target, flow.state(atom).zero)
+        return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
 
     known = Known(flow.program)
     for action in recipe.actions:
         if isinstance(action, Conversion):
             assert isinstance(node, Node)
             value = env[(action.var, action.source)]
-            zero = flow.states[action.var].zero
-            env[(action.var, action.target)] = node.convert(value, action.source, action.target, zero)
+            env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
             continue
         for var, form, value in zip(
             action.step.eqn.outvars, action.results, evaluate_action(action, read, node, known), strict=True
@@ -190,15 +195,29 @@ def evaluate_action(
         operands = [
             None if form is None else read(atom, form) for atom, form in zip(eqn.invars, action.operands, strict=True)
         ]
-        if action.description is None or action.location is None or isinstance(node, Once):
-            return known.evaluate(
-                eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), node.platform)
-            )
-        return known.evaluate(eqn, operands, lambda values: evaluate_split(action, values, node), action.location)
+        description, location, wide = known.describe(eqn), action.location, wide_type(action)
+        if isinstance(node, Once) or description is None or (location is None and wide is None):
+            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node.platform))
+        if location is None:
+            run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
+        else:
+            run = functools.partial(evaluate_split, action, node=node, wide=wide)
+        return known.evaluate(eqn, operands, run, (location, wide))
 
 
-def evaluate_split(action: Evaluation, operands: list[Any], node: Node) -> list[Any]:
-    """Evaluates a node's copy of an equation: masks padding out of reductions, enters once what enters once."""
+def wide_type(action: Evaluation) -> Any:
+    """The type of the pieces that an equation gives, where it is not that of its results; else None."""
+    for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
+        if isinstance(form, Partial) and form.dtype(var.aval.dtype) != var.aval.dtype:
+            return form.dtype(var.aval.dtype)
+    return None
+
+
+def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: Any) -> list[Any]:
+    """Evaluates a node's copy of an equation: masks padding out of reductions, enters once what enters once.
+
+    Its results are of type `wide`, if that is not None.
+    """
     description, location = action.description, action.location
     assert description is not None and location is not None
     sizes = node.sizes(description.sizes, location)
@@ -210,7 +229,10 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node) -> list[
         if node.padded(location.batch):
             operands = mask(action, operands, sizes, monoid, node)
     positions = {location.factor: node.positions(location)}
-    return evaluate_operator(description, action.step.eqn, operands, sizes, positions, node.platform)
+    eqn, platform = action.step.eqn, node.platform
+    if wide is not None:
+        return evaluate_wide(description, eqn, operands, sizes, positions, platform, wide)
+    return evaluate_operator(description, eqn, operands, sizes, positions, platform)
 
 
 def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: Monoid, node: Node) -> list[Any]:
