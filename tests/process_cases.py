@@ -136,9 +136,9 @@ def slow_process(seconds: float, patience: float) -> Any:
       seconds: how much longer.
       patience: how long they may wait for it.
     """
-    given, os.environ[VARIABLE] = os.environ.get(VARIABLE), str(patience)
 
     def step(state, batch):
+        os.environ[VARIABLE] = str(patience)  # from here on
         if jax.process_index() == 1:
             time.sleep(seconds)
         return state + jnp.mean(batch["x"]), {}
@@ -149,7 +149,7 @@ def slow_process(seconds: float, patience: float) -> Any:
         except vnode.ProcessError as error:
             return str(error)
         finally:
-            os.environ.update({} if given is None else {VARIABLE: given})
+            os.environ.pop(VARIABLE, None)
 
 
 def stuck_run(seconds: float, patience: float) -> str:
@@ -159,16 +159,18 @@ def stuck_run(seconds: float, patience: float) -> str:
       seconds: how much later.
       patience: how long they may wait for one another.
     """
-    os.environ[VARIABLE], data = str(patience), examples(8)
 
-    def batch(number: int) -> Any:
-        if number == 3 and jax.process_index() == 1:
-            time.sleep(seconds)
-        return data
+    class Slow(vnode.data.Batches):
+        def load(self, number: int, placement: Any) -> Any:
+            if number == 3:
+                os.environ[VARIABLE] = str(patience)  # from here on
+                time.sleep(seconds * jax.process_index())
+            return super().load(number, placement)
 
     with waiting("the error of the run"):
         try:
-            vnode.elastic.run(step_of(), state(), batch, steps=8, keep_every=None, prefetch=0, progress=False)
+            data = Slow(examples(8), 8)
+            vnode.elastic.run(step_of(), state(), data, steps=8, keep_every=None, prefetch=0, progress=False)
         except (vnode.ProcessError, jax.errors.JaxRuntimeError, ValueError) as error:
             return str(error)
     return "no error"
@@ -244,6 +246,8 @@ def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1, kill_at: 
         )
 
     def callback(number: int, metrics: Any) -> None:
+        if number == kill_at:
+            os.environ[VARIABLE] = "6"  # from here on
         if number == kill_at and jax.process_index() == jax.process_count() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == stop_at and jax.process_index() == jax.process_count() - 1:

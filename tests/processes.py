@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +53,7 @@ def free_port() -> int:
 
 def run(case: str, folder: Path, *, processes: int, **options: Any) -> list:
     """Runs one function of `tests.process_cases` in several processes; as `run_all`, with arguments of the function."""
-    settings = {
-        name: options.pop(name) for name in ("devices", "deadline", "missing", "environment") if name in options
-    }
+    settings = {name: options.pop(name) for name in ("devices", "deadline", "missing") if name in options}
     return [result for (result,) in run_all([(case, options)], folder, processes=processes, **settings)]
 
 
@@ -67,7 +65,6 @@ def run_all(
     devices: int = 1,
     deadline: float = 120.0,
     missing: int = 0,
-    environment: Mapping[str, str] | None = None,
 ) -> list[list]:
     """Runs functions of `tests.process_cases` one after another in several processes at once.
 
@@ -78,7 +75,6 @@ def run_all(
       devices: fake CPU devices of each.
       deadline: seconds that each process may take.
       missing: how many more processes they wait for, which never come.
-      environment: further variables.
 
     Returns:
       What the functions returned in each process, in their order.
@@ -98,9 +94,8 @@ def run_all(
             "deadline": deadline,
         }
         output, errors = folder / f"{rank}.out", folder / f"{rank}.err"
-        variables = {
+        environment = {
             **os.environ,
-            **(environment or {}),
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[1]),
@@ -108,7 +103,7 @@ def run_all(
         with output.open("w") as out, errors.open("w") as err:
             command = [sys.executable, "-m", "tests.processes", json.dumps(said)]
             workers.append(
-                Worker(rank, subprocess.Popen(command, stdout=out, stderr=err, env=variables), output, errors)
+                Worker(rank, subprocess.Popen(command, stdout=out, stderr=err, env=environment), output, errors)
             )
     end = time.monotonic() + deadline + GRACE
     try:
