@@ -17,6 +17,7 @@ import numpy as np
 import vnode
 from tests.processes import waiting
 from vnode.errors import CheckpointError, DeviceLost
+from vnode.placement.exchange import whole_everywhere
 from vnode.placement.waiting import VARIABLE, meet
 from vnode.plan.nodes import search
 from vnode.plan.nodes.memory import program_memory as memory_of
@@ -29,7 +30,7 @@ def bits(tree: Any) -> str:
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        array = np.asarray(data.addressable_data(0))
+        array = np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
         assert array.shape == data.shape, f"{path} is not whole in this process"
         weak = getattr(leaf, "weak_type", False)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {weak}".encode())
@@ -376,3 +377,50 @@ def evaluated(size: int) -> list[Any]:
             progress=False,
         )
     return [(number, float(metrics["error"])) for number, metrics in result.evaluations]
+
+
+def objects(size: int) -> list[str]:
+    """Steps that update nnx objects in place."""
+    import optax  # other cases need not wait for these
+    from flax import nnx
+
+    model = nnx.Linear(36, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    virtual, told = vnode.nnx.virtualize(step, virtual_nodes=V, in_axes=(None, None, 0)), []
+    for t in range(2):
+        with waiting(f"step {t}"):
+            told.append(bits((virtual(model, optimizer, examples(size)), nnx.state(model, nnx.Param))))
+    return told
+
+
+def jitted(size: int) -> str:
+    """A virtualized step in a program of the user's."""
+    step = step_of()
+    with waiting("the program"):
+        return bits(jax.jit(lambda now, batch: step(now, batch))(step.put(state()), step.put(examples(size)))[0])
+
+
+def sharded(size: int) -> list[str]:
+    """A state that is sharded over all devices, on fewer of them, and back."""
+
+    def descend(state, batch):
+        return state - 0.1 * jnp.mean(batch["x"], 0), {}
+
+    step = vnode.virtualize(descend, virtual_nodes=V)
+    whole = np.random.default_rng(5).normal(size=(8, 36)).astype(np.float32)
+    sharding = step.placement.sharding(step.placement.axis)
+    first = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    with waiting("the step"):
+        new, _ = step(first, examples(size))
+    alone = step.on([device for device in jax.devices() if device.process_index == 0])
+    with waiting("the state to go and come back"):
+        back = step.put(alone.put(new))
+    assert back.sharding.is_equivalent_to(sharding, 2)
+    with waiting("the shards of the others"):
+        return [bits(whole_everywhere(array)) for array in (new, back)]

@@ -92,8 +92,14 @@ def test_bits_of_one_process(count, tmp_path):
 
 @everything
 def test_bits_of_one_process_with_two_devices_in_each(tmp_path):
-    cases = [*SAME, ("whole_batches", {"size": 32}), ("given_rows", {"size": 30}), ("evaluated", {"size": 30})]
+    cases = [*SAME, ("whole_batches", {"size": 32}), ("given_rows", {"size": 30})]
     compare(cases, processes.run_all(cases, tmp_path, processes=2, devices=2))
+
+
+@everything
+def test_other_steps_and_states(tmp_path):
+    cases = [(case, {"size": 30}) for case in ("objects", "jitted", "sharded", "evaluated")]
+    compare(cases, processes.run_all(cases, tmp_path, processes=2))
 
 
 @everything
