@@ -346,16 +346,18 @@ def plans(folder: str) -> dict[str, Any]:
     return {"errors": errors, "ok": ok, "counts": counts, "explain": text, "fits": fits}
 
 
-def other_trees() -> str:
-    """The error where processes put other arrays."""
-    step = step_of()
-    tree = {"a": np.zeros(2), "b": np.zeros(3)} if jax.process_index() == 0 else {"a": np.zeros(2)}
-    with waiting("the error of the trees"):
-        try:
-            step.put(tree)
-        except vnode.PlacementError as error:
-            return str(error)
-    return "no error"
+def other_trees() -> list[str]:
+    """The errors where processes put other arrays, and the same ones elsewhere."""
+    step, first, errors = step_of(), jax.process_index() == 0, []
+    tree = {"a": np.zeros(2), "b": np.zeros(3)} if first else {"a": np.zeros(2)}
+    elsewhere = step.on(jax.devices(), counts=[3, 5] if first else [5, 3])
+    for name, there, what in (("trees", step, tree), ("placements", elsewhere, state())):
+        with waiting(f"the error of the {name}"):
+            try:
+                there.put(what)
+            except vnode.PlacementError as error:
+                errors.append(str(error))
+    return errors
 
 
 def evaluated(size: int) -> list[Any]:

@@ -132,8 +132,9 @@ def test_processes_agree_or_say_why_not(tmp_path):
     assert "['x']" not in different
     assert "vnode.data.local_batch" in different
 
-    assert "each does another thing" in trees
-    assert "numbers of arrays, by process: 2, 1" in trees
+    assert all("each does another thing" in error for error in trees)
+    assert "numbers of arrays, by process: 2, 1" in trees[0]
+    assert "on Placement(8 nodes on 2 x cpu: [3, 5])" in trees[1]
 
     step = process_cases.step_of().__wrapped__
     with unittest.mock.patch.object(search, "program_memory", lambda compiled: 4 * program_memory(compiled)):

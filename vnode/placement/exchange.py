@@ -54,7 +54,8 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str],
       The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
 
     Raises:
-      PlacementError: processes have different arrays.
+      PlacementError: processes have different arrays, or put them on different devices.
+      ProcessError: one of them did not come in time.
     """
     made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
     moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
@@ -78,7 +79,7 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
         return to_placements(leaves, placement)
     if jax.process_index() not in processes:
         return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
-    meet(f"to {'give a batch to' if batch else 'put a state on'} {placement}", processes)
+    meet("to compare a batch" if batch else "to compare a state that is put on devices", processes)
     mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
     votes = np.broadcast_to(mine, (len(processes), *mine.shape))
     if not agreed(mine, names, placement, devices):

@@ -186,7 +186,8 @@ class VirtualStep(Step[P, R]):
           The same tree.
 
         Raises:
-          PlacementError: several processes have different trees.
+          PlacementError: several processes have different trees, or put them on different devices.
+          ProcessError: one of them did not call it in time.
         """
         return put(tree, self.placement)
 
