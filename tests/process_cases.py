@@ -3,8 +3,11 @@
 Knows steps, states and batches. Must not know how many processes there are: each case is written as for one.
 """
 
+import functools
 import hashlib
+import os
 import signal
+import time
 from typing import Any
 
 import jax
@@ -14,6 +17,10 @@ import numpy as np
 import vnode
 from tests.processes import waiting
 from vnode.errors import CheckpointError, DeviceLost
+from vnode.placement.exchange import whole_everywhere
+from vnode.placement.waiting import VARIABLE, meet
+from vnode.plan.nodes import search
+from vnode.plan.nodes.memory import program_memory as memory_of
 
 V = 8
 
@@ -23,7 +30,7 @@ def bits(tree: Any) -> str:
     digest = hashlib.sha256()
     for path, leaf in jax.tree.leaves_with_path(tree):
         data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
-        array = np.asarray(data.addressable_data(0))
+        array = np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
         assert array.shape == data.shape, f"{path} is not whole in this process"
         weak = getattr(leaf, "weak_type", False)
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape} {weak}".encode())
@@ -60,8 +67,12 @@ def hidden_transformer(params, batch, drop):
 MODELS = {"mlp": hidden_mlp, "cnn": hidden_cnn, "transformer": hidden_transformer}
 
 
+@functools.cache
 def step_of(model="mlp"):
-    """A virtualized training step: descent with momentum along gradients whose norm is clipped."""
+    """A virtualized training step: descent with momentum along gradients whose norm is clipped.
+
+    One for all cases of a process, whose programs are then compiled once.
+    """
     hidden = MODELS[model]
 
     def step(state, batch):
@@ -115,6 +126,53 @@ def different_batches() -> str:
         try:
             step(state(), batch)
         except vnode.PlacementError as error:
+            return str(error)
+    return "no error"
+
+
+def slow_process(seconds: float, patience: float) -> Any:
+    """A step that takes one process longer to compile than gloo waits; what the others make of it.
+
+    Args:
+      seconds: how much longer.
+      patience: how long they may wait for it.
+    """
+
+    def step(state, batch):
+        os.environ[VARIABLE] = str(patience)  # from here on
+        if jax.process_index() == 1:
+            time.sleep(seconds)
+        return state + jnp.mean(batch["x"]), {}
+
+    with waiting("the slow process"):
+        try:
+            return bits(vnode.virtualize(step, virtual_nodes=V)(np.float32(1), examples(16))[0])
+        except vnode.ProcessError as error:
+            return str(error)
+        finally:
+            os.environ.pop(VARIABLE, None)
+
+
+def stuck_run(seconds: float, patience: float) -> str:
+    """A run whose data come late in one process: the error of each.
+
+    Args:
+      seconds: how much later.
+      patience: how long they may wait for one another.
+    """
+
+    class Slow(vnode.data.Batches):
+        def load(self, number: int, placement: Any) -> Any:
+            if number == 3:
+                os.environ[VARIABLE] = str(patience)  # from here on
+                time.sleep(seconds * jax.process_index())
+            return super().load(number, placement)
+
+    with waiting("the error of the run"):
+        try:
+            data = Slow(examples(8), 8)
+            vnode.elastic.run(step_of(), state(), data, steps=8, keep_every=None, prefetch=0, progress=False)
+        except (vnode.ProcessError, jax.errors.JaxRuntimeError, ValueError) as error:
             return str(error)
     return "no error"
 
@@ -173,7 +231,7 @@ def given_rows(size: int, counts: list[int] | None = None, steps: int = 2) -> di
     return {"rows": mine.tolist(), "bits": [bits(by_rows), bits(by_loader)]}
 
 
-def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1) -> dict[str, Any]:
+def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1, kill_at: int = -1) -> dict[str, Any]:
     """A run with copies and checkpoints, which changes devices, loses one and is stopped; or goes on with its end."""
     step = step_of()
     batches, failed = vnode.data.Batches(examples(5 * size), size, seed=4), []
@@ -189,6 +247,10 @@ def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1) -> dict[s
         )
 
     def callback(number: int, metrics: Any) -> None:
+        if number == kill_at:
+            os.environ[VARIABLE] = "6"  # from here on
+        if number == kill_at and jax.process_index() == jax.process_count() - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         if number == stop_at and jax.process_index() == jax.process_count() - 1:
             signal.raise_signal(signal.SIGTERM)  # in one process only
 
@@ -218,3 +280,149 @@ def refused(checkpoint: str, size: int) -> str:
         except CheckpointError as error:
             return str(error)
     return "no error"
+
+
+def batch_on_other_devices(size: int) -> dict[str, Any]:
+    """A batch that was loaded for all devices, moved to those of process 0: by `put`, and by a step there."""
+    step, data = step_of(), examples(size)
+    alone = step.on([device for device in jax.devices() if device.process_index == 0])
+    loaded = vnode.data.Batches(data, size, shuffle=False).load(0, step.placement)
+    with waiting("the batch to be moved"):
+        there = alone.put(loaded)
+        assert {*jax.tree.leaves(there)[0].devices()} == {*alone.placement.devices}
+    with waiting("the step on what was moved, and on what was not"):
+        first = alone.put(step.put(state()))
+        results = [alone(first, batch)[0] for batch in (there, loaded)]
+    with waiting("the states to come back"):
+        return {"moved": step.put(there)["x"].shape, "bits": [bits(step.put(result)) for result in results]}
+
+
+def chosen_nodes(size: int, memory: int) -> dict[str, Any]:
+    """The number of nodes that is found where each process has another limit, and another compiler, it seems."""
+    here, there = step_of(), jax.process_index()
+    search.program_memory = lambda compiled: (4 if there == 1 else 1) * memory_of(compiled)
+    try:
+        step = vnode.virtualize(here.__wrapped__, virtual_nodes="auto", memory=memory + there)
+        with waiting("the number of nodes"):
+            result, _ = step(step.put(state()), examples(size))
+    finally:
+        search.program_memory = memory_of
+    assert step.search is not None
+    return {"nodes": step.placement.virtual_nodes, "limit": step.search.limit, "bits": bits(result)}
+
+
+def unknown_memory(size: int) -> str:
+    """The error where no process knows how much a device holds."""
+    with waiting("the error of the number of nodes"):
+        try:
+            vnode.virtualize(step_of().__wrapped__, virtual_nodes="auto")(state(), examples(size))
+        except vnode.MemoryLimitError as error:
+            return str(error)
+    return "no error"
+
+
+def plans(folder: str) -> dict[str, Any]:
+    """What is refused in several processes, and what is the same in all: times from a file, reports, what fits."""
+
+    def mean(state, batch):
+        return state - jnp.mean(batch["x"] @ jnp.ones(36)) * state, {}
+
+    step, args, errors = vnode.virtualize(mean, virtual_nodes=V), (np.float32(1), examples(16)), []
+    for ask in (vnode.check, vnode.profile):
+        try:
+            ask(step, args)
+        except vnode.ProcessError as error:
+            errors.append(str(error))
+    with waiting("check on this process's devices"):
+        ok = vnode.check(step, args, devices=[jax.local_devices()]).ok
+    path = f"{folder}/profile.json"
+    if jax.process_index() == 0:
+        vnode.profile(step, args, jax.local_devices()[:1], nodes=[2], steps=1).save(path)
+    with waiting("the profile"):
+        meet("to read the profile")
+    counts = vnode.balance(vnode.profile(step, args, path=path), V).placement().counts
+    text = str(vnode.explain(step, *args, devices=[1, 16, len(jax.devices())], compile=True))
+    fits = vnode.fit(step, args, topology=jax.devices(), memory="1GiB").smallest
+    return {"errors": errors, "ok": ok, "counts": counts, "explain": text, "fits": fits}
+
+
+def other_trees() -> list[str]:
+    """The errors where processes put other arrays, and the same ones elsewhere."""
+    step, first, errors = step_of(), jax.process_index() == 0, []
+    tree = {"a": np.zeros(2), "b": np.zeros(3)} if first else {"a": np.zeros(2)}
+    elsewhere = step.on(jax.devices(), counts=[3, 5] if first else [5, 3])
+    for name, there, what in (("trees", step, tree), ("placements", elsewhere, state())):
+        with waiting(f"the error of the {name}"):
+            try:
+                there.put(what)
+            except vnode.PlacementError as error:
+                errors.append(str(error))
+    return errors
+
+
+def evaluated(size: int) -> list[Any]:
+    """A run that is evaluated on the way, on batches of which each process reads its own examples."""
+
+    def errors(params, batch):
+        return {"error": jnp.mean((batch["x"] @ params["params"]["in"])[:, :3] - batch["y"])}
+
+    step = vnode.virtualize(errors, virtual_nodes=V)
+    held_out = vnode.data.Batches(examples(2 * size), size, shuffle=False)
+    with waiting("the run"):
+        result = vnode.elastic.run(
+            step_of(),
+            state(),
+            vnode.data.Batches(examples(size), size),
+            steps=2,
+            evaluate=vnode.elastic.Evaluation(step, held_out),
+            evaluate_every=1,
+            progress=False,
+        )
+    return [(number, float(metrics["error"])) for number, metrics in result.evaluations]
+
+
+def objects(size: int) -> list[str]:
+    """Steps that update nnx objects in place."""
+    import optax  # other cases need not wait for these
+    from flax import nnx
+
+    model = nnx.Linear(36, 3, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.adam(0.1), wrt=nnx.Param)
+
+    def step(model, optimizer, batch):
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean((model(batch["x"]) - batch["y"]) ** 2))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    virtual, told = vnode.nnx.virtualize(step, virtual_nodes=V, in_axes=(None, None, 0)), []
+    for t in range(2):
+        with waiting(f"step {t}"):
+            told.append(bits((virtual(model, optimizer, examples(size)), nnx.state(model, nnx.Param))))
+    return told
+
+
+def jitted(size: int) -> str:
+    """A virtualized step in a program of the user's."""
+    step = step_of()
+    with waiting("the program"):
+        return bits(jax.jit(lambda now, batch: step(now, batch))(step.put(state()), step.put(examples(size)))[0])
+
+
+def sharded(size: int) -> list[str]:
+    """A state that is sharded over all devices, on fewer of them, and back."""
+
+    def descend(state, batch):
+        return state - 0.1 * jnp.mean(batch["x"], 0), {}
+
+    step = vnode.virtualize(descend, virtual_nodes=V)
+    whole = np.random.default_rng(5).normal(size=(8, 36)).astype(np.float32)
+    sharding = step.placement.sharding(step.placement.axis)
+    first = jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+    with waiting("the step"):
+        new, _ = step(first, examples(size))
+    alone = step.on([device for device in jax.devices() if device.process_index == 0])
+    with waiting("the state to go and come back"):
+        back = step.put(alone.put(new))
+    assert back.sharding.is_equivalent_to(sharding, 2)
+    with waiting("the shards of the others"):
+        return [bits(whole_everywhere(array)) for array in (new, back)]

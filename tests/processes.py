@@ -17,11 +17,14 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 MARK = "waiting for: "
+FLAGS = "--xla_cpu_collective_timeout_seconds=5"
+"""How long gloo may wait: a test in which processes do not meet by themselves is to fail soon."""
+
 GRACE = 5.0
 """Seconds between a worker's own deadline, at which it tells where it is, and the one at which it is killed."""
 
@@ -48,29 +51,33 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def run(
-    case: str,
+def run(case: str, folder: Path, *, processes: int, **options: Any) -> list:
+    """Runs one function of `tests.process_cases` in several processes; as `run_all`, with arguments of the function."""
+    settings = {name: options.pop(name) for name in ("devices", "deadline", "missing") if name in options}
+    return [result for (result,) in run_all([(case, options)], folder, processes=processes, **settings)]
+
+
+def run_all(
+    cases: Sequence[tuple[str, dict[str, Any]]],
     folder: Path,
     *,
     processes: int,
     devices: int = 1,
     deadline: float = 120.0,
     missing: int = 0,
-    **options: Any,
-) -> list:
-    """Runs a function of `tests.process_cases` in several processes at once.
+) -> list[list]:
+    """Runs functions of `tests.process_cases` one after another in several processes at once.
 
     Args:
-      case: its name.
+      cases: their names, and arguments fit for JSON.
       folder: an empty folder for the processes' output.
       processes: how many.
       devices: fake CPU devices of each.
       deadline: seconds that each process may take.
       missing: how many more processes they wait for, which never come.
-      **options: arguments of the function, fit for JSON.
 
     Returns:
-      What the function returned in each process, in their order.
+      What the functions returned in each process, in their order.
 
     Raises:
       RuntimeError: one failed, or was late; it says what each of them was waiting for.
@@ -80,17 +87,16 @@ def run(
     workers = []
     for rank in range(processes):
         said = {
-            "case": case,
+            "cases": cases,
             "rank": rank,
             "processes": processes + missing,
             "port": port,
             "deadline": deadline,
-            **options,
         }
         output, errors = folder / f"{rank}.out", folder / f"{rank}.err"
         environment = {
             **os.environ,
-            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
+            "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {FLAGS}",
             "JAX_PLATFORMS": "cpu",
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }
@@ -106,7 +112,7 @@ def run(
                 end = min(end, time.monotonic() + GRACE)  # the others wait for what will not come
             time.sleep(0.02)
         if any(worker.process.poll() != 0 for worker in workers):
-            raise RuntimeError(story(case, workers))
+            raise RuntimeError(story(cases, workers))
     finally:
         for worker in workers:
             if worker.process.poll() is None:
@@ -115,9 +121,9 @@ def run(
     return [json.loads(worker.output.read_text().splitlines()[-1]) for worker in workers]
 
 
-def story(case: str, workers: list[Worker]) -> str:
+def story(cases: Sequence[Any], workers: list[Worker]) -> str:
     """What became of each process."""
-    lines = [f"{case!r} in {len(workers)} processes:"]
+    lines = [f"{', '.join(name for name, _ in cases)} in {len(workers)} processes:"]
     for worker in workers:
         code = worker.process.returncode
         ended = "did not end" if code is None else f"ended with status {code}"
@@ -133,8 +139,8 @@ def waiting(what: str) -> Iterator[None]:
     yield
 
 
-def work(case: str, rank: int, processes: int, port: int, deadline: float, **options: Any) -> None:
-    """A worker: joins the others, and runs its function."""
+def work(cases: Sequence[Any], rank: int, processes: int, port: int, deadline: float) -> None:
+    """A worker: joins the others, and runs its functions."""
     faulthandler.dump_traceback_later(deadline, exit=True)
     import jax
 
@@ -147,8 +153,11 @@ def work(case: str, rank: int, processes: int, port: int, deadline: float, **opt
                 coordinator_bind_address=f"127.0.0.1:{port}",
                 initialization_timeout=int(deadline),
             )
-    result = getattr(importlib.import_module("tests.process_cases"), case)(**options)
-    print(json.dumps(result), flush=True)
+    functions, results = importlib.import_module("tests.process_cases"), []
+    for name, options in cases:
+        with waiting(name):
+            results.append(getattr(functions, name)(**options))
+    print(json.dumps(results), flush=True)
     if processes > 1:
         with waiting("the others to end"):
             jax.distributed.shutdown()

@@ -4,14 +4,19 @@ Knows the harness (`tests.processes`) and its cases. The reference is the same c
 devices; that this is the plain step's result, other tests compare.
 """
 
+import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import unittest.mock
 from pathlib import Path
+from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from etils import epath
@@ -20,6 +25,9 @@ import vnode
 from benchmarks import tpu
 from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
+from vnode.placement.waiting import VARIABLE, timeout
+from vnode.plan.nodes import search
+from vnode.plan.nodes.memory import program_memory
 
 pytestmark = pytest.mark.thorough
 
@@ -28,70 +36,173 @@ ROOT = Path(__file__).parents[1]
 everything = pytest.mark.sweep
 
 
-@pytest.mark.parametrize(
-    ("case", "count", "devices", "options"),
-    [
-        ("fewer_devices", 2, 1, {"size": 32}),
-        ("given_rows", 3, 1, {"size": 30}),
-        pytest.param("whole_batches", 2, 1, {"size": 32}, marks=everything),
-        pytest.param("whole_batches", 2, 1, {"size": 30, "model": "cnn"}, marks=everything),
-        pytest.param("whole_batches", 3, 1, {"size": 30, "model": "cnn"}, marks=everything),
-        pytest.param("whole_batches", 4, 1, {"size": 30, "model": "cnn"}, marks=everything),
-        pytest.param("whole_batches", 2, 1, {"size": 30, "model": "transformer"}, marks=everything),
-        pytest.param("whole_batches", 3, 1, {"size": 30, "model": "transformer"}, marks=everything),
-        pytest.param("whole_batches", 4, 1, {"size": 30, "model": "transformer"}, marks=everything),
-        pytest.param("whole_batches", 2, 2, {"size": 32}, marks=everything),
-        pytest.param("whole_batches", 3, 1, {"size": 30}, marks=everything),
-        pytest.param("whole_batches", 4, 1, {"size": 30}, marks=everything),
-        pytest.param("given_rows", 2, 1, {"size": 9, "counts": [3, 5]}, marks=everything),
-        pytest.param("given_rows", 4, 1, {"size": 9}, marks=everything),  # the last has no example of its own
-        pytest.param("given_rows", 3, 1, {"size": 8, "counts": [8, 0, 0]}, marks=everything),
-        pytest.param("explained", 2, 1, {"size": 32}, marks=everything),
+SAME = [("whole_batches", {"size": 30, "model": model}) for model in process_cases.MODELS]
+"""What must have the same bits in any number of processes; 8 nodes do not divide 30 examples."""
+
+MORE = {
+    2: [
+        ("fewer_devices", {"size": 30}),
+        ("batch_on_other_devices", {"size": 30}),
+        ("explained", {"size": 32}),
+        ("given_rows", {"size": 9, "counts": [3, 5]}),
     ],
-)
-def test_bits_of_one_process(case, count, devices, options, tmp_path):
-    found = processes.run(case, tmp_path, processes=count, devices=devices, **options)
-    one = getattr(process_cases, case)(**{name: value for name, value in options.items() if name != "counts"})
-    if case == "given_rows":
-        given = [row for result in found for row in result.pop("rows")]
-        assert sorted({*given}) == list(range(options["size"]))
-        del one["rows"]
-    if case == "fewer_devices":
-        for result in found:
-            error = result.pop("error")
-            assert "have different ones" in error
-            assert "['params']['in']: float32[36,5]" in error
-    if case == "explained":
-        for result in found:
-            assert f"{count} with {vnode.Placement(8).virtual_nodes // count} nodes each" in result.pop("text")
-        del one["text"]
-    assert found == [one] * count
+    3: [("given_rows", {"size": 30})],
+    4: [("given_rows", {"size": 9})],  # the last has no example of its own
+}
+
+
+@functools.cache
+def in_one_process(case: str, options: str) -> Any:
+    """What a case gives in this process, on all of its devices."""
+    return getattr(process_cases, case)(**json.loads(options))
+
+
+def compare(cases: list, found: list[list]) -> None:
+    """Whether several processes have the bits of one.
+
+    Args:
+      cases: what they did.
+      found: what each of them gave.
+    """
+    count = len(found)
+    for number, (case, options) in enumerate(cases):
+        here = {name: value for name, value in options.items() if name != "counts"}
+        one, given = in_one_process(case, json.dumps(here)), [results[number] for results in found]
+        if case == "given_rows":
+            rows = [row for result in given for row in result.pop("rows")]
+            assert sorted({*rows}) == list(range(options["size"]))
+        if case == "fewer_devices":
+            for result in given:
+                error = result.pop("error")
+                assert "have different ones" in error
+                assert "['params']['in']: float32[36,5]" in error
+        if case == "explained":
+            for result in given:
+                assert f"{count} with {8 // count} nodes each" in result.pop("text")
+        if isinstance(one, dict):
+            one = {name: value for name, value in one.items() if name not in ("rows", "text")}
+        assert given == [json.loads(json.dumps(one))] * count, (case, options)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_bits_of_one_process(count, tmp_path):
+    cases = [*SAME, *MORE[count]]
+    compare(cases, processes.run_all(cases, tmp_path, processes=count))
 
 
 @everything
-def test_different_batches_are_refused(tmp_path):
-    for error in processes.run("different_batches", tmp_path, processes=2):
-        assert "2 processes were to put the same arrays" in error
-        assert "['y']: float32[16,3]" in error
-        assert "['x']" not in error
-        assert "vnode.data.local_batch" in error
+def test_bits_of_one_process_with_two_devices_in_each(tmp_path):
+    cases = [*SAME, ("whole_batches", {"size": 32}), ("given_rows", {"size": 30})]
+    compare(cases, processes.run_all(cases, tmp_path, processes=2, devices=2))
 
 
 @everything
-def test_a_run_stopped_in_one_process_goes_on_in_any_number_of_them(tmp_path):
-    """With other counts of nodes on the way; 30 examples on 8 nodes."""
-    bits = process_cases.trained(str(tmp_path / "one"), 30, 14)["bits"]
-    stopped = processes.run(
-        "trained", tmp_path / "2", processes=2, checkpoint=str(tmp_path / "a"), size=30, steps=14, stop_at=5
-    )
+def test_other_steps_and_states(tmp_path):
+    cases = [(case, {"size": 30}) for case in ("objects", "jitted", "sharded", "evaluated")]
+    compare(cases, processes.run_all(cases, tmp_path, processes=2))
+
+
+@everything
+def test_processes_without_nodes(tmp_path):
+    cases = [("given_rows", {"size": 8, "counts": [8, 0, 0]})]
+    compare(cases, processes.run_all(cases, tmp_path, processes=3))
+
+
+def test_processes_agree_or_say_why_not(tmp_path):
+    """Never a decision that differs between processes, and nobody who is waited for without end."""
+    memory = 110 * 1024
+    cases = [
+        ("different_batches", {}),
+        ("other_trees", {}),
+        ("chosen_nodes", {"size": 64, "memory": memory}),
+        ("unknown_memory", {"size": 16}),
+        ("plans", {"folder": str(tmp_path)}),
+        ("slow_process", {"seconds": 7, "patience": 60}),
+        ("slow_process", {"seconds": 3, "patience": 1}),
+        ("stuck_run", {"seconds": 4, "patience": 2}),  # the last: they have lost one another
+    ]
+    found = processes.run_all(cases, tmp_path, processes=2)
+    different, trees, nodes, unknown, plans, patient, _, _ = found[0]
+    asked_for = [results[4].pop("errors") for results in found]
+    for i in (0, 2, 3, 4, 5):
+        assert found[0][i] == found[1][i]
+
+    assert "2 processes were to put the same arrays" in different
+    assert "['y']: float32[16,3]" in different
+    assert "['x']" not in different
+    assert "vnode.data.local_batch" in different
+
+    assert all("each does another thing" in error for error in trees)
+    assert "numbers of arrays, by process: 2, 1" in trees[0]
+    assert "on Placement(8 nodes on 2 x cpu: [3, 5])" in trees[1]
+
+    step = process_cases.step_of().__wrapped__
+    with unittest.mock.patch.object(search, "program_memory", lambda compiled: 4 * program_memory(compiled)):
+        alone = vnode.virtualize(step, virtual_nodes="auto", memory=memory).on(jax.devices()[:2])
+        result, _ = alone(process_cases.state(), alone.put(process_cases.examples(64)))
+    assert nodes == {
+        "nodes": alone.placement.virtual_nodes,
+        "limit": memory,
+        "bits": process_cases.bits(result),
+    }
+    assert alone.placement.virtual_nodes > 2
+
+    assert "those of process 0 report none" in unknown
+    assert "memory='16GiB'" in unknown
+
+    for rank, (check, profile) in enumerate(asked_for):
+        was = f"runs in one process, and was to use devices of process {1 - rank} in process {rank}"
+        assert f"vnode.check {was}" in check
+        assert f"vnode.profile {was}" in profile
+    assert plans["ok"] and sum(plans["counts"]) == 8 and plans["fits"] == {"cpu:2": 2}
+    assert "on 1 or 16 instead of 2" in plans["explain"]
+
+    assert patient == process_cases.slow_process(0, 60)
+    first, second = (results[-2] for results in found)
+    assert re.match(r"process 0 waited \d s for process 1.\n  process 0 came to run 'step' for the first time", first)
+    assert "VNODE_PROCESS_TIMEOUT=4" in first
+    assert "process 1 came too late" in second
+
+    assert re.match(r"process 0 waited \d+ s for step \d, which the processes compute together", found[0][-1])
+    assert "process 1 was seen last when it came to" in found[0][-1]
+
+
+def test_a_run_that_lost_a_process_goes_on_in_any_number_of_them(tmp_path):
+    """One of three is killed, then one of two is stopped; with other counts of nodes on the way. 30 examples."""
+    bits = process_cases.trained(str(tmp_path / "one"), 30, 20)["bits"]
+    folder = str(tmp_path / "a")
+    with pytest.raises(RuntimeError) as ended:
+        processes.run(
+            "trained",
+            tmp_path / "3",
+            processes=3,
+            checkpoint=folder,
+            size=30,
+            steps=20,
+            kill_at=8,
+        )
+    story = str(ended.value)
+    assert "process 2 ended with status -9" in story
+    for rank in (0, 1):
+        assert f"process {rank} ended with status 1" in story
+        assert re.search(rf"ProcessError: process {rank} waited \d+ s for process 2", story)
+    assert story.count("The last checkpoint stands") == 2
+
+    stopped = processes.run("trained", tmp_path / "2", processes=2, checkpoint=folder, size=30, steps=20, stop_at=9)
     assert [result["why"] for result in stopped] == ["signal in another process", "signal SIGTERM"]
+    assert [result["resumed"] for result in stopped] in ([4, 4], [8, 8])  # the second was being written
     assert len({result["step"] for result in stopped}) == 1
-    assert 5 < stopped[0]["step"] < 14
-    shutil.copytree(tmp_path / "a", tmp_path / "b")
-    wanted = {"bits": bits, "step": 14, "resumed": stopped[0]["step"], "why": ""}
-    assert process_cases.trained(str(tmp_path / "b"), 30, 14) == wanted
+    assert 9 < stopped[0]["step"] < 20
+    wanted = {"bits": bits, "step": 20, "resumed": stopped[0]["step"], "why": ""}
+    assert process_cases.trained(folder, 30, 20) == wanted
+
+
+@everything
+def test_a_run_is_resumed_by_more_processes(tmp_path):
+    bits = process_cases.trained(str(tmp_path / "one"), 30, 14)["bits"]
+    shutil.copytree(tmp_path / "one", tmp_path / "a", ignore=shutil.ignore_patterns("14", "12"))
     more = processes.run("trained", tmp_path / "3", processes=3, checkpoint=str(tmp_path / "a"), size=30, steps=14)
-    assert more == [wanted] * 3
+    assert more == [{"bits": bits, "step": 14, "resumed": 8, "why": ""}] * 3
 
 
 @everything
@@ -143,3 +254,20 @@ def test_rows_that_are_not_asked_for_are_refused():
     placement = vnode.Placement(4)
     with pytest.raises(vnode.BatchError, match=r"must give 6 of the batch's 6 rows\.\n  \['x'\]: shape \(5, 2\)"):
         vnode.data.local_batch({"x": np.ones((5, 2))}, 6, placement)
+
+
+def test_a_batch_in_shares_is_put_on_other_devices():
+    batches = vnode.data.Batches(np.arange(10.0).reshape(5, 2), 5, shuffle=False)
+    step = vnode.virtualize(lambda w, x: w - x.mean(), virtual_nodes=4)
+    loaded, few = batches.load(0, step.placement), step.on(jax.devices()[:2])
+    put = few.put(loaded)
+    assert put.devices() == {*jax.devices()[:2]}
+    assert put.tolist() == np.arange(10.0).reshape(5, 2).tolist()
+    assert step.put(loaded) is loaded
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-3", "nan"])
+def test_a_time_that_is_none_is_refused(text, monkeypatch):
+    monkeypatch.setenv(VARIABLE, text)
+    with pytest.raises(vnode.VnodeError, match="VNODE_PROCESS_TIMEOUT must be a number of seconds above 0"):
+        timeout()

@@ -26,6 +26,10 @@ class PlacementError(VnodeError):
     """Nodes, devices, counts or mesh do not fit together."""
 
 
+class ProcessError(VnodeError):
+    """Another process did not come in time to what several processes do together, or does something else."""
+
+
 class BatchError(VnodeError):
     """The batched arguments do not make up one batch."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import weakref
 from collections.abc import Iterator, Sequence
@@ -23,9 +24,10 @@ from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import FolderLock, prepare
 from vnode.elastic.processes import anywhere
 from vnode.elastic.reader import NAME, Header, Reader
-from vnode.errors import CheckpointError, VnodeError, layout_message
+from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
+from vnode.placement.waiting import meet, timeout
 
 
 class Checkpoints(Reader):
@@ -47,7 +49,7 @@ class Checkpoints(Reader):
         self.last: tuple[int, Any] | None = None
         self.among_others = False
         self.lock: FolderLock | None = None
-        with self.agreed():
+        with self.agreed("to open the folder of checkpoints"):
             if jax.process_index() == 0:
                 prepare(self.folder)
                 self.lock = FolderLock(self.folder)
@@ -60,8 +62,11 @@ class Checkpoints(Reader):
             ) from error
 
     @contextlib.contextmanager
-    def agreed(self) -> Iterator[None]:
+    def agreed(self, what: str) -> Iterator[None]:
         """Ends in an error in all processes if it does in one, or the others would wait for that one.
+
+        Args:
+          what: they do.
 
         Raises:
           CheckpointError: another process has failed.
@@ -69,9 +74,9 @@ class Checkpoints(Reader):
         try:
             yield
         except BaseException:
-            anywhere(True)
+            anywhere(True, what)
             raise
-        if anywhere(False):
+        if anywhere(False, what):
             raise CheckpointError(
                 layout_message(
                     f"another process cannot write checkpoints to {self.folder}.",
@@ -85,7 +90,11 @@ class Checkpoints(Reader):
             preservation_policy=KeepLast(self),
             enable_async_checkpointing=True,
             # Where a folder cannot be made in the background, what waits for it there does so for minutes.
-            async_options=ocp.AsyncOptions(create_directories_asynchronously=False),
+            async_options=ocp.AsyncOptions(
+                create_directories_asynchronously=False,
+                timeout_secs=math.ceil(timeout()),
+                barrier_sync_fn=lambda key, timeout_ms: meet("to finish a checkpoint", key=key),
+            ),
         )
         return ocp.CheckpointManager(self.folder, options=options)
 
@@ -113,7 +122,7 @@ class Checkpoints(Reader):
         self.last = number, jax.tree.map(lambda leaf: weakref.ref(leaf) if isinstance(leaf, jax.Array) else leaf, state)
         try:
             self.wait()
-            with self.agreed():
+            with self.agreed("to save a checkpoint"):
                 if self.lock is not None:
                     self.lock.check()
             leaves = named(state)
@@ -188,6 +197,8 @@ class Checkpoints(Reader):
         """
         try:
             self.manager.wait_until_finished()
+        except ProcessError:
+            raise
         except Exception as error:
             raise self.failed(error) from error
 

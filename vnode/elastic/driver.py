@@ -30,12 +30,13 @@ from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.writers import by_name
-from vnode.errors import CheckpointError, DeviceLost, VnodeError, layout_message
+from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import given_away, is_array
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
+from vnode.placement.waiting import ready, tell
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
 
@@ -215,7 +216,7 @@ class Driver:
         self.state, metrics = self.parts(results)
         if self.resized is not None:
             returned = time.perf_counter()
-            jax.block_until_ready(results)
+            ready(results, f"step {self.number}")
             self.resized.compile, self.resized.first = returned - began, time.perf_counter() - returned
             self.say(str(self.resized))
             self.resized = None
@@ -240,6 +241,7 @@ class Driver:
 
     def agree(self) -> None:
         """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
+        tell(f"to step {self.number}")
         self.stopping, self.late = self.agreement.vote([self.stop.asked, self.is_late()])
 
     def asked_to_stop(self) -> bool:
@@ -306,7 +308,7 @@ class Driver:
         self.asked = request
         if step.placement == self.step.placement:
             return
-        jax.block_until_ready(self.state)  # or the steps under way would count as moving
+        ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
         began = time.perf_counter()
         self.state = jax.block_until_ready(step.put(self.state))
         self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
@@ -340,7 +342,8 @@ class Driver:
         while self.diverged is None and self.pending and (len(self.pending) > ahead or finished(self.pending[0][1])):
             number, metrics = self.pending[0]
             wanted, visible = number % self.options.metrics_every == 0, self.display.due
-            values = jax.tree.map(on_host, metrics) if wanted or visible else jax.block_until_ready(metrics)
+            ready(metrics, f"step {number}")
+            values = jax.tree.map(on_host, metrics) if wanted or visible else metrics
             self.pending.popleft()
             if visible:
                 self.display.update(number + 1, words(values, self.step.placement))
@@ -452,7 +455,7 @@ class Driver:
 
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
-        jax.block_until_ready(self.state)
+        ready(self.state, f"step {self.number - 1}")
         if self.resumed is not None and self.facts is None:
             self.identify(self.last_batch())
         good = self.good()
@@ -518,7 +521,10 @@ class Driver:
         except VnodeError as none:
             raise none from error
         began = time.perf_counter()
-        good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
+        try:
+            good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
+        except ProcessError as none:
+            raise none from error
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"
         change = Resize(good, before, step.placement, gone, message, self.number - good, moved)
         self.number = good

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.placement.host import is_key
+from vnode.placement.exchange import everywhere
+from vnode.placement.leaves import is_key
 
 K = TypeVar("K", bound=Hashable)
 
@@ -49,9 +50,8 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
         for two in parts[name]:
             sums[i] += two
     if not all(data.is_fully_addressable for data in datas.values()):
-        from jax.experimental import multihost_utils
-
-        sums = np.asarray(multihost_utils.process_allgather(sums)).sum(0, dtype=np.uint32)
+        everyones = everywhere(sums.reshape(-1).tolist(), "to add up the checksums of a state")
+        sums = everyones.sum(0, dtype=np.uint32).reshape(sums.shape)
     return {name: f"{first:08x}{second:08x}" for name, (first, second) in zip(parts, sums, strict=True)}
 
 

@@ -15,8 +15,9 @@ import jax
 import numpy as np
 
 from vnode.errors import PlacementError, layout_message
-from vnode.placement.exchange import gathered, rows, whole_everywhere
+from vnode.placement.exchange import everywhere, rows, whole_everywhere
 from vnode.placement.placement import Placement
+from vnode.placement.waiting import ready
 
 
 class Agreement:
@@ -42,12 +43,18 @@ class Agreement:
         self.votes.append(whole_everywhere(rows(np.array(flags, np.uint32), jax.devices())))
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
-        return [bool(flag) for flag in np.asarray(self.votes.popleft().addressable_data(0)).max(axis=0)]
+        vote = ready(self.votes.popleft(), "a vote on what is due")
+        return [bool(flag) for flag in np.asarray(vote.addressable_data(0)).max(axis=0)]
 
 
-def anywhere(flag: bool) -> bool:
-    """Whether any process raises a flag; all processes must call it, and wait for one another."""
-    return flag if jax.process_count() == 1 else bool(gathered(np.array([flag], np.uint32), jax.devices()).any())
+def anywhere(flag: bool, what: str) -> bool:
+    """Whether any process raises a flag; all processes must call it, and wait for one another.
+
+    Args:
+      flag: whether this one does.
+      what: they do next; "to save a checkpoint", say.
+    """
+    return bool(everywhere([flag], what).any())
 
 
 def check_present(placement: Placement) -> None:

@@ -24,9 +24,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
-from vnode.placement.leaves import is_key
+from vnode.placement.leaves import is_array, is_key
 from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch
+from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import replicated, resharding, target_sharding, to_placement
+from vnode.placement.waiting import meet
+from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
 """How a process has an array: not at all; a copy of its own; a part, and others the rest; where it is to be."""
@@ -50,24 +54,83 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str],
       The same arrays. What a process has for itself alone is taken to be what all have, and is compared.
 
     Raises:
-      PlacementError: processes have different arrays.
+      PlacementError: processes have different arrays, or put them on different devices.
+      ProcessError: one of them did not come in time.
     """
-    if jax.process_count() == 1:
-        return [to_placement(leaf, placement) for leaf in leaves]
+    made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
+    moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
+    move = to_placements if jax.process_count() == 1 else between_processes
+    arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
+    for i, array in zip(moving, arrays, strict=True):
+        made[i] = array
+    return made
+
+
+def to_placements(leaves: Sequence[Any], placement: Placement, names: Sequence[str] = (), batch: bool = False) -> list:
+    """Arrays on a placement's devices, all of which are this process's."""
+    return [to_placement(leaf, placement) for leaf in leaves]
+
+
+def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequence[str], batch: bool) -> list[Any]:
+    """`exchanged` of arrays that are in one piece."""
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
     if not leaves or processes == {jax.process_index()}:
-        return [to_placement(leaf, placement) for leaf in leaves]
+        return to_placements(leaves, placement)
     if jax.process_index() not in processes:
         return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
-    mine = [vote(leaf, placement) for leaf in leaves]
-    all_votes = gathered(np.array(mine, np.uint32).reshape(-1), devices)
-    votes = all_votes.reshape(len(all_votes), len(leaves), 3)
+    meet("to compare a batch" if batch else "to compare a state that is put on devices", processes)
+    mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
+    votes = np.broadcast_to(mine, (len(processes), *mine.shape))
+    if not agreed(mine, names, placement, devices):
+        votes = gathered(mine.reshape(-1), devices).reshape(votes.shape)
     compare(votes, names, leaves, placement, batch=batch)
-    return [
-        moved(leaf, placement, [int(kind) for kind in votes[:, i, 1]], devices, own=int(mine[i][1]))
-        for i, leaf in enumerate(leaves)
-    ]
+    ways = [[int(kind) for kind in votes[:, i, 1]] for i in range(len(leaves))]
+    return [moved(leaf, placement, ways[i], devices, own=int(mine[i][1])) for i, leaf in enumerate(leaves)]
+
+
+def put(tree: Any, placement: Placement) -> Any:
+    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are."""
+    arrays: list[Any] = []
+    map_arrays(arrays.append, tree)
+    paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
+    names = paths if len(paths) == len(arrays) else [f"array {i}" for i in range(len(arrays))]
+    placed = iter(exchanged(arrays, placement, names))
+    return map_arrays(lambda leaf: next(placed), tree)
+
+
+def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, devices: set[Any]) -> bool:
+    """Whether all processes say the same; their answers may then be of different lengths without one waiting for more.
+
+    Args:
+      mine: what this process says.
+      names: of the arrays.
+      placement: where they go.
+      devices: those of all processes concerned.
+
+    Raises:
+      PlacementError: they have other arrays, or put them elsewhere.
+    """
+    where = (placement.counts, placement.axis, [device.id for device in placement.devices])
+    facts = [len(names), *(zlib.crc32(repr(fact).encode()) for fact in (list(names), where))]
+    digests = gathered(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), devices)
+    same = (digests == digests[0]).all(axis=0)
+    if not same[:3].all():
+        raise PlacementError(
+            layout_message(
+                f"{len(digests)} processes were to put the same arrays on the same devices, and each does another "
+                "thing.",
+                facts=[
+                    f"this one: {several(len(names), 'array')}, {', '.join(names[:8])}, on {placement}",
+                    f"numbers of arrays, by process: {', '.join(map(str, digests[:, 0].tolist()))}",
+                ],
+                remedies=[
+                    "make states and placements in the same way in every process",
+                    "call put and the step in every process, with what the last call returned",
+                ],
+            )
+        )
+    return bool(same[3])
 
 
 def devices_of(leaf: Any) -> set[Any]:
@@ -229,6 +292,23 @@ def gathered(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> np.ndarray:
     row = rows(mine, devices)
     whole = NamedSharding(row.sharding.mesh, PartitionSpec())
     return np.asarray(resharding(whole)(row).addressable_data(0))
+
+
+def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
+    """What every process there is says; all must call it, and wait for one another.
+
+    Args:
+      mine: what this process says, integers of 32 bits, as many as the others do.
+      what: as for `vnode.placement.waiting.meet`.
+
+    Returns:
+      ``uint32[processes, n]``.
+    """
+    row = np.array(mine, np.uint32)
+    if jax.process_count() == 1:
+        return row[None]
+    meet(what)
+    return gathered(row, jax.devices())
 
 
 def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:

@@ -76,8 +76,8 @@ class HostParts:
                 parts[str(shard.index)] = np.array(shard.data, copy=True)
         return cls(data.shape, data.sharding, data.dtype, parts, key, weak)
 
-    def on(self, placement: Placement) -> jax.Array:
-        """The array on a placement's devices: made as it was, and moved there. All processes concerned must call it."""
+    def made(self) -> jax.Array:
+        """The array as it was, where it was. All processes that have a part must call it."""
         if self.weak:
             whole = next(iter(self.parts.values()), np.zeros(self.shape, self.dtype))
             array = with_weak_type(whole, self.sharding)
@@ -85,8 +85,7 @@ class HostParts:
             array = jax.make_array_from_callback(
                 self.shape, self.sharding, lambda index: self.parts[str(index)], dtype=self.dtype
             )
-        array = array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
-        return exchanged([array], placement, ["the copy"])[0]
+        return array if self.key is None else jax.random.wrap_key_data(array, impl=self.key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +135,12 @@ class HostCopy:
         return cls(tuple(kind.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
 
     def on(self, placement: Placement) -> Any:
-        """The state on a placement's devices."""
-        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf | HostParts) else leaf for leaf in self.leaves]
+        """The state on a placement's devices. All processes concerned must call it."""
+        leaves = [leaf.on(placement) if isinstance(leaf, HostLeaf) else leaf for leaf in self.leaves]
+        parted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, HostParts)]
+        arrays = [self.leaves[i].made() for i in parted]
+        for i, array in zip(
+            parted, exchanged(arrays, placement, [f"array {i} of the copy" for i in parted]), strict=True
+        ):
+            leaves[i] = array
         return jax.tree.unflatten(self.treedef, leaves)

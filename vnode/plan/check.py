@@ -21,6 +21,7 @@ import numpy as np
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch, whole_batches
+from vnode.placement.waiting import check_own
 from vnode.plan.nodes.memory import planned, program_memory, refusal, reported
 from vnode.runtime.rounding import rounded_otherwise
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Table
@@ -218,6 +219,7 @@ def check(
 
     Raises:
       PlacementError: there are not so many devices.
+      ProcessError: some of them are another process's.
       VnodeError: `step` is not a virtualized step.
       TypeError: `args` is no tuple or list.
 
@@ -235,7 +237,15 @@ def check(
     with step.resolved(args, kwargs or {}) as here:
         virtual = here.step
         places = places_of(virtual, devices)
-        reference = Reference(here) if plain else None
+        check_own(
+            "vnode.check",
+            {device for place in places for device in virtual.on(place).placement.devices},
+            [
+                "check in one process, without jax.distributed.initialize: the bits are the same in several",
+                "or on this process's devices: vnode.check(step, args, devices=[jax.local_devices()])",
+            ],
+        )
+        reference = Reference(here, virtual.on(places[0]).placement.devices[0]) if plain else None
 
         def run(place: Any) -> list[tuple[str, Any]]:
             return results(virtual.on(place)(*copied(here.args), **copied(here.kwargs)))
@@ -269,13 +279,17 @@ def check(
 class Reference:
     """The step as it was written, on one device, and how much of its results is rounding.
 
+    Args:
+      here: the step and its arguments.
+      device: the device.
+
     Attributes:
       absent: why there are no results; nothing if there are.
       noisy: whether it is known how much of them is rounding.
     """
 
-    def __init__(self, here: Resolved) -> None:
-        spec, device = here.step.spec, here.step.placement.devices[0]
+    def __init__(self, here: Resolved, device: Any) -> None:
+        spec = here.step.spec
         call = spec.call(here.args, here.kwargs)
         fun, leaves = call.flat(spec.fun, OutputTree()), call.leaves
         self.absent, self.noisy = "", False

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.host import with_weak_type
@@ -31,6 +31,7 @@ from vnode.placement.transfer import (
     transferred,
     typed_sharding,
 )
+from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_signature, check_there
@@ -105,6 +106,7 @@ class Executor:
         self.placement = placement
         self.traced = False
         self._across = jax.process_count() > 1
+        self._launched: set[Any] = set()
         self._wholes = functools.cache(spec.wholes)
         self._in_place = InPlace()
         self._unwraps = False
@@ -131,7 +133,9 @@ class Executor:
             return self._on_groups(mesh, args, kwargs)
         given = self._arguments(args, kwargs)
         try:
-            results = self._jit(self._surroundings(mesh, given[0]), *given[0], **given[1])
+            results = self._launch(self._surroundings(mesh, given[0]), *given)
+        except ProcessError:
+            raise
         except Exception:
             # What was taken to be in place may be another object with the same number.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
@@ -141,13 +145,33 @@ class Executor:
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
-            results = self._jit(self._surroundings(mesh, again[0]), *again[0], **again[1])
+            results = self._launch(self._surroundings(mesh, again[0]), *again)
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
         kept = (i for i in range(len(args)) if i not in self.spec.donate_argnums)
         unchanged = [args[i] for i in kept if args[i] is given[0][i]]
         self._in_place.renew([results, *parts, *unchanged])
+        return results
+
+    def _launch(self, around: Surroundings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the program for arguments that are in place.
+
+        Several processes compile a new one first, and meet before they run it: whoever is ready first would else wait
+        for the others in its first exchange, which has a deadline of its own.
+        """
+        if not self._across or tracing():
+            return self._jit(around, *args, **kwargs)
+        leaves, structure = jax.tree.flatten((args, kwargs))
+        program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        processes = {device.process_index for device in self.placement.devices}
+        if program in self._launched or jax.process_index() not in processes:
+            return self._jit(around, *args, **kwargs)
+        compiled = self._jit.lower(around, *args, **kwargs).compile()
+        meet(f"to run {self.spec.name!r} for the first time on {self.placement}", processes)
+        results = self._jit(around, *args, **kwargs)
+        del compiled  # until now, or the call would compile it again
+        self._launched.add(program)
         return results
 
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -180,8 +204,9 @@ class Executor:
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
             if isinstance(leaf, ShardedBatch) or (split and partition(leaf) == over_nodes):
                 return abstract_batch(leaf.shape, leaf.dtype, self.placement)
-            if whole and is_number(leaf):
+            if (whole or self._across) and is_number(leaf):
                 leaf = shape_of(leaf)
+            whole |= self._across  # what each process has for itself is put on all devices
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
             if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
@@ -249,12 +274,13 @@ class Executor:
             if len(self.placement.groups) > 1:
                 return self._on_groups(mesh, args, kwargs)
             placed, named_ones = self._arguments(args, kwargs)
-            return self._jit(self._surroundings(mesh, placed), *placed, **named_ones)
+            return self._launch(self._surroundings(mesh, placed), placed, named_ones)
 
     def clear(self) -> None:
         """Forgets all programs; the next call compiles again."""
         self._jit.clear_cache()
         self._ahead.clear()
+        self._launched.clear()
         self._groups.clear()
         self._in_place.clear()
 

@@ -17,11 +17,10 @@ import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under
-from vnode.placement.exchange import exchanged
-from vnode.placement.leaves import is_array, shapes_of
+from vnode.placement.exchange import put
+from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
-from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
@@ -148,7 +147,7 @@ class VirtualStep(Step[P, R]):
           **kwargs: keyword arguments of the step.
 
         Returns:
-          As for `prepare`.
+          As for `prepare`. In several processes it has run by then.
 
         Raises:
           BatchError: no arguments are given, or shapes only.
@@ -165,7 +164,10 @@ class VirtualStep(Step[P, R]):
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
             return under(mesh, step.executor.run_copy, args, kwargs)
 
-        return prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
+        preparation = prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
+        if jax.process_count() > 1:  # what runs beside it in one process would run before it in another
+            preparation.wait()
+        return preparation
 
     def put(self, tree: Any) -> Any:
         """Places a state on the placement's devices, directly from those where it is.
@@ -179,16 +181,12 @@ class VirtualStep(Step[P, R]):
           The same tree.
 
         Raises:
-          PlacementError: several processes have different trees.
+          PlacementError: several processes have different trees, or put them on different devices.
+          ProcessError: one of them did not call it in time.
           VnodeError: arrays were donated.
         """
         check_there({0: tree}, {}, ())
-        arrays: list[Any] = []
-        map_arrays(arrays.append, tree)
-        paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]
-        names = paths if len(paths) == len(arrays) else [f"array {i}" for i in range(len(arrays))]
-        placed = iter(exchanged(arrays, self.placement, names))
-        return map_arrays(lambda leaf: next(placed), tree)
+        return put(tree, self.placement)
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -26,6 +26,7 @@ import jax
 from vnode.errors import MemoryLimitError, ProfileError, layout_message
 from vnode.placement.kinds import by_kind
 from vnode.placement.placement import Placement
+from vnode.placement.waiting import check_own
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, different
 from vnode.plan.nodes.memory import byte_count, program_memory, reported
 from vnode.step.explain import analysis
@@ -70,6 +71,7 @@ def profile(
     Raises:
       ProfileError: the file is of another step, other shapes, another version of jax, or lacks a kind of device.
       PlacementError: something is wrong with the devices.
+      ProcessError: times are to be measured on devices of other processes. A file with times can be read in each.
 
     Example:
       >>> import jax, jax.numpy as jnp, vnode
@@ -85,6 +87,16 @@ def profile(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
     groups = by_kind(devices)
+    if path is None or not Path(path).exists():
+        check_own(
+            "vnode.profile",
+            (device for group in groups.values() for device in group),
+            [
+                "measure in a program of one process, with path='profile.json', and give all processes that file: "
+                "vnode.profile(step, args, path='profile.json') then reads it",
+                "or measure this process's devices alone: vnode.profile(step, args, jax.local_devices())",
+            ],
+        )
     with step.resolved(args, {}) as here:
         return measured(here.step, here.args, groups, nodes, steps, memory, mixed, None if path is None else Path(path))
 

@@ -14,12 +14,11 @@ from typing import Any
 import jax
 
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
+from vnode.placement.exchange import everywhere, put
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement, device_list
-from vnode.placement.statics import map_arrays
-from vnode.placement.transfer import to_placement
-from vnode.plan.nodes.memory import device_memory
-from vnode.plan.nodes.search import NodeSearch, search
+from vnode.plan.nodes.memory import device_memory, planned, reported
+from vnode.plan.nodes.search import Need, NodeSearch, search
 from vnode.step.ahead import Preparation
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, with_nodes
@@ -31,6 +30,9 @@ REMEDIES = (
     "shard the state over the devices (ZeRO), or over another axis of a mesh",
     "more devices: each then holds fewer examples, and fewer sums over nodes",
 )
+
+MOST = 2**62
+"""Bytes: no limit."""
 
 
 class Choice:
@@ -139,7 +141,7 @@ class AutoStep(Step[P, R]):
 
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
-        return map_arrays(lambda leaf: to_placement(leaf, self.template), tree)
+        return put(tree, self.template)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         step = self._step
@@ -203,7 +205,14 @@ class AutoStep(Step[P, R]):
                         )
                     )
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
-                found, step = search(self.pattern, self.template, self._limit(), shapes, named)
+                found, step = search(
+                    self.pattern,
+                    self.template,
+                    self._limit(),
+                    shapes,
+                    named,
+                    *([settled] if jax.process_count() > 1 else []),
+                )
                 if step is None:
                     raise MemoryLimitError(
                         layout_message(
@@ -218,18 +227,64 @@ class AutoStep(Step[P, R]):
         return self._step
 
     def _limit(self) -> int:
-        if self._memory is not None:
-            return self._memory
         devices = self.template.devices
-        if len({device.process_index for device in devices}) > 1:
-            raise MemoryLimitError(
-                layout_message(
-                    "the processes might choose different numbers of virtual nodes.",
-                    facts=["each knows only what its own devices report"],
-                    remedies=["give all of them the same limit: memory='16GiB'"],
-                )
+        if jax.process_count() > 1:
+            return common_limit(self._memory, devices)
+        return device_memory(devices) if self._memory is None else self._memory
+
+
+def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
+    """What the smallest of the devices of several processes can hold, each of which knows only its own.
+
+    Args:
+      memory: what the user says.
+      devices: of all processes.
+
+    Raises:
+      MemoryLimitError: some process does not know.
+    """
+    own = [device for device in devices if device.process_index == jax.process_index()]
+    mine = min((reported(device) or planned(device) for device in own), default=MOST) if memory is None else memory
+    limits = [join(*words) for words in everywhere(split(mine), "to agree about the memory of a device").tolist()]
+    if 0 in limits:
+        raise MemoryLimitError(
+            layout_message(
+                "no limit is known for the memory of a device.",
+                facts=[f"those of process {limits.index(0)} report none"],
+                remedies=[
+                    "say in all processes how much a device may hold: memory='16GiB'",
+                    "choose the number of virtual nodes yourself",
+                ],
             )
-        return device_memory(devices)
+        )
+    return min(limits)
+
+
+def settled(need: Need) -> Need:
+    """The most that a program needs on the devices of any process; refused if any compiler refused it.
+
+    Compilers of several processes might differ by a little, and then one process would go on with another number of
+    nodes than the others.
+    """
+    refused, needed = need
+    mine = (int(refused), int(needed is not None), *split(needed or 0))
+    everyones = everywhere(mine, "to agree about the number of virtual nodes").tolist()
+    known = [join(high, low) for _, there, high, low in everyones if there]
+    return any(words[0] for words in everyones), max(known, default=None)
+
+
+def split(number: int) -> tuple[int, int]:
+    """The two words of 32 bits of a number."""
+    return number >> 32, number % 2**32
+
+
+def join(high: int, low: int) -> int:
+    """The number that two words are.
+
+    >>> join(*split(10**12))
+    1000000000000
+    """
+    return (high << 32) + low
 
 
 def untraced(leaf: Any) -> Any:

@@ -172,8 +172,17 @@ def valley(seen: dict[int, Trial], fits: Callable[[int], bool]) -> int | None:
             return probe
 
 
+Need = tuple[bool, int | None]
+"""Whether the compiler refused a program, and the bytes that it needs on a device, if that is known."""
+
+
 def search(
-    step: VirtualStep, template: Placement, limit: int, args: Sequence[Any], kwargs: dict[str, Any]
+    step: VirtualStep,
+    template: Placement,
+    limit: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    settle: Callable[[Need], Need] = lambda need: need,
 ) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
 
@@ -183,6 +192,7 @@ def search(
       limit: bytes that a device may hold.
       args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
       kwargs: keyword arguments of the step.
+      settle: makes one answer of those that several processes find, for which the search must go the same way.
 
     Returns:
       The search, and the step on the number found, with its compiled program; None if there is none.
@@ -194,7 +204,7 @@ def search(
 
     def measure(index: int) -> Trial:
         here = with_nodes(step, numbers[index], template)
-        trials.append(trial(here, batch, limit, args, kwargs))
+        trials.append(trial(here, batch, limit, args, kwargs, settle))
         if trials[-1].fits:
             fitting[index] = here
         return trials[-1]
@@ -204,7 +214,14 @@ def search(
     return NodeSearch(limit, tuple(trials), None if index is None else numbers[index]), found
 
 
-def trial(step: VirtualStep, batch: int, limit: int, args: Sequence[Any], kwargs: dict[str, Any]) -> Trial:
+def trial(
+    step: VirtualStep,
+    batch: int,
+    limit: int,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    settle: Callable[[Need], Need] = lambda need: need,
+) -> Trial:
     """Compiles a step and reads what it needs."""
     placement = step.placement
     refused, needed = False, None
@@ -214,6 +231,7 @@ def trial(step: VirtualStep, batch: int, limit: int, args: Sequence[Any], kwargs
         refused, needed = refusal(error)
         if not refused:
             raise
+    refused, needed = settle((refused, needed))
     node_size = -(-batch // placement.virtual_nodes)
     fits = not refused and needed is not None and needed <= limit
     return Trial(placement.virtual_nodes, placement.waves, node_size, needed, fits)
