@@ -186,6 +186,9 @@ KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
 """From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
 device computes in the time in which it writes and reads one."""
 
+FOR_MEMORY = 1.0
+"""The fraction of a step that is computed again at most for no other reason than to keep less."""
+
 
 def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf) -> Schedule:
     """Divides a step into passes, with as little kept between them as its budget allows.
@@ -204,7 +207,7 @@ def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf)
         before, made = made, divided(flow, accumulate_dtype, keeping)
         if before is not None and made.recomputed >= before.recomputed:
             made = before  # to keep more would not help
-        if made.recomputed <= budget * made.flops:
+        if made.recomputed <= min(budget, FOR_MEMORY) * made.flops:
             break
     assert made is not None
     return made
@@ -486,7 +489,7 @@ class Sweep:
         """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate."""
         states = self.flow.states
         waiting = {var for var in self.kept if var in self.pending and states[var].level < self.level}
-        refused: set[Var] = set()
+        allowed: set[Var] | None = None
 
         def memory(var: Var) -> float | None:
             state = states[var]
@@ -494,18 +497,23 @@ class Sweep:
                 return 0.0
             if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
                 return None
-            return None if var in refused else self.keeping.price * size_of(var)
+            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
 
         def cost(step: Step) -> float:
             return float(step.flops) if step in again and step.per_node else 0.0
 
-        while True:
-            found = cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
-            taken = sum(map(size_of, found | waiting))
-            more = found - waiting
-            if not self.keeping.bounded or taken <= self.room or not more:
-                return found
-            refused.add(max(more, key=lambda var: (size_of(var), self.position[var])))
+        def choice() -> set[Var]:
+            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
+
+        found = choice()
+        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, waiting))
+            for var in sorted(found - waiting, key=self.position.__getitem__):
+                if size_of(var) <= room:
+                    allowed.add(var)
+                    room -= size_of(var)
+            found = choice()  # what is worth it without those that have no room
+        return found
 
     def postponed(self, ready: Iterable[Var], base: Recipe) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
