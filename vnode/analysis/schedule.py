@@ -482,8 +482,12 @@ class Sweep:
         if not work(again):
             return anew
         self.given_kept = self.worth_keeping(values, again)
+        given = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
+        if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
+            self.given_kept = set()  # not for a loss or two
+            return anew
         self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
-        return recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf) if self.given_kept else anew
+        return given
 
     def worth_keeping(self, values: Sequence[Var], again: set[Step]) -> set[Var]:
         """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate."""
