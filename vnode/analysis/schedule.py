@@ -23,6 +23,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
+from vnode.analysis.keep import cheapest
 from vnode.analysis.narrow import after_sums, itemsize, rounded_results
 from vnode.analysis.program import Atom, signature, where
 from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
@@ -114,6 +115,40 @@ class Schedule:
         """Scalar operations of the whole step, each equation counted once."""
         return sum(step.flops for step in self.flow.steps)
 
+    @functools.cached_property
+    def between(self) -> tuple[Var, ...]:
+        """Batched values that passes keep for the nodes of later ones: those held when they take most memory."""
+        made = {var: nodes.level for nodes in self.passes for var, _ in nodes.collected}
+        last = {
+            var: nodes.level
+            for nodes in self.passes
+            for var, form in nodes.recipe.leaves
+            if isinstance(form, Slice) and var in made
+        }
+        held = [tuple(var for var in last if made[var] < nodes.level <= last[var]) for nodes in self.passes]
+        return max(held, key=lambda several: sum(map(nbytes, several)), default=())
+
+    @functools.cached_property
+    def around(self) -> tuple[Var, ...]:
+        """Batched values that go into loops and branches around passes, or come out of them, no arguments."""
+        inputs = set(self.flow.program.inputs)
+        crossing = [
+            (atom, form)
+            for stage in self.stages
+            for action in stage.once
+            if action.schedules
+            for atoms, forms in (
+                (action.step.eqn.invars, action.operands),
+                (action.step.eqn.outvars, action.results),
+            )
+            for atom, form in zip(atoms, forms, strict=True)
+        ]
+        return tuple(
+            dict.fromkeys(
+                var for var, form in crossing if isinstance(var, Var) and isinstance(form, Slice) and var not in inputs
+            )
+        )
+
     @property
     def sums_only(self) -> bool:
         """Whether every reduction over nodes is a sum, also in loops around passes."""
@@ -136,25 +171,62 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
-def schedule(flow: Flow, accumulate_dtype: Any = None) -> Schedule:
-    """Divides a step into passes.
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What is kept of every node for a later pass, rather than computed again.
+
+    Attributes:
+      price: scalar operations that a byte is worth.
+      bounded: whether all that is kept at a time takes no more than the batched arguments do; else that holds of each
+        value only.
+    """
+
+    price: float
+    bounded: bool
+
+
+KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
+"""From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
+device computes in the time in which it writes and reads one."""
+
+FOR_MEMORY = 1.0
+"""The fraction of a step that is computed again at most for no other reason than to keep less."""
+
+
+def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf) -> Schedule:
+    """Divides a step into passes, with as little kept between them as its budget allows.
 
     Args:
       flow: batch flow of the step.
       accumulate_dtype: the dtype of floating-point accumulators; None for the default.
+      budget: the fraction of the step's scalar operations that may be computed again; what exceeds it in any case is
+        returned nevertheless.
 
     Returns:
       The schedule.
     """
+    made = None
+    for keeping in KEEPING:
+        before, made = made, divided(flow, accumulate_dtype, keeping)
+        if before is not None and made.recomputed >= before.recomputed:
+            made = before  # to keep more would not help
+        if made.recomputed <= min(budget, FOR_MEMORY) * made.flops:
+            break
+    assert made is not None
+    return made
+
+
+def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping) -> Schedule:
+    """Divides a step into passes."""
     earliest: dict[Var, int] = {}
-    kept: tuple[set[Var], dict[Var, int]] = set(), {}
+    decided: dict[Var, int] = {}
     if any(step.level for step in flow.steps):
         steps = living(flow)
         earliest = first_reads(flow, steps)
-        kept = keepable(flow), {**decisions(flow, steps, earliest), **answers(flow)}
+        decided = {**decisions(flow, steps, earliest), **answers(flow)}
     known = known_values(flow)
     while True:
-        sweep = Sweep(flow, accumulate_dtype, kept, earliest, known)
+        sweep = Sweep(flow, accumulate_dtype, keeping, decided, earliest, known)
         stages = sweep.run()
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
@@ -181,7 +253,8 @@ class Sweep:
         self,
         flow: Flow,
         accumulate_dtype: Any,
-        kept: tuple[set[Var], dict[Var, int]],
+        keeping: Keeping,
+        decided: dict[Var, int],
         earliest: dict[Var, int],
         known: set[Var],
     ) -> None:
@@ -202,8 +275,11 @@ class Sweep:
         self.rounded = rounded_results(flow)
         self.widened = after_sums(flow, self.rounded)
         self.evaluated: set[int] = set()
-        self.keepable, self.decided = kept
-        self.keeping = False
+        self.decided = decided
+        self.keeping = keeping
+        self.kept: dict[Var, None] = {}  # from earlier passes for those that were made so far
+        self.given_kept: set[Var] = set()  # to the current pass
+        self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
         self.held: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
             if step.eqn.effects and not step.per_node:
@@ -300,7 +376,7 @@ class Sweep:
     def whole(self, step: Step, needed: Sequence[bool]) -> Evaluation:
         """The evaluation of an equation on whole values, its operands wanted."""
         if step.nested:
-            inner = tuple(schedule(flow, self.accumulate_dtype) for flow in step.bodies)
+            inner = tuple(divided(flow, self.accumulate_dtype, self.keeping) for flow in step.bodies)
             for atom, form in zip(step.eqn.invars, step.operands, strict=True):
                 if isinstance(form, Slice) and isinstance(self.flow.state(atom).form, Slice):
                     self.want_batched(atom)
@@ -373,7 +449,7 @@ class Sweep:
             return var not in self.known and not self.only_layout(var)
         state = self.flow.states[var]
         kept = state.level < self.level and (
-            (self.keeping and var in self.keepable) or self.decided.get(var, self.level + 1) <= self.level
+            var in self.given_kept or self.decided.get(var, self.level + 1) <= self.level
         )
         return form == state.form and (state.given or kept)
 
@@ -394,20 +470,58 @@ class Sweep:
         return isinstance(atom, Var) and size_of(var) >= size_of(atom)
 
     def forced(self, values: Sequence[Var]) -> Recipe:
-        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept.
-
-        It is given that if it then has much less to do. Statistics of the losses do; gradients need the model's
-        activations and compute it again anyway.
-        """
+        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
         requests = [(var, self.flow.states[var].form) for var in values]
-        self.keeping = False
+        self.given_kept = set()
         anew = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
-        if self.level == 0 or self.keepable.isdisjoint(var for step in evaluated(anew) for var in step.eqn.outvars):
-            return anew  # nothing was kept
-        self.keeping = True
+        if self.level == 0:
+            return anew
+        before: set[Step] = set()
+        for var in self.pieces(anew):
+            before |= self.extra(var, before, self.is_whole)
+        for var in self.pending:
+            if self.flow.states[var].level < self.level and not self.may_wait_for(var, self.level):
+                before |= self.extra(var, before, self.is_whole)
+        again = before & evaluated(anew)
+        if not work(again):
+            return anew
+        self.given_kept = self.worth_keeping(values, again)
         given = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
-        self.keeping = 2 * work(evaluated(given)) < work(evaluated(anew))
-        return given if self.keeping else anew
+        if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
+            self.given_kept = set()  # not for a loss or two
+            return anew
+        self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
+        return given
+
+    def worth_keeping(self, values: Sequence[Var], again: set[Step]) -> set[Var]:
+        """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate."""
+        states = self.flow.states
+        waiting = {var for var in self.kept if var in self.pending and states[var].level < self.level}
+        allowed: set[Var] | None = None
+
+        def memory(var: Var) -> float | None:
+            state = states[var]
+            if var in waiting:
+                return 0.0
+            if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
+                return None
+            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
+
+        def cost(step: Step) -> float:
+            return float(step.flops) if step in again and step.per_node else 0.0
+
+        def choice() -> set[Var]:
+            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
+
+        found = choice()
+        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, waiting))
+            for var in sorted(found - waiting, key=self.position.__getitem__):
+                if size_of(var) <= room:
+                    allowed.add(var)
+                    room -= size_of(var)
+            found = choice()  # what is worth it without those that have no room
+        return found
 
     def postponed(self, ready: Iterable[Var], base: Recipe) -> set[Var]:
         """Those of the values that could be made in the current pass that are better made in an earlier one.
@@ -496,32 +610,6 @@ class Sweep:
         return bool(partial) and (gain > 0 if step.description.movement else gain >= 0)
 
 
-KEEP = 50
-"""Scalar operations per byte above which a batched value is kept for a later pass rather than computed again."""
-
-
-def keepable(flow: Flow) -> set[Var]:
-    """Batched values that are small and dear, such as the loss of every example.
-
-    A later pass that reads only such values of an earlier one does not compute the model again. What they take for all
-    nodes is bounded by what the batched arguments take, each.
-    """
-    program, states = flow.program, flow.states
-    room = sum(size_of(var) for var in program.inputs if isinstance(states[var].form, Slice))
-    cost: dict[Var, int] = {}
-    kept: set[Var] = set()
-    for step in flow.steps:
-        if not step.per_node:
-            continue
-        before = max([cost.get(atom, 0) for atom in step.eqn.invars if isinstance(atom, Var)], default=0)
-        spent = before + step.flops
-        for var, form in zip(step.eqn.outvars, step.results, strict=True):
-            cost[var] = spent
-            if isinstance(form, Slice) and size_of(var) <= min(room, spent // KEEP):
-                kept.add(var)
-    return kept
-
-
 def known_values(flow: Flow) -> set[Var]:
     """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
 
@@ -608,6 +696,10 @@ def evaluated(made: Recipe) -> set[Step]:
 def work(steps: Iterable[Step]) -> int:
     """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
     return sum(step.flops for step in steps if step.per_node)
+
+
+def nbytes(var: Var) -> int:
+    return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 
 
 def size_of(var: Var) -> int:

@@ -11,12 +11,12 @@ import functools
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial, Slice
 from vnode.analysis.program import scope, where
@@ -114,6 +114,8 @@ class Report(Drawn):
       layouts: what the step asks of layouts over mesh axes, and which of these are kept inside a node.
       search: how the number of nodes was found, if it was; a line each.
       turns: of a loop around passes, how often it runs, if that is known; else 1.
+      between: what passes keep of all examples for later ones, when that takes most memory.
+      around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
     """
 
     name: str
@@ -138,6 +140,8 @@ class Report(Drawn):
     layouts: tuple[Line, ...] = ()
     search: tuple[str, ...] = ()
     turns: int = 1
+    between: tuple[Line, ...] = ()
+    around: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -192,6 +196,16 @@ class Report(Drawn):
     def of_device(self, lines: Sequence[Line]) -> int:
         """Bytes of batched values that the fullest device holds."""
         return sum(line.bytes for line in lines) * self.waves * self.node_size // max(self.batch, 1)
+
+    @property
+    def kept_between(self) -> int:
+        """Bytes of `between` on the fullest device, where that is most, loops included."""
+        return max([self.of_device(self.between), *(inner.kept_between for inner in self.nested)])
+
+    @property
+    def kept_around(self) -> int:
+        """Bytes of `around` on the fullest device, if all are there at a time, loops included."""
+        return self.of_device(self.around) + sum(inner.kept_around for inner in self.nested)
 
     @property
     def kept(self) -> tuple[Line, ...]:
@@ -256,6 +270,12 @@ class Report(Drawn):
                 "after the loop of each pass, never inside it" if len(self.counts) > 1 else "",
             ),
         ]
+        if self.kept_between:
+            most = max((self, *self.descendants), key=lambda one: one.of_device(one.between))
+            facts.append(held("kept for later passes", self.kept_between, most.between))
+        if self.kept_around:
+            lines = [line for one in (self, *self.descendants) for line in one.around]
+            facts.append(held("held around loops", self.kept_around, lines))
         if self.padding:
             facts.insert(
                 0, Fact("padding", f"{several(self.padding, 'example')} at the end", "computed, masked in sums")
@@ -264,6 +284,13 @@ class Report(Drawn):
         if self.temporary is not None:
             facts.append(Fact("temporary memory", f"{size(self.temporary)} per device", "as compiled"))
         return facts
+
+    @property
+    def descendants(self) -> Iterator[Report]:
+        """The reports of loops and branches around passes, and those within them."""
+        for inner in self.nested:
+            yield inner
+            yield from inner.descendants
 
     @property
     def repeated(self) -> str:
@@ -291,6 +318,9 @@ class Report(Drawn):
             tables.append(listed("Accumulated", "one value per device, to which every node contributes", accumulators))
         if kept:
             tables.append(listed("Kept of every node", "returned, gathered, or read by a later pass", kept))
+        if self.around:
+            note = "carried, stacked or read by loops around passes, because a later turn or loop needs it"
+            tables.append(listed("Held around loops", note, [("", line) for line in self.around]))
         for inner in self.nested:
             title = f"Around passes of its own: {short(inner.name)}"
             turns = f", in each of {several(inner.turns, 'turn')}" if inner.turns > 1 else ""
@@ -371,6 +401,13 @@ def near(file: str) -> str:
     while (root / "__init__.py").exists():
         root = root.parent
     return str(path.relative_to(root))
+
+
+def held(what: str, total: int, lines: Sequence[Line]) -> Fact:
+    """Memory that values of all examples take, with the one that takes most."""
+    largest = max(lines, key=lambda line: line.bytes)
+    text = f"{several(len(lines), 'value')} of all examples, the largest {largest.what} at {short(largest.where)}"
+    return Fact(what, f"{size(total)} of memory on a device", text)
 
 
 def places(title: str, note: str, lines: Sequence[Line]) -> Table:
@@ -594,8 +631,15 @@ def report(
         exceptions=reduction.exceptions(made, placement),
         buffers=reduction.buffers(made, placement),
         turns=turns,
+        between=value_lines(made.between, defined, names),
+        around=value_lines(made.around, defined, names),
         layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
     )
+
+
+def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
+    """Values of a program with the source lines that make them."""
+    return tuple(Line(kind(var.aval), where(defined[var]), bytes_of(var.aval), names(var)) for var in values)
 
 
 def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
@@ -643,8 +687,6 @@ def pass_report(
             Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes, names(a.var))
             for a in nodes.accumulators
         ),
-        collected=tuple(
-            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval), names(var)) for var, _ in nodes.collected
-        ),
+        collected=value_lines([var for var, _ in nodes.collected], defined, names),
         sent=int((devices - 1) / devices * total),
     )

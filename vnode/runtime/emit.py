@@ -22,6 +22,7 @@ from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
+from vnode.analysis.states import Flow
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
@@ -44,6 +45,7 @@ def emit(
     mode: Mode,
     lane: int = 1,
     arguments: Collection[int] | None = None,
+    slotted: bool = False,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -56,11 +58,12 @@ def emit(
       lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
       arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
+      slotted: whether batched inputs are, and batched outputs are to be, as devices hold them: ``[slots, ...]``.
 
     Returns:
-      The program's outputs at their global shapes.
+      The program's outputs at their global shapes, if they are not `slotted`.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -70,7 +73,13 @@ class Emission:
     """One emission: the whole values so far, and the batched values that are kept for all nodes."""
 
     def __init__(
-        self, schedule: Schedule, placement: Placement, inputs: Sequence[Any] | None, mode: Mode, lane: int
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        inputs: Sequence[Any] | None,
+        mode: Mode,
+        lane: int,
+        slotted: bool = False,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
@@ -81,13 +90,17 @@ class Emission:
         program = self.flow.program
         self.whole: dict[Var, Any] = dict(program.constants)
         self.batched: dict[Var, Any] = {}
-        self.collected: dict[Var, Any] = {}
+        self.collected: dict[Var, Any] = {}  # as devices hold them: of each slot a node's part
+        self.stacked: set[Var] = set()  # of these, by a loop: slots are dimension 1, not 0
+        self.slotted = slotted
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
         self.once = Once(placement.devices[0].platform)
         for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
+            elif slotted and isinstance(self.flow.states[var].form, Slice):
+                self.collected[var] = value
             elif isinstance(self.flow.states[var].form, Slice):
                 self.batched[var] = value
             else:
@@ -99,20 +112,23 @@ class Emission:
                 self.run_once(action)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
-        outputs = [self.output(atom) for atom in self.flow.program.outputs]
+        outputs = [
+            self.in_slots(atom, form) if self.slotted and isinstance(form, Slice) else self.output(atom)
+            for atom, form in zip(self.flow.program.outputs, self.flow.output_forms, strict=True)
+        ]
         if not self.schedule.passes:  # or nothing would say where the results are to be
             outputs = lax.with_sharding_constraint(outputs, self.placement.sharding())
         return outputs
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
-            values = self.run_nested(action)
+            return self.run_nested(action)
         else:
             with self.automatic_axes():
                 values = evaluate_once(action, self.read, self.known, self.once)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
-                self.batched[var] = value if action.schedules else self.as_computed_once(value)
+                self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
 
@@ -143,17 +159,23 @@ class Emission:
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
-    def run_nested(self, action: Evaluation) -> list[Any]:
-        """Evaluates a loop or branch whose bodies have passes of their own."""
-        eqn = action.step.eqn
-        operands = [
-            self.output(atom) if isinstance(form, Slice) else self.read(atom)
-            for atom, form in zip(eqn.invars, action.operands, strict=True)
-        ]
-        operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+    def run_nested(self, action: Evaluation) -> None:
+        """Evaluates a loop or branch whose bodies have passes of their own.
 
-        region = action.step.region
+        Where devices hold different numbers of nodes, batched values go in and out as devices hold them: in the order
+        of the batch each device would hold the whole of each, because the partitioner divides evenly or not at all.
+        """
+        eqn, region = action.step.eqn, action.step.region
         assert region is not None
+        slotted = not self.placement.even and all(
+            self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules)
+        )
+        operands: list[Any] = []
+        for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
+            if slotted and isinstance(form, Slice):
+                operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
+            else:
+                operands.append(as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom))
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
@@ -168,14 +190,39 @@ class Emission:
                 ]
 
             values = bounded(flow.program.inputs, inputs)
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments)
+            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, slotted)
             return bounded(flow.program.outputs, outputs)
 
         fixed = set(range(region.operands)).difference(region.carried, region.scanned)
         bodies = [
             functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
         ]
-        return region.run(InProgram(eqn), bodies, operands)
+        values = region.run(InProgram(eqn), bodies, operands)
+        for i, (var, form, value) in enumerate(zip(eqn.outvars, action.results, values, strict=True)):
+            if isinstance(form, Slice):
+                (self.collected if slotted else self.batched)[var] = value
+                if slotted and region.stacks and i >= len(region.carried):
+                    self.stacked.add(var)
+            elif form is not None:
+                self.whole[var] = value
+
+    def same_nodes(self, flow: Flow, test: bool) -> bool:
+        """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all."""
+        same = flow.batch == self.flow.batch and flow.node_size == self.flow.node_size
+        return same or (test and not any(isinstance(flow.states[var].form, Slice) for var in flow.program.inputs))
+
+    def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
+        """A batched value as devices hold it, with the slots as dimension `dim`."""
+        if isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form:
+            value, now = self.collected[atom], int(atom in self.stacked)
+        else:
+            d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
+            value = self.divided(as_array(self.output(atom), atom), form)
+            value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
+            value = jnp.moveaxis(value, d + 1, 0)
+            value = value.reshape(*value.shape[: d + 1], form.outer * n, *value.shape[d + 3 :])
+            value = lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
+        return jnp.moveaxis(value, now, dim)
 
     def in_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""
@@ -185,7 +232,7 @@ class Emission:
 
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
-        value = self.collected[var]
+        value = jnp.moveaxis(self.collected[var], int(var in self.stacked), 0)
         return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
 
     def everywhere(self, value: Any) -> Any:
@@ -211,28 +258,35 @@ class Emission:
     def shard(self, var: Var) -> tuple[Any, int]:
         """A batched value laid out so that each device's part holds its nodes; with the dimension that is split."""
         if var in self.collected:
-            return self.collected[var], 0
+            return self.collected[var], int(var in self.stacked)
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        value, size, placement = self.batched[var], self.flow.node_size, self.placement
-        axis, n = form.dim, int(size * form.ratio)
-        if form.outer > 1:
-            axis += 1
-            value = value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
-        if not (placement.even and placement.nodes * n == value.shape[axis]):
-            first, last = placement.first, placement.first + placement.nodes - 1
-            nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
-            rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
-            value = jnp.take(
-                self.everywhere(value), np.minimum(rows - first * n, value.shape[axis] - 1), axis=axis, mode="clip"
-            )
-        return value, axis
+        value, n = self.batched[var], int(self.flow.node_size * form.ratio)
+        if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
+            return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
+        return self.divided(value, form), form.dim + 1
 
-    def buffers(self, var: Var, form: Slice) -> Any:
-        """Where a device puts a value of each of its nodes."""
+    def divided(self, value: Any, form: Slice) -> Any:
+        """A value in the order of the batch as the elements of each slot, one after another.
+
+        Returns:
+          The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
+          a node hold what their device's last real one does.
+        """
+        placement, n = self.placement, int(self.flow.node_size * form.ratio)
+        first, last = placement.first, placement.first + placement.nodes - 1
+        nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
+        rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
+        value, axis = runs_apart(value, form), form.dim + 1
+        rows = np.minimum(rows - first * n, value.shape[axis] - 1)
+        return jnp.take(self.everywhere(value), rows, axis=axis, mode="clip")
+
+    def buffers(self, var: Var, form: Slice, read: Sequence[Any]) -> Any:
+        """Where a device puts a value of each of its nodes, in a pass that reads the whole values `read`."""
         n = form.outer * int(self.flow.node_size * form.ratio)
         shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
-        return jnp.zeros(shape, var.aval.dtype)
+        plain = self.mode is not Mode.DIFFERENTIABLE and self.placement.size == len(self.placement.devices)
+        return loops.unwritten(shape, var.aval.dtype, read if plain else ())  # an element of a sharded one is dear
 
     def run_pass(self, nodes: Pass) -> Any:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices.
@@ -261,7 +315,7 @@ class Emission:
                 parts = []
                 for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
                     if slot:
-                        parts.append(lax.dynamic_index_in_dim(value, index, 0, keepdims=False))
+                        parts.append(lax.dynamic_index_in_dim(value, index, dim, keepdims=False))
                         continue
                     n = int(size * form.ratio)
                     part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
@@ -279,7 +333,8 @@ class Emission:
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return collectives.combined(sums, totals, axis), kept
-            buffers = [self.buffers(var, form) for var, form in nodes.collected]
+            latest = [v for var, v in zip(wholes, whole, strict=True) if self.flow.states[var].level == nodes.level]
+            buffers = [self.buffers(var, form, latest) for var, form in nodes.collected]
             match self.mode:
                 case Mode.DIFFERENTIABLE:
                     totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
@@ -329,6 +384,11 @@ class Emission:
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)
             self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
+
+
+def runs_apart(value: Any, form: Slice) -> Any:
+    """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
+    return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
 
 
 def sums_of(nodes: Pass) -> list[loops.Sum]:

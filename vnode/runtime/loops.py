@@ -32,6 +32,8 @@ COMBINE = {
 }
 
 
+REAL = (jnp.floating, jnp.integer, jnp.bool_)
+
 LARGE = 64 << 10
 """Bytes of sums from which no compiler takes the loop over nodes for a small one."""
 
@@ -325,6 +327,18 @@ class BufferPart(NamedTuple):
     buffer: Any
     shape: tuple[int, ...]
     start: int | None = None
+
+
+def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.Array:
+    """A buffer whose elements are written before they are read.
+
+    It is filled with an element of the values that whoever fills it reads, if there are any: zeros would be those of
+    all buffers, and compilers hold them, and a copy for each buffer, from the beginning to the end of the program.
+    """
+    for value in after if any(jnp.issubdtype(dtype, kind) for kind in REAL) else ():
+        if jnp.size(value) and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in REAL):
+            return jnp.broadcast_to(jnp.ravel(value)[0].astype(dtype), shape)
+    return jnp.zeros(shape, dtype)
 
 
 def materialized(places: Sequence[BufferPart]) -> list[Any]:

@@ -131,7 +131,8 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
-        made = schedule(follower.follow(traced.program, states), options.accumulate_dtype)
+        flow = follower.follow(traced.program, states)
+        made = schedule(flow, options.accumulate_dtype, options.recompute_budget)
         return made, of_step(made, follower.couplings)
 
     made, couplings = follow(options.coupling)

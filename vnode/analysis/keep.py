@@ -1,0 +1,85 @@
+"""Which values a later pass is given, kept from an earlier one, and which it computes again.
+
+Knows batch flow, and what values weigh and equations cost. Must not know passes, levels or how anything is evaluated.
+
+What a pass needs again of an earlier one it is given at some value on every way there: a cut. Kept values take memory
+for all nodes, what is computed behind the cut takes work; the cheapest of all cuts is a minimum cut of a network in
+which both have a price. It keeps one value of a chain of cheap equations, and the one that is small and dear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from jax.extend.core import Var
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from vnode.analysis.states import Flow, Step
+
+UNITS = 1 << 29
+"""Into how many units the price of all work is divided: a network's capacities are 32-bit integers."""
+
+
+def cheapest(
+    flow: Flow,
+    wanted: Iterable[Var],
+    is_leaf: Callable[[Var], bool],
+    memory: Callable[[Var], float | None],
+    cost: Callable[[Step], float],
+) -> set[Var]:
+    """The values to keep so that memory and work together cost least.
+
+    Args:
+      flow: batch flow of the program.
+      wanted: what has to be computed.
+      is_leaf: says which values are there in any case.
+      memory: the price of keeping a value; None if it cannot be kept.
+      cost: the price of evaluating a step again.
+
+    Returns:
+      The values; of several choices that cost the same, those nearest to what is wanted.
+    """
+    number: dict[Var | Step, int] = {}
+    edges: dict[tuple[int, int], float] = {}
+    source, sink = 0, 1
+    stack: list[Var] = []
+
+    def place(one: Var | Step) -> int:
+        return number.setdefault(one, len(number) + 2)
+
+    def meet(origin: int, atom: object) -> None:
+        if isinstance(atom, Var) and atom in flow.position and not is_leaf(atom):
+            if atom not in number:
+                stack.append(atom)
+            edges[origin, place(atom)] = np.inf
+
+    for var in wanted:
+        meet(source, var)
+    prices: dict[Var, float] = {}
+    while stack:
+        var = stack.pop()
+        step = flow.steps[flow.position[var]]
+        known = step in number
+        price = memory(var)
+        if price is not None:
+            prices[var] = price
+        edges[place(var), place(step)] = np.inf if price is None else price
+        if not known:
+            edges[place(step), sink] = cost(step)
+            for atom in step.eqn.invars:
+                meet(place(step), atom)
+    total = sum(price for (_, end), price in edges.items() if end == sink)
+    if not total or not prices:
+        return set()
+    most = 2 * total  # which no flow can reach
+    capacities = [round(min(price, most) / total * UNITS) for price in edges.values()]
+    size = len(number) + 2
+    ends = np.array(list(edges)).T
+    network = csr_array((np.array(capacities, np.int32), (ends[0], ends[1])), shape=(size, size))
+    left = network - maximum_flow(network, source, sink).flow
+    left.eliminate_zeros()
+    reached = set(breadth_first_order(left, source, return_predecessors=False).tolist())
+    made = {var: number[flow.steps[flow.position[var]]] for var in prices}
+    return {var for var, step in made.items() if number[var] in reached and step not in reached}
