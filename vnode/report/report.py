@@ -536,7 +536,7 @@ class Reduction:
             found.append("not of products of complex numbers: compilers round those as they like")
         if self.sharded:
             named = ", ".join(self.sharded[:4]) + (", ..." if len(self.sharded) > 4 else "")
-            found.append(f"not of what the step itself sums over what is sharded over devices: {named}")
+            found.append(f"not of what the step makes of arguments that are themselves sharded over devices: {named}")
         if isinstance(placement, Placement) and len(placement.groups) > 1:
             found.append(
                 "not of what is computed once: on groups of devices it is compiled apart and may round otherwise"
