@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 from jax.extend.core import Var
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from vnode.analysis.states import Flow, Step
 
@@ -73,6 +71,9 @@ def cheapest(
     total = sum(price for (_, end), price in edges.items() if end == sink)
     if not total or not prices:
         return set()
+    from scipy.sparse import csr_array  # here, because it is slow to import, and most steps have one pass
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     most = 2 * total  # which no flow can reach
     capacities = [round(min(price, most) / total * UNITS) for price in edges.values()]
     size = len(number) + 2
