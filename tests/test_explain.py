@@ -125,7 +125,7 @@ def test_sharded_states_are_excepted() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
     sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
     step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
-    assert "but not of what the step makes of arguments that are themselves sharded over devices" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    assert "but not of what the step makes of arguments" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
     assert "argument 0['w']" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
     assert "but not" not in str(step.explain({"w": jnp.ones(4)}, jnp.ones((4, 3))))
 

@@ -46,7 +46,7 @@ TRAINED = {
 }
 """Steps that are run for a while, with numbers of nodes: equal to the most devices, more, less, and no power of two."""
 
-RARELY = {"haiku_dropout_and_layer_norm", "batch_norm_local"}
+RARELY = {"haiku_dropout_and_layer_norm", "batch_norm_local", "vit_with_reshaped_patches", "lstm_batch_major", "gan"}
 """Those that are left out of the usual run, which has much of what they have."""
 
 LARGE = {"lm_grouped_query_attention_tied_embeddings", "vit_with_reshaped_patches"}
