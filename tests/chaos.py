@@ -119,10 +119,16 @@ def damage(folder: Path, draw: random.Random) -> str:
     return f", {how} {file.relative_to(folder)}"
 
 
-def disturb(process: subprocess.Popen, how: str, after: float, draw: random.Random) -> None:
-    """Waits for the first step and then some time, and sends signals; a process must end soon after."""
+def disturb(process: subprocess.Popen, how: str, after: float, draw: random.Random) -> str:
+    """Waits for the first step and then some time, and sends signals; a process must end soon after.
+
+    Returns:
+      What the process printed until then: all, if the training had ended before.
+    """
     assert process.stdout is not None
+    printed = ""
     for line in process.stdout:
+        printed += line
         if line.startswith("step"):
             break
     time.sleep(after)
@@ -130,6 +136,7 @@ def disturb(process: subprocess.Popen, how: str, after: float, draw: random.Rand
     for number in signals[how]:
         process.send_signal(number)
         time.sleep(draw.uniform(0, 0.3))
+    return printed
 
 
 def one_round(folder: Path, how: str, draw: random.Random) -> dict | None:
@@ -139,15 +146,14 @@ def one_round(folder: Path, how: str, draw: random.Random) -> dict | None:
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment())
         try:
-            if how:
-                disturb(process, how, after, draw)
+            printed = disturb(process, how, after, draw) if how else ""
             out, _ = process.communicate(timeout=EXIT if how else None)
         except subprocess.TimeoutExpired:
             process.kill()
             raise AssertionError(f"the process did not end within {EXIT} s after {how}") from None
         errors.seek(0)
         said = errors.read()
-    last = (out or "").strip().splitlines()[-1:]
+    last = (printed + (out or "")).strip().splitlines()[-1:]
     found = json.loads(last[0]) if last and last[0].startswith("{") else None
     print(
         f"{how or 'to the end':10} on {devices} devices: exit {process.returncode}, {found and found['step']}", end=""
