@@ -630,3 +630,15 @@ def test_the_same_step_becomes_the_same_program() -> None:
         jax.clear_caches()
         texts.add(vnode.virtualize(step, virtual_nodes=4, recompute_budget=9.0).lower(w, x).as_text())
     assert len(texts) == 1
+
+
+@pytest.mark.parametrize("beside", [(optax.EmptyState(),), (None,), ([], {}), ({"a": (), "b": None},), ()], ids=str)
+def test_a_state_that_comes_back_is_known_to_be_in_place(beside: Any) -> None:
+    """Or each call would look at all of its leaves; also where parts without leaves come first."""
+    step = vnode.virtualize(lambda state, x: ((*state[:-1], state[-1] - x.mean(0)), x.sum()), virtual_nodes=2)
+    state = (*beside, jnp.ones(3))
+    assert state not in step.executor._in_place
+    for _ in range(2):
+        state, _ = step(state, jnp.ones((4, 3)))
+        assert state in step.executor._in_place
+    assert (*beside, np.ones(3)) not in step.executor._in_place

@@ -446,12 +446,16 @@ class InPlace:
 
 def first_leaf(tree: Any) -> jax.Array | None:
     """The first leaf of a pytree if that is a jax array, found without visiting the others."""
-    while not isinstance(tree, jax.Array):
-        level = jax.tree_util.default_registry.flatten_one_level(tree)
-        tree = next((child for child in level[0] if child is not None), None) if level else None
-        if tree is None:
+    waiting = [tree]
+    while waiting:
+        tree = waiting.pop()
+        if isinstance(tree, jax.Array):
+            return None if isinstance(tree, jax.core.Tracer) else tree
+        level = () if tree is None else jax.tree_util.default_registry.flatten_one_level(tree)
+        if level is None:  # another leaf
             return None
-    return None if isinstance(tree, jax.core.Tracer) else tree
+        waiting.extend(reversed(list(level[0]) if level else ()))
+    return None
 
 
 def named(program: Callable[..., Any], name: str) -> Callable[..., Any]:
