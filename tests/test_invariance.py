@@ -153,7 +153,16 @@ def each_until_small(x: jax.Array) -> jax.Array:
     return jax.vmap(column, in_axes=1, out_axes=1)(x)
 
 
-@pytest.mark.parametrize("step", [identity_or_mean, each_until_small])
+def centred_by(x: jax.Array) -> jax.Array:
+    """A loop that is called with a number."""
+
+    def centred(x: jax.Array, rate: Any) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x - rate * x.mean(0), None), x, None, length=2)[0]
+
+    return jax.jit(centred)(x, 0.5)
+
+
+@pytest.mark.parametrize("step", [identity_or_mean, each_until_small, centred_by])
 def test_loops_and_branches_around_passes_on_uneven_counts(step: Any) -> None:
     x = jnp.asarray(np.random.default_rng(0).integers(-64, 64, (13, 3)) / 8, jnp.float32)
     virtual = vnode.virtualize(step, virtual_nodes=5, in_axes=0, recompute_budget=10.0)

@@ -184,7 +184,7 @@ class Emission:
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
-            arguments = [k for k, i in enumerate(given) if i in fixed and eqn.invars[i] in self.arguments]
+            arguments = [k for k, i in enumerate(given) if i in lying]
 
             def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
                 if flow.batch == self.flow.batch:
@@ -199,6 +199,7 @@ class Emission:
             return bounded(flow.program.outputs, outputs)
 
         fixed = set(range(region.operands)).difference(region.carried, region.scanned)
+        lying = {i for i in fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [
             functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
         ]
