@@ -288,6 +288,7 @@ def test_epochs_of_minibatches_are_described_within_the_report() -> None:
     assert inner.turns == 3 and report.all_passes == 3 and report.sent == 3 * only.sent
     text = words(report)
     assert "Around passes of its own" in text and "3 passes, 3 of them in 3 turns of a loop" in text
+    assert "share: of the body's work" in text
 
 
 # The text

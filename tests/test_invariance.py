@@ -139,6 +139,40 @@ def chosen() -> list[str]:
     return names if ALL else [*names[5::40], "views_that_are_centred_again_and_again"]
 
 
+def identity_or_mean(x: jax.Array) -> jax.Array:
+    """One branch returns what it is given, the other what it computes once."""
+    return jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: jnp.broadcast_to(x.mean(), x.shape), x)
+
+
+def each_until_small(x: jax.Array) -> jax.Array:
+    """A loop for each column, which stops when all examples are small in that column."""
+
+    def column(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: jnp.abs(x).max() > 0.5, lambda x: x / 2, x)
+
+    return jax.vmap(column, in_axes=1, out_axes=1)(x)
+
+
+def centred_by(x: jax.Array) -> jax.Array:
+    """A loop that is called with a number."""
+
+    def centred(x: jax.Array, rate: Any) -> jax.Array:
+        return jax.lax.scan(lambda x, _: (x - rate * x.mean(0), None), x, None, length=2)[0]
+
+    return jax.jit(centred)(x, 0.5)
+
+
+@pytest.mark.parametrize("step", [identity_or_mean, each_until_small, centred_by])
+def test_loops_and_branches_around_passes_on_uneven_counts(step: Any) -> None:
+    x = jnp.asarray(np.random.default_rng(0).integers(-64, 64, (13, 3)) / 8, jnp.float32)
+    virtual = vnode.virtualize(step, virtual_nodes=5, in_axes=0, recompute_budget=10.0)
+    for given in (x, -x):
+        want = jax.jit(step)(given)
+        one = virtual.on(jax.devices()[:1])(given)
+        np.testing.assert_allclose(one, want, rtol=1e-6)
+        np.testing.assert_array_equal(virtual.on(jax.devices()[:3], counts=(4, 0, 1))(given), one)
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", chosen())
 def test_any_step(name: str) -> None:

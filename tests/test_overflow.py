@@ -48,6 +48,9 @@ STEPS: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
     "gradient": gradient,
     "gradient_of_two_uses": tied,
     "skipped_update": skipping,
+    "in_one_of_two_branches": lambda w, x: jax.lax.cond(
+        w[0] > 0, lambda: x.sum(0).astype(jnp.float32), lambda: jnp.zeros(3)
+    ),
     "bytes_that_wrap_around": lambda w, x: jax.lax.reduce(
         jnp.ones((16, 3), jnp.int8) * (x > 0).astype(jnp.int8) * jnp.int8(20), jnp.int8(0), jax.lax.add, (0,)
     ).astype(jnp.int32),

@@ -252,6 +252,21 @@ def while_loop_per_example() -> Program:
     return Program(step, (jnp.asarray(2.0, kit.real()), kit.normal(16)))
 
 
+@case(item=6, batch=13)
+def while_loop_with_sums_and_positions() -> Program:
+    """What the loop does depends on which examples it does it for: their numbers, and how many are there."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def body(state: Any) -> Any:
+            i, y, total = state
+            y = jnp.sin(y * w[i] + jnp.arange(x.shape[0])[:, None])
+            return i + 1, y, total + y.sum(0)
+
+        return lax.while_loop(lambda state: state[0] < 3, body, (0, x, jnp.zeros(WIDTH, x.dtype)))
+
+    return Program(step, (kit.normal(3, WIDTH), kit.normal(13, WIDTH)))
+
+
 @case(item=6, batch=12)
 def while_loop_until_all_converge() -> Program:
     """The whole batch iterates until the last example is there: how long is a reduced value."""

@@ -35,15 +35,21 @@ def after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
 def rounded_results(flow: Flow) -> dict[Var, Any]:
     """Partial results of loops and branches whose bodies make them by casts from sums of fewer bits: of which type.
 
-    What a loop adds up in a carry has gone through several such casts, and is not among them.
+    What a loop adds up in a carry has gone through several such casts, and is not among them; nor is what a body
+    computes after the cast, or what only some branches cast while others return something else than zeros.
     """
     found: dict[Var, Any] = {}
     for step in flow.steps:
         if step.region is None or step.nested or not step.per_node:
             continue
-        bodies = [cast_outputs(body) for body in step.bodies[step.region.tests :]]
+        bodies = step.bodies[step.region.tests :]
+        casts = [cast_outputs(body) for body in bodies]
         for k, (var, form) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
-            types = {types[k] for types in bodies}
+            types = {
+                made[k]  # what is zero is so in any type
+                for made, body in zip(casts, bodies, strict=True)
+                if not body.state(body.program.outputs[k]).zero
+            }
             if isinstance(form, Partial) and k >= len(step.region.carried) and len(types) == 1 and types != {None}:
                 (found[var],) = types
     return found

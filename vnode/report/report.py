@@ -307,13 +307,13 @@ class Report(Drawn):
         ]
         return blocks + self._tables()
 
-    def _tables(self) -> list[Facts | Picture | Table | Page]:
+    def _tables(self, of: str = "the step") -> list[Facts | Picture | Table | Page]:
         """Everything that does not depend on devices, except what is sent."""
         accumulators = [(str(p.level), line) for p in self.passes for line in p.accumulators]
         kept = [(str(p.level), line) for p in self.passes for line in p.collected]
         tables: list[Facts | Picture | Table | Page] = []
         if self.passes:
-            tables.append(self._passes())
+            tables.append(self._passes(of))
         if accumulators:
             tables.append(listed("Accumulated", "one value per device, to which every node contributes", accumulators))
         if kept:
@@ -324,9 +324,8 @@ class Report(Drawn):
         for inner in self.nested:
             title = f"Around passes of its own: {short(inner.name)}"
             turns = f", in each of {several(inner.turns, 'turn')}" if inner.turns > 1 else ""
-            tables.append(
-                Page(title, f"a loop or branch whose body runs over all nodes{turns}", tuple(inner._tables()))
-            )
+            note = f"a loop or branch whose body runs over all nodes{turns}"
+            tables.append(Page(title, note, tuple(inner._tables("the body"))))
         if self.gathered:
             note = "gathered from all nodes, because something reads them at once"
             tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
@@ -339,8 +338,8 @@ class Report(Drawn):
             tables.append(places("Couplings", "where one example influences another", self.couplings))
         return tables
 
-    def _passes(self) -> Table:
-        """The passes with their cost, and what is done besides."""
+    def _passes(self, of: str) -> Table:
+        """The passes with their cost, and what is done besides; all of it is the work of `of`."""
         names = ("pass", "equations", "work", "share", "accumulators", "sent")
         columns = tuple(Column(name, right=True) for name in names)
         rows = []
@@ -365,12 +364,12 @@ class Report(Drawn):
             Cell(""),
             Cell(""),
         )
-        note = "share: of the step's work; equations: of a node; sent: by each device"
+        note = f"share: of {of}'s work; equations: of a node; sent: by each device"
         return Table("Passes", columns, (*rows, once), note)
 
     def _share(self, flops: int) -> Cell:
         share = min(flops / max(self.flops + self.recomputed, 1), 1.0)
-        return Cell(f"{share:.1%}", "of all work of the step, what is computed again included", share=share)
+        return Cell(f"{share:.1%}", "of all work, what is computed again included", share=share)
 
 
 def short(source: str) -> str:

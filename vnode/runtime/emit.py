@@ -18,7 +18,7 @@ from jax import lax
 from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.forms import WHOLE, Slice, Whole
+from vnode.analysis.forms import WHOLE, Form, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.schedule import Pass, Schedule
@@ -112,13 +112,18 @@ class Emission:
                 self.run_once(action)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
-        outputs = [
-            self.in_slots(atom, form) if self.slotted and isinstance(form, Slice) else self.output(atom)
+        return [
+            self.returned(atom, form)
             for atom, form in zip(self.flow.program.outputs, self.flow.output_forms, strict=True)
         ]
-        if not self.schedule.passes:  # or nothing would say where the results are to be
-            outputs = lax.with_sharding_constraint(outputs, self.placement.sharding())
-        return outputs
+
+    def returned(self, atom: Atom, form: Form) -> Any:
+        """An output, of which it is said where it is to be: or branches may return it in different places."""
+        if self.slotted and isinstance(form, Slice):
+            value = self.in_slots(atom, form)
+            return lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
+        value = self.output(atom)
+        return value if self.schedule.passes else self.everywhere(value)
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
@@ -179,7 +184,7 @@ class Emission:
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
-            arguments = [k for k, i in enumerate(given) if i in fixed and eqn.invars[i] in self.arguments]
+            arguments = [k for k, i in enumerate(given) if i in lying]
 
             def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
                 if flow.batch == self.flow.batch:
@@ -194,6 +199,7 @@ class Emission:
             return bounded(flow.program.outputs, outputs)
 
         fixed = set(range(region.operands)).difference(region.carried, region.scanned)
+        lying = {i for i in fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [
             functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
         ]
@@ -207,7 +213,12 @@ class Emission:
                 self.whole[var] = value
 
     def same_nodes(self, flow: Flow, test: bool) -> bool:
-        """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all."""
+        """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all.
+
+        A test that gives several answers, one for each of the leading dimensions of what the loop carries, has not.
+        """
+        if test and any(atom.aval.shape for atom in flow.program.outputs):
+            return False
         same = flow.batch == self.flow.batch and flow.node_size == self.flow.node_size
         return same or (test and not any(isinstance(flow.states[var].form, Slice) for var in flow.program.inputs))
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.program import Atom, Program, bind, context_of
@@ -324,15 +324,26 @@ class InProgram:
     def repeat(
         self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
     ) -> list[Any]:
-        final = bind_while(
-            self._eqn,
-            jax.make_jaxpr(lambda constants, carry: condition([*constants, *carry])[0])(condition_constants, carry),
-            jax.make_jaxpr(lambda constants, carry: body([*constants, *carry]))(constants, carry),
-            jax.tree.leaves(condition_constants),
-            jax.tree.leaves(constants),
-            jax.tree.leaves(carry),
-        )
+        test, test_constants = closed(lambda *values: condition(list(values))[0], condition_constants, carry)
+        turn, turn_constants = closed(lambda *values: body(list(values)), constants, carry)
+        final = bind_while(self._eqn, test, turn, test_constants, turn_constants, jax.tree.leaves(carry))
         return jax.tree.unflatten(jax.tree.structure(carry), final)
 
     def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
         return lax.switch(index, branches, operands)
+
+
+def closed(run: Callable[..., Any], constants: list[Any], carry: list[Any]) -> tuple[Any, list[Any]]:
+    """A part of a loop as a closed jaxpr of its constants and the carry, and these constants.
+
+    Those given come last: what it reads of the program around it, as which node it is part of, becomes one too.
+    """
+    made = jax.make_jaxpr(run)(*constants, *carry)
+    given, state = jax.tree.leaves(constants), jax.tree.leaves(carry)
+    if made.consts:
+
+        def lifted(around: list[Any], *values: Any) -> list[Any]:
+            return jaxpr_as_fun(made.replace(consts=around))(*values)
+
+        return jax.make_jaxpr(lifted)(list(made.consts), *given, *state), [*made.consts, *given]
+    return made, given

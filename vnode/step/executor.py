@@ -34,7 +34,7 @@ from vnode.placement.transfer import (
 from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
-from vnode.step.given import check_signature, check_there
+from vnode.step.given import check_donated_once, check_signature, check_there, repeated
 from vnode.step.layouts import Surroundings, laid_out, specs_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
@@ -108,7 +108,7 @@ class Executor:
         self._across = jax.process_count() > 1
         self._launched: set[Any] = set()
         self._wholes = functools.cache(spec.wholes)
-        self._in_place = InPlace()
+        self._in_place = InPlace(len(placement.devices) > 1)
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
@@ -142,6 +142,7 @@ class Executor:
             self._in_place.clear()
             if given_away((args, kwargs), ""):  # to this very call
                 raise
+            check_donated_once(args, kwargs, self.spec.donate_argnums)
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
@@ -296,7 +297,11 @@ class Executor:
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
         check_there(moving, kwargs, self.spec.donate_argnums)
         placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
-        return placed, self._placed(kwargs, False, 1) if kwargs else kwargs
+        named_ones = self._placed(kwargs, False, 1) if kwargs else kwargs
+        donated = self.spec.donate_argnums if len(self.placement.devices) > 1 else ()
+        if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
+            check_donated_once(placed, named_ones, donated)
+        return placed, named_ones
 
     def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
         wrapped = wrap(tree, *place)
@@ -418,21 +423,28 @@ class InPlace:
 
     They are known by the object's number, and by an array in it: as long as that is alive, so is most likely the
     object. Arrays are not kept alive.
+
+    Args:
+      several: whether there are several devices, where arrays that are gone must be found: jaxlib 0.10 crashes on them.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, several: bool) -> None:
+        self._several = several
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def __contains__(self, tree: Any) -> bool:
         known = self._known.get(id(tree))
         array = None if known is None else known()
-        return array is not None and not array.is_deleted()
+        if array is None or array.is_deleted():
+            return False
+        return not (self._several and given_away(tree, ""))
 
     def renew(self, trees: Iterable[Any]) -> None:
         """Forgets all trees but these."""
         known: dict[int, weakref.ref[Any]] = {}
         for tree in trees:
-            array = self._known.get(id(tree)) if tree in self else None
+            array = self._known.get(id(tree))
+            array = None if array is None or array() is None else array
             if array is None and (first := first_leaf(tree)) is not None:
                 array = weakref.ref(first)
             if array is not None:

@@ -1,4 +1,4 @@
-"""Arguments that no step can be called with: too few of them, or arrays that are gone.
+"""Arguments that no step can be called with: too few of them, or arrays that are gone, or donated and needed again.
 
 Knows signatures and deleted arrays. Must not know what becomes of the arguments.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+
+import jax
 
 from vnode.errors import VnodeError, layout_message
 from vnode.placement.leaves import given_away
@@ -57,3 +59,58 @@ def check_there(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequen
             ],
         )
     )
+
+
+def check_donated_once(args: Sequence[Any], kwargs: dict[str, Any], donated: Sequence[int]) -> None:
+    """Refuses memory that is donated and given in another place too; jaxlib 0.10 crashes on several devices.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+      donated: positions of those that the step donates.
+
+    Raises:
+      VnodeError: there is some.
+    """
+    named = [(f"argument {i}", arg, i in donated) for i, arg in enumerate(args)] + [("argument ", kwargs, False)]
+    places: dict[Any, list[str]] = {}
+    given: set[Any] = set()
+    for name, tree, gone in named:
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            for number in buffers(leaf):
+                places.setdefault(number, []).append(name + jax.tree_util.keystr(path))
+                if gone:
+                    given.add(number)
+    again = list(dict.fromkeys(" is ".join(names) for n, names in places.items() if n in given and len(names) > 1))
+    if not again:
+        return
+    raise VnodeError(
+        layout_message(
+            "the step donates an array that is given to it in two places: one of them would be gone.",
+            facts=[
+                *again[:8],
+                *([f"and {len(again) - 8} more"] if len(again) > 8 else []),
+                f"donate_argnums={tuple(donated)}",
+            ],
+            remedies=[
+                "copy what starts equal, as an average of the parameters: jax.tree.map(jnp.copy, params)",
+                "or virtualize without donate_argnums",
+            ],
+        )
+    )
+
+
+def repeated(tree: Any) -> bool:
+    """Whether an array is in a tree twice, as the same object."""
+    arrays = [id(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return len(set(arrays)) < len(arrays)
+
+
+def buffers(leaf: Any) -> list[Any]:
+    """What tells the memory of an array from that of others: arrays on different devices may share that of one."""
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or not leaf.size:
+        return []
+    try:
+        return [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in leaf.addressable_shards]
+    except (AttributeError, NotImplementedError, RuntimeError):  # typed keys, and devices that do not tell
+        return [id(leaf)]
