@@ -17,6 +17,7 @@ import equinox
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import vnode
