@@ -11,9 +11,10 @@ rounded to the narrow type once it is there.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial
 from vnode.analysis.states import Flow, Step
@@ -71,6 +72,32 @@ def cast_outputs(body: Flow) -> list[Any]:
     return [found.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
 
 
+def unrounded(flow: Flow) -> Iterator[JaxprEqn]:
+    """What a loop or branch computes with sums of few bits, or of what it casts them to, before they are rounded.
+
+    An overflow that would show there does not, unless the result overflows as well.
+    """
+    for step in flow.steps:
+        if step.region is None or step.nested or not step.per_node:
+            continue
+        for body in step.bodies[step.region.tests :]:
+            cast: set[Var] = set()
+            for inner in body.steps:
+                operands = [var for var, form in partial_operands(inner) if var in cast or is_narrow(var, form)]
+                if not operands or inner.description is None:
+                    continue
+                if inner.description.movement or any(widening(inner, var) for var in inner.eqn.outvars):
+                    cast.update(inner.eqn.outvars)
+                else:
+                    yield inner.eqn
+            yield from unrounded(body)
+
+
+def is_narrow(var: Var, form: Partial) -> bool:
+    """Whether nodes' pieces of a sum are of a type of larger range than the sum."""
+    return form.dtype(var.aval.dtype) != var.aval.dtype
+
+
 def partial_operands(step: Step) -> list[tuple[Var, Partial]]:
     """What an equation reads in pieces."""
     return [
@@ -85,7 +112,7 @@ def overflowing(step: Step) -> bool:
     return (
         step.description is not None
         and not step.description.movement
-        and any(form.dtype(var.aval.dtype) != var.aval.dtype for var, form in partial_operands(step))
+        and any(is_narrow(var, form) for var, form in partial_operands(step))
     )
 
 
