@@ -385,9 +385,10 @@ def short(source: str) -> str:
     'train.py:7 (train.loss) in a/b'
     """
     found = LINE.match(source)
-    if not found or not os.path.isabs(found[1]):
+    if not found:
         return source
-    return near(found[1]) + found[2].replace(".<locals>", "")
+    file = near(found[1]) if os.path.isabs(found[1]) else found[1]  # In[3] is no file
+    return file + found[2].replace(".<locals>", "")
 
 
 @functools.lru_cache(maxsize=1024)
