@@ -643,3 +643,20 @@ def test_a_state_that_comes_back_is_known_to_be_in_place(beside: Any) -> None:
         state, _ = step(state, jnp.ones((4, 3)))
         assert state in step.executor._in_place
     assert (*beside, np.ones(3)) not in step.executor._in_place
+
+
+@pytest.mark.newest
+def test_primitives_that_jax_lowers_by_itself() -> None:
+    """Since jax 0.12 these are primitives that stand for others; before, and so here, they are those others."""
+
+    def step(edges: Any, x: Any) -> Any:
+        counts = jax.vmap(lambda row: jnp.histogram(row, bins=edges)[0])(x).sum(0)
+        places = jnp.searchsorted(edges, x), jnp.searchsorted(jnp.sort(x, axis=None), edges)
+        scaled = jnp.ldexp(x, 2).sum(0), jnp.frexp(x)[0], jax.grad(lambda x: (jnp.ldexp(x, 2) ** 2).sum())(x)
+        return counts, places, scaled, jax.vmap(lambda row: jnp.nonzero(row > 3, size=4)[0])(x)
+
+    edges, x = jnp.arange(6.0), eighths(np.random.default_rng(0).uniform(0, 6, (8, 6)))
+    want = jax.jit(step)(edges, x)
+    for nodes in (1, 4):
+        virtual = vnode.virtualize(step, virtual_nodes=nodes, recompute_budget=1.0).on(jax.devices()[: min(nodes, 2)])
+        jax.tree.map(np.testing.assert_array_equal, virtual(edges, x), want)

@@ -275,38 +275,48 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 
 
 def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
-    """The call of what evaluates an equation's primitive, if that is written in JAX, as libraries do for their own.
+    """The call of what evaluates an equation's primitive, if that is written in JAX.
+
+    So it is of primitives of libraries, and of those of jax that it lowers to others itself (since jax 0.12).
 
     Args:
       eqn: the equation.
       known: the operands' values, None where they are not known; an implementation may need one while it is traced.
 
     Returns:
-      The call; None for jax's own primitives and those with a description, and where the implementation has effects
+      The call; None for jax's other primitives and those with a description, and where the implementation has effects
       or is no JAX code.
     """
-    run = getattr(eqn.primitive, "impl", None)
+    if eqn.effects or described(eqn) or region_of(eqn) is not None:
+        return None
+    high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
+    run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
     module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
-    if module.split(".")[0] in ("jax", "jaxlib") or eqn.effects or described(eqn):
+    if module.split(".")[0] in ("jax", "jaxlib") and not high:
         return None
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
+    what = run, eqn.primitive, tuple(eqn.params.items()), shapes, given
     try:
-        body = implementation(eqn.primitive, tuple(eqn.params.items()), shapes, given)
+        body = implementation(*what)
     except TypeError:  # a parameter that cannot be hashed
-        body = implementation.__wrapped__(eqn.primitive, tuple(eqn.params.items()), shapes, given)
+        body = implementation.__wrapped__(*what)
     if body is None or [v.aval.shape for v in body.jaxpr.outvars] != [v.aval.shape for v in eqn.outvars]:
         return None
-    return Call(body, tuple(i for i, value in enumerate(known) if value is None))
+    return Call(body, tuple(i for i, value in enumerate(known) if value is None), custom_derivative=high)
 
 
 @functools.lru_cache(maxsize=1024)
 def implementation(
-    primitive: Primitive, params: tuple[tuple[str, Any], ...], shapes: tuple[Any, ...], given: tuple[Any, ...]
+    run: Callable[..., Any],
+    primitive: Primitive,
+    params: tuple[tuple[str, Any], ...],
+    shapes: tuple[Any, ...],
+    given: tuple[Any, ...],
 ) -> Body | None:
     """A primitive's implementation, traced."""
 
-    def run(*values: Any) -> list[Any]:
+    def evaluate(*values: Any) -> list[Any]:
         rest = iter(values)
         operands = [
             next(rest)
@@ -316,14 +326,14 @@ def implementation(
             else np.asarray(value[1], shape.dtype)
             for value, shape in zip(given, shapes, strict=True)
         ]
-        results = primitive.impl(*operands, **dict(params))
+        results = run(*operands, **dict(params))
         return list(results) if primitive.multiple_results else [results]
 
     try:
-        closed = jax.make_jaxpr(run)(*(shape for shape, value in zip(shapes, given, strict=True) if value is None))
+        closed = jax.make_jaxpr(evaluate)(*(shape for shape, value in zip(shapes, given, strict=True) if value is None))
     except Exception:  # whatever code that is no JAX code makes of tracers
         return None
-    if closed.effects or any(eqn.primitive is primitive for eqn in closed.jaxpr.eqns):
+    if closed.effects or any(eqn.primitive is primitive and eqn.params == dict(params) for eqn in closed.jaxpr.eqns):
         return None
     return body_of(closed)
 
