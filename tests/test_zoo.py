@@ -3,7 +3,7 @@
 Knows which combinations of nodes, devices and precisions are run. The whole matrix is numbers of nodes {1, 2, 8, B} by
 numbers of devices {1, 2, 3, 8} in float64, and a pair of each in float32; it runs with VNODE_TEST_ALL=1. Otherwise a
 sample is run that is the same on every machine: every case that is not rare in float64 on one pair, some in
-float32 too (all of those that draw random numbers: bits differ between the precisions), and all pairs over the whole
+float32 too (more of those that draw random numbers: bits differ between the precisions), and all pairs over the whole
 set, the ones with more nodes than one more often.
 """
 
@@ -45,7 +45,7 @@ def sample(case: zoo.Case, index: int) -> list[tuple[int, int, str]]:
     several = nodes if index % 7 == 0 else tuple(v for v in nodes if v > 1) or nodes
     first, *rest = precisions_of(case)
     chosen = [(several[index % len(several)], DEVICES[(index // len(several)) % len(DEVICES)], first)]
-    if rest and (case.item == RANDOM or index % 18 == 0):
+    if rest and index % (3 if case.item == RANDOM else 18) == 0:
         chosen.append((several[(index + 1) % len(several)], DEVICES[(index + 1) % len(DEVICES)], rest[0]))
     return chosen
 
