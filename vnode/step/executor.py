@@ -108,7 +108,8 @@ class Executor:
         self._across = jax.process_count() > 1
         self._launched: set[Any] = set()
         self._wholes = functools.cache(spec.wholes)
-        self._in_place = InPlace(len(placement.devices) > 1)
+        self._several = len(placement.devices) > 1
+        self._in_place = InPlace(self._several)
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
@@ -298,7 +299,7 @@ class Executor:
         check_there(moving, kwargs, self.spec.donate_argnums)
         placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
         named_ones = self._placed(kwargs, False, 1) if kwargs else kwargs
-        donated = self.spec.donate_argnums if len(self.placement.devices) > 1 else ()
+        donated = self.spec.donate_argnums if self._several else ()
         if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
             check_donated_once(placed, named_ones, donated)
         return placed, named_ones
@@ -458,15 +459,19 @@ class InPlace:
 
 def first_leaf(tree: Any) -> jax.Array | None:
     """The first leaf of a pytree if that is a jax array, found without visiting the others."""
-    waiting = [tree]
-    while waiting:
-        tree = waiting.pop()
-        if isinstance(tree, jax.Array):
-            return None if isinstance(tree, jax.core.Tracer) else tree
-        level = () if tree is None else jax.tree_util.default_registry.flatten_one_level(tree)
-        if level is None:  # another leaf
-            return None
-        waiting.extend(reversed(list(level[0]) if level else ()))
+    levels = [iter((tree,))]
+    while levels:
+        for child in levels[-1]:
+            if isinstance(child, jax.Array):
+                return None if isinstance(child, jax.core.Tracer) else child
+            if child is not None:
+                level = jax.tree_util.default_registry.flatten_one_level(child)
+                if level is None:  # another leaf
+                    return None
+                levels.append(iter(level[0]))
+                break
+        else:
+            levels.pop()
     return None
 
 
