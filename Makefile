@@ -40,15 +40,15 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/digits.py
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(QUICK)
+	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(QUICK)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SELECT)" $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(SELECT)" $(PYTEST_ARGS)
 
 test-all: $(VENV)/.installed
-	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not wheel" $(PYTEST_ARGS)
-	XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(ISA_TESTS) tests/test_overflow.py
-	XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(ISA_TESTS) -k "$(WITHOUT_FLOAT16)"
+	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) -m "not wheel" $(PYTEST_ARGS)
+	XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(ISA_TESTS) tests/test_overflow.py
+	XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(ISA_TESTS) -k "$(WITHOUT_FLOAT16)"
 	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)
 
 lint: $(VENV)/.installed
