@@ -18,6 +18,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
+from vnode.analysis.narrow import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Monoid, OperatorDescription, cast, evaluate_wide
@@ -208,7 +209,7 @@ def evaluate_action(
 def wide_type(action: Evaluation) -> Any:
     """The type of the pieces that an equation gives, where it is not that of its results; else None."""
     for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
-        if isinstance(form, Partial) and form.dtype(var.aval.dtype) != var.aval.dtype:
+        if isinstance(form, Partial) and is_narrow(var, form):
             return form.dtype(var.aval.dtype)
     return None
 

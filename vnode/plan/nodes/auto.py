@@ -205,14 +205,7 @@ class AutoStep(Step[P, R]):
                         )
                     )
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
-                found, step = search(
-                    self.pattern,
-                    self.template,
-                    self._limit(),
-                    shapes,
-                    named,
-                    *([settled] if jax.process_count() > 1 else []),
-                )
+                found, step = search(self.pattern, self.template, self._limit(), shapes, named, settled)
                 if step is None:
                     raise MemoryLimitError(
                         layout_message(

@@ -176,13 +176,18 @@ Need = tuple[bool, int | None]
 """Whether the compiler refused a program, and the bytes that it needs on a device, if that is known."""
 
 
+def as_found(need: Need) -> Need:
+    """What one process finds, by itself."""
+    return need
+
+
 def search(
     step: VirtualStep,
     template: Placement,
     limit: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    settle: Callable[[Need], Need] = lambda need: need,
+    settle: Callable[[Need], Need] = as_found,
 ) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
 
@@ -220,7 +225,7 @@ def trial(
     limit: int,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    settle: Callable[[Need], Need] = lambda need: need,
+    settle: Callable[[Need], Need] = as_found,
 ) -> Trial:
     """Compiles a step and reads what it needs."""
     placement = step.placement
