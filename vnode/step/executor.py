@@ -20,7 +20,7 @@ from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.host import with_weak_type
-from vnode.placement.leaves import given_away, is_number, shape_of, shapes_of
+from vnode.placement.leaves import given_away, is_held, is_number, shape_of, shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -462,8 +462,8 @@ def first_leaf(tree: Any) -> jax.Array | None:
     levels = [iter((tree,))]
     while levels:
         for child in levels[-1]:
-            if isinstance(child, jax.Array):
-                return None if isinstance(child, jax.core.Tracer) else child
+            if is_held(type(child)):
+                return child
             if child is not None:
                 level = jax.tree_util.default_registry.flatten_one_level(child)
                 if level is None:  # another leaf

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError, layout_message
-from vnode.placement.leaves import given_away
+from vnode.placement.leaves import arrays_among, given_away
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
@@ -102,8 +102,8 @@ def check_donated_once(args: Sequence[Any], kwargs: dict[str, Any], donated: Seq
 
 def repeated(tree: Any) -> bool:
     """Whether an array is in a tree twice, as the same object."""
-    arrays = [id(leaf) for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
-    return len(set(arrays)) < len(arrays)
+    arrays = arrays_among(jax.tree.leaves(tree))
+    return len(set(map(id, arrays))) < len(arrays)
 
 
 def buffers(leaf: Any) -> list[Any]:
