@@ -11,164 +11,22 @@ the compiler folds it into the product before it. A cast of a sum to more bits a
 from __future__ import annotations
 
 import dataclasses
-import functools
 import heapq
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Var
 
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
+from vnode.analysis.host import answered, answers, check_calls
 from vnode.analysis.keep import cheapest
 from vnode.analysis.narrow import after_sums, itemsize, rounded_results
-from vnode.analysis.program import Atom, signature, where
-from vnode.analysis.recipe import Conversion, Evaluation, Recipe, evaluation, recipe
+from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, repeated_work
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Evaluation, Recipe, evaluated, evaluation, recipe
 from vnode.analysis.states import Flow, Step
-from vnode.errors import CouplingError, layout_message
-from vnode.operators import Monoid
-
-
-@dataclasses.dataclass(frozen=True)
-class Accumulator:
-    """A partial value that a pass completes.
-
-    Attributes:
-      var: the value.
-      monoid: how pieces combine.
-      dtype: of the accumulator.
-      rounded: what the total is rounded to before it gets the type of the value; None if that is all.
-    """
-
-    var: Var
-    monoid: Monoid
-    dtype: Any
-    rounded: Any = None
-
-    @property
-    def bytes(self) -> int:
-        return math.prod(self.var.aval.shape) * np.dtype(self.dtype).itemsize
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Pass:
-    """One scan over all nodes.
-
-    Attributes:
-      level: of the whole values it reads.
-      recipe: what every node evaluates.
-      accumulators: partial values that are completed over all nodes.
-      collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
-    """
-
-    level: int
-    recipe: Recipe
-    accumulators: tuple[Accumulator, ...]
-    collected: tuple[tuple[Var, Slice], ...]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Stage:
-    """What happens at one level: some equations once, then a pass.
-
-    Attributes:
-      once: evaluated once, on whole values, in order.
-      nodes: the pass that follows, if one is needed.
-    """
-
-    once: tuple[Evaluation, ...]
-    nodes: Pass | None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Schedule:
-    """A step, ready to be emitted.
-
-    Attributes:
-      flow: batch flow of the step.
-      stages: in order.
-      gathered: batched values that are read whole.
-      repeated: for every pass the flops of equations that an earlier pass has evaluated already.
-    """
-
-    flow: Flow
-    stages: tuple[Stage, ...]
-    gathered: dict[Var, Slice]
-    repeated: dict[int, int]
-
-    @functools.cached_property
-    def recomputed(self) -> int:
-        """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
-        inner = sum(
-            action.times * inner.recomputed
-            for stage in self.stages
-            for action in stage.once
-            for inner in action.schedules
-        )
-        return sum(self.repeated.values()) + inner
-
-    @functools.cached_property
-    def flops(self) -> int:
-        """Scalar operations of the whole step, each equation counted once."""
-        return sum(step.flops for step in self.flow.steps)
-
-    @functools.cached_property
-    def between(self) -> tuple[Var, ...]:
-        """Batched values that passes keep for the nodes of later ones: those held when they take most memory."""
-        made = {var: nodes.level for nodes in self.passes for var, _ in nodes.collected}
-        last = {
-            var: nodes.level
-            for nodes in self.passes
-            for var, form in nodes.recipe.leaves
-            if isinstance(form, Slice) and var in made
-        }
-        held = [tuple(var for var in last if made[var] < nodes.level <= last[var]) for nodes in self.passes]
-        return max(held, key=lambda several: sum(map(nbytes, several)), default=())
-
-    @functools.cached_property
-    def around(self) -> tuple[Var, ...]:
-        """Batched values that go into loops and branches around passes, or come out of them, no arguments."""
-        inputs = set(self.flow.program.inputs)
-        crossing = [
-            (atom, form)
-            for stage in self.stages
-            for action in stage.once
-            if action.schedules
-            for atoms, forms in (
-                (action.step.eqn.invars, action.operands),
-                (action.step.eqn.outvars, action.results),
-            )
-            for atom, form in zip(atoms, forms, strict=True)
-        ]
-        return tuple(
-            dict.fromkeys(
-                var for var, form in crossing if isinstance(var, Var) and isinstance(form, Slice) and var not in inputs
-            )
-        )
-
-    @property
-    def sums_only(self) -> bool:
-        """Whether every reduction over nodes is a sum, also in loops around passes."""
-        return all(a.monoid is Monoid.SUM for nodes in self.passes for a in nodes.accumulators) and all(
-            inner.sums_only for stage in self.stages for action in stage.once for inner in action.schedules
-        )
-
-    @property
-    def passes(self) -> list[Pass]:
-        return [stage.nodes for stage in self.stages if stage.nodes is not None]
-
-
-def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
-    """16-bit (and smaller) floats are summed in float32, unless the user wants another dtype."""
-    dtype = np.dtype(dtype)
-    if monoid not in (Monoid.SUM, Monoid.PROD) or not jnp.issubdtype(dtype, jnp.floating):
-        return dtype
-    if wanted is not None:
-        return np.dtype(wanted)
-    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -628,78 +486,9 @@ def known_values(flow: Flow) -> set[Var]:
     return known
 
 
-def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
-    """For every pass the scalar operations of equations that an earlier pass has evaluated already."""
-    first: set[Step] = set()
-    repeated: dict[int, int] = {}
-    for stage in stages:
-        for action in stage.nodes.recipe.actions if stage.nodes else ():
-            if isinstance(action, Conversion) or not action.step.per_node:
-                continue
-            if action.step in first:
-                level = stage.nodes.level if stage.nodes else 0
-                repeated[level] = repeated.get(level, 0) + action.step.flops
-            first.add(action.step)
-    return repeated
-
-
-def calls_host(step: Step) -> bool:
-    """Whether nodes call host code that may do something else the second time (debugging output may come twice)."""
-    return step.per_node and any("IO" in type(effect).__name__ for effect in step.eqn.effects)
-
-
-def answered(step: Step) -> bool:
-    """Whether nodes call host code for its results: in the first pass that can, so that it is called once."""
-    return calls_host(step) and bool(step.eqn.outvars)
-
-
-def answers(flow: Flow) -> dict[Var, int]:
-    """What host code returned for batched values: kept for later passes, each with the first that could read it."""
-    return {
-        var: step.level + 1
-        for step in flow.steps
-        if calls_host(step)
-        for var, form in zip(step.eqn.outvars, step.results, strict=True)
-        if isinstance(form, Slice)
-    }
-
-
-def check_calls(stages: Sequence[Stage]) -> None:
-    """Refuses to call host code in several passes.
-
-    Raises:
-      CouplingError: a later pass would call it again.
-    """
-    called: set[Step] = set()
-    for stage in stages:
-        for step in evaluated(stage.nodes.recipe) if stage.nodes else ():
-            if step in called and calls_host(step):
-                raise CouplingError(
-                    layout_message(
-                        f"the step needs the result of {step.eqn.primitive.name!r} in several passes, and calling host "
-                        "code again may give another.",
-                        where=where(step.eqn),
-                        facts=[signature(step.eqn)],
-                        remedies=[
-                            "use jax.pure_callback if the code gives the same for the same operands",
-                            "or call it in a step of its own and pass its results to this one",
-                        ],
-                    )
-                )
-        called |= evaluated(stage.nodes.recipe) if stage.nodes else set()
-
-
-def evaluated(made: Recipe) -> set[Step]:
-    return {action.step for action in made.actions if isinstance(action, Evaluation)}
-
-
 def work(steps: Iterable[Step]) -> int:
     """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
     return sum(step.flops for step in steps if step.per_node)
-
-
-def nbytes(var: Var) -> int:
-    return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
 
 
 def size_of(var: Var) -> int:

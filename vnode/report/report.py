@@ -20,9 +20,9 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial, Slice
 from vnode.analysis.narrow import unrounded
+from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
-from vnode.analysis.schedule import Accumulator, Pass, Schedule
 from vnode.analysis.states import Coupling, Flow, Why
 from vnode.operators import Monoid
 from vnode.operators.control import Loop, region_of

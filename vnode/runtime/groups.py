@@ -21,9 +21,9 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.forms import Slice, Whole
+from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
-from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
 from vnode.operators.control import Loop, Run
 from vnode.placement.placement import Placement

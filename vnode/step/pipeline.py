@@ -24,8 +24,9 @@ import jax.numpy as jnp
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
+from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Program, signature, where
-from vnode.analysis.schedule import Schedule, schedule
+from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
