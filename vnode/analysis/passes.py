@@ -179,3 +179,8 @@ def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
 
 def nbytes(var: Var) -> int:
     return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
+
+
+def size_of(var: Var) -> int:
+    """Bytes of an accumulator of `var`."""
+    return math.prod(var.aval.shape) * max(4, itemsize(var))

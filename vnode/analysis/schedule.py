@@ -10,42 +10,22 @@ the compiler folds it into the product before it. A cast of a sum to more bits a
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jax.extend.core import Var
 
+from vnode.analysis.choice import KEEPING, Choice, Keeping, known_values
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.host import answered, answers, check_calls
-from vnode.analysis.keep import cheapest
-from vnode.analysis.narrow import after_sums, itemsize, rounded_results
-from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, repeated_work
+from vnode.analysis.narrow import after_sums, rounded_results
+from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, repeated_work, size_of
 from vnode.analysis.program import Atom
-from vnode.analysis.recipe import Evaluation, Recipe, evaluated, evaluation, recipe
+from vnode.analysis.recipe import Evaluation, evaluation, recipe
 from vnode.analysis.states import Flow, Step
-
-
-@dataclasses.dataclass(frozen=True)
-class Keeping:
-    """What is kept of every node for a later pass, rather than computed again.
-
-    Attributes:
-      price: scalar operations that a byte is worth.
-      bounded: whether all that is kept at a time takes no more than the batched arguments do; else that holds of each
-        value only.
-    """
-
-    price: float
-    bounded: bool
-
-
-KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
-"""From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
-device computes in the time in which it writes and reads one."""
 
 FOR_MEMORY = 1.0
 """The fraction of a step that is computed again at most for no other reason than to keep less."""
@@ -129,15 +109,11 @@ class Sweep:
         self.effects = [step for step in flow.steps if step.per_node and step.eqn.effects]
         self.position = flow.position
         self.waiting: list[int] = []
-        self.known = known
         self.rounded = rounded_results(flow)
         self.widened = after_sums(flow, self.rounded)
         self.evaluated: set[int] = set()
-        self.decided = decided
         self.keeping = keeping
-        self.kept: dict[Var, None] = {}  # from earlier passes for those that were made so far
-        self.given_kept: set[Var] = set()  # to the current pass
-        self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
+        self.choice = Choice(flow, keeping, decided, known)
         self.held: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
             if step.eqn.effects and not step.per_node:
@@ -258,7 +234,8 @@ class Sweep:
         moved: list[Evaluation] = []
         completed: list[Var] = []
         ready = {var: None for var in self.pending if self.may_wait_for(var, level)}  # in order: so is the program
-        postponed = self.postponed(ready, self.forced([var for var in ready if flow.states[var].level == level]))
+        earlier = [v for v in self.pending if flow.states[v].level < level and not self.may_wait_for(v, level)]
+        postponed = self.choice.postponed(level, ready, self.pending, earlier)
         ready = {var: None for var in ready if var not in postponed}
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
@@ -287,7 +264,7 @@ class Sweep:
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
 
-        made = recipe(flow, requests, self.node_size, is_leaf=self.is_leaf, effects=effects)
+        made = recipe(flow, requests, self.node_size, is_leaf=self.choice.is_leaf, effects=effects)
         accumulators = []
         for var in completed:
             form = states[var].form
@@ -300,150 +277,6 @@ class Sweep:
             else:
                 self.want_batched(var)
         return moved, Pass(level, made, tuple(accumulators), tuple(collected.items()))
-
-    def is_leaf(self, var: Var, form: Form) -> bool:
-        """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
-        if isinstance(form, Whole):
-            return var not in self.known and not self.only_layout(var)
-        state = self.flow.states[var]
-        kept = state.level < self.level and (
-            var in self.given_kept or self.decided.get(var, self.level + 1) <= self.level
-        )
-        return form == state.form and (state.given or kept)
-
-    def only_layout(self, var: Var) -> bool:
-        """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
-
-        Kept for the whole loop, the transpose of an embedding would take as much memory as the embedding.
-        """
-        if var not in self.position:
-            return False
-        step = self.flow.steps[self.position[var]]
-        if step.per_node or step.eqn.effects or step.region is not None or len(step.eqn.invars) != 1:
-            return False
-        (atom,) = step.eqn.invars
-        description = self.flow.program.describe(step.eqn)
-        if description is None or not description.movement or description.emit is not None or description.whole:
-            return False
-        return isinstance(atom, Var) and size_of(var) >= size_of(atom)
-
-    def forced(self, values: Sequence[Var]) -> Recipe:
-        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
-        requests = [(var, self.flow.states[var].form) for var in values]
-        self.given_kept = set()
-        anew = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
-        if self.level == 0:
-            return anew
-        before: set[Step] = set()
-        for var in self.pieces(anew):
-            before |= self.extra(var, before, self.is_whole)
-        for var in self.pending:
-            if self.flow.states[var].level < self.level and not self.may_wait_for(var, self.level):
-                before |= self.extra(var, before, self.is_whole)
-        again = before & evaluated(anew)
-        if not work(again):
-            return anew
-        self.given_kept = self.worth_keeping(values, again)
-        given = recipe(self.flow, requests, self.node_size, is_leaf=self.is_leaf)
-        if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
-            self.given_kept = set()  # not for a loss or two
-            return anew
-        self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
-        return given
-
-    def worth_keeping(self, values: Sequence[Var], again: set[Step]) -> set[Var]:
-        """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate."""
-        states = self.flow.states
-        waiting = {var for var in self.kept if var in self.pending and states[var].level < self.level}
-        allowed: set[Var] | None = None
-
-        def memory(var: Var) -> float | None:
-            state = states[var]
-            if var in waiting:
-                return 0.0
-            if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
-                return None
-            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
-
-        def cost(step: Step) -> float:
-            return float(step.flops) if step in again and step.per_node else 0.0
-
-        def choice() -> set[Var]:
-            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
-
-        found = choice()
-        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
-            allowed, room = set(), self.room - sum(map(size_of, waiting))
-            for var in sorted(found - waiting, key=self.position.__getitem__):
-                if size_of(var) <= room:
-                    allowed.add(var)
-                    room -= size_of(var)
-            found = choice()  # what is worth it without those that have no room
-        return found
-
-    def postponed(self, ready: Iterable[Var], base: Recipe) -> set[Var]:
-        """Those of the values that could be made in the current pass that are better made in an earlier one.
-
-        What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
-        numerator of a masked mean with the gradients, not with the count of the mask; the gradients not with a
-        statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
-        """
-        states = self.flow.states
-        others = [var for var in ready if states[var].level < self.level]
-        if not others:
-            return set()
-        here = evaluated(base)
-        before: set[Step] = set()
-        for var in self.pieces(base):
-            before |= self.extra(var, before, self.is_whole)
-        little = work(here) // 20
-        late: set[Var] = set()
-        for var in sorted(others, key=lambda v: self.position.get(v, -1)):
-            more = self.extra(var, here, self.is_leaf)
-            cost = work(more)
-            comes = (var, states[var].form) not in base.leaves and (
-                cost <= little or cost <= work(self.extra(var, before, self.is_whole))
-            )
-            if comes:
-                here |= more
-            else:
-                late.add(var)
-                before |= self.extra(var, before, self.is_whole)
-        return late
-
-    def pieces(self, made: Recipe) -> list[Var]:
-        """What earlier passes complete or keep so that `made` is given what it reads."""
-        found: list[Var] = []
-        seen: set[Var] = set()
-        stack: list[Atom] = [var for var, _ in made.leaves]
-        while stack:
-            var = stack.pop()
-            if not isinstance(var, Var) or var in seen or var not in self.position:
-                continue
-            seen.add(var)
-            if self.is_whole(var, self.flow.states[var].form):
-                stack += self.flow.steps[self.position[var]].eqn.invars
-            else:
-                found.append(var)
-        return found
-
-    def is_whole(self, var: Var, form: Form) -> bool:
-        """Whether no pass has to make a value."""
-        return isinstance(form, Whole) or self.flow.states[var].given
-
-    def extra(self, var: Var, done: set[Step], is_leaf: Callable[[Var, Form], bool]) -> set[Step]:
-        """The steps that nodes would evaluate besides `done` for a value."""
-        extra: set[Step] = set()
-        stack: list[Atom] = [var]
-        while stack:
-            atom = stack.pop()
-            if not isinstance(atom, Var) or atom not in self.position:
-                continue
-            step = self.flow.steps[self.position[atom]]
-            if step not in done and step not in extra and not is_leaf(atom, self.flow.states[atom].form):
-                extra.add(step)
-                stack += step.eqn.invars
-        return extra
 
     def may_wait_for(self, var: Var, level: int) -> bool:
         """Whether a value can be completed in the pass of a level: it is possible by then, and not needed before."""
@@ -466,31 +299,3 @@ class Sweep:
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         gain = sum(size_of(var) for var in late) - cost
         return bool(partial) and (gain > 0 if step.description.movement else gain >= 0)
-
-
-def known_values(flow: Flow) -> set[Var]:
-    """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
-
-    Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
-    them simplifies another does not.
-    """
-    known: set[Var] = set()
-    for step in flow.steps:
-        eqn = step.eqn
-        if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
-            continue
-        if any(isinstance(atom, Var) and atom not in known for atom in eqn.invars):
-            continue
-        if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
-            known.add(eqn.outvars[0])
-    return known
-
-
-def work(steps: Iterable[Step]) -> int:
-    """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
-    return sum(step.flops for step in steps if step.per_node)
-
-
-def size_of(var: Var) -> int:
-    """Bytes of an accumulator of `var`."""
-    return math.prod(var.aval.shape) * max(4, itemsize(var))
