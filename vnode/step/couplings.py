@@ -19,7 +19,8 @@ from vnode.analysis.passes import Schedule
 from vnode.analysis.program import scope, where
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
-from vnode.report.report import SHOWN, coupling_text, module
+from vnode.report.couplings import coupling_text, module
+from vnode.report.tables import SHOWN
 
 Option = str | Mapping[str, str]
 """What the user gives as ``coupling``."""
