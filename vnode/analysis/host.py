@@ -11,10 +11,10 @@ from jax.extend.core import Var
 
 from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Stage
-from vnode.analysis.program import signature, where
+from vnode.analysis.program import message_about
 from vnode.analysis.recipe import evaluated
 from vnode.analysis.states import Flow, Step
-from vnode.errors import CouplingError, layout_message
+from vnode.errors import CouplingError
 
 
 def calls_host(step: Step) -> bool:
@@ -49,11 +49,10 @@ def check_calls(stages: Sequence[Stage]) -> None:
         for step in evaluated(stage.nodes.recipe) if stage.nodes else ():
             if step in called and calls_host(step):
                 raise CouplingError(
-                    layout_message(
+                    message_about(
+                        step.eqn,
                         f"the step needs the result of {step.eqn.primitive.name!r} in several passes, and calling host "
                         "code again may give another.",
-                        where=where(step.eqn),
-                        facts=[signature(step.eqn)],
                         remedies=[
                             "use jax.pure_callback if the code gives the same for the same operands",
                             "or call it in a step of its own and pass its results to this one",

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.forms import Slice
 from vnode.analysis.narrow import itemsize
-from vnode.analysis.recipe import Conversion, Evaluation, Recipe
+from vnode.analysis.recipe import Evaluation, Recipe
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Monoid
 
@@ -82,13 +81,23 @@ class Schedule:
       flow: batch flow of the step.
       stages: in order.
       gathered: batched values that are read whole.
-      repeated: for every pass the flops of equations that an earlier pass has evaluated already.
     """
 
     flow: Flow
     stages: tuple[Stage, ...]
     gathered: dict[Var, Slice]
-    repeated: dict[int, int]
+
+    @functools.cached_property
+    def repeated(self) -> dict[int, int]:
+        """For every pass the flops of equations that an earlier pass has evaluated already."""
+        first: set[Step] = set()
+        repeated: dict[int, int] = {}
+        for nodes in self.passes:
+            for step in (action.step for action in nodes.recipe.actions if isinstance(action, Evaluation)):
+                if step.per_node and step in first:
+                    repeated[nodes.level] = repeated.get(nodes.level, 0) + step.flops
+                first.add(step)
+        return repeated
 
     @functools.cached_property
     def recomputed(self) -> int:
@@ -160,21 +169,6 @@ def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
     if wanted is not None:
         return np.dtype(wanted)
     return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
-
-
-def repeated_work(stages: Sequence[Stage]) -> dict[int, int]:
-    """For every pass the scalar operations of equations that an earlier pass has evaluated already."""
-    first: set[Step] = set()
-    repeated: dict[int, int] = {}
-    for stage in stages:
-        for action in stage.nodes.recipe.actions if stage.nodes else ():
-            if isinstance(action, Conversion) or not action.step.per_node:
-                continue
-            if action.step in first:
-                level = stage.nodes.level if stage.nodes else 0
-                repeated[level] = repeated.get(level, 0) + action.step.flops
-            first.add(action.step)
-    return repeated
 
 
 def nbytes(var: Var) -> int:

@@ -22,7 +22,7 @@ from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.host import answered, answers, check_calls
 from vnode.analysis.narrow import after_sums, rounded_results
-from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, repeated_work, size_of
+from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, size_of
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation, evaluation, recipe
 from vnode.analysis.states import Flow, Step
@@ -71,7 +71,7 @@ def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping) -> Schedule:
             break
         earliest = {var: min(stage, earliest.get(var, stage)) for var, stage in {**earliest, **sweep.needed}.items()}
     check_calls(stages)
-    return Schedule(flow, tuple(stages), sweep.gathered, repeated_work(stages))
+    return Schedule(flow, tuple(stages), sweep.gathered)
 
 
 class Sweep:

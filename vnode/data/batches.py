@@ -15,8 +15,7 @@ import numpy as np
 from vnode.data.examples import Arrays, Records, examples_of
 from vnode.data.loading import loaded
 from vnode.data.order import Order
-from vnode.data.source import owned
-from vnode.errors import BatchError, layout_message
+from vnode.data.source import check_rows, owned
 from vnode.placement.placement import Placement
 
 SAMPLE = 16
@@ -111,17 +110,11 @@ class Batches:
           BatchError: there is not.
         """
         taken = self.examples.take(rows)
-        wrong = [
-            f"{jax.tree_util.keystr(path) or 'the result'}: shape {np.shape(leaf)}"
-            for path, leaf in jax.tree.leaves_with_path(taken)
-            if np.shape(leaf)[:1] != (len(rows),)
-        ]
-        if wrong or not jax.tree.leaves(taken):
-            raise BatchError(
-                layout_message(
-                    f"asked for {len(rows)} examples, the data gave something else.",
-                    facts=wrong or ["there is no array"],
-                    remedies=["take(rows) must return a pytree of arrays with one row for each of rows"],
-                )
-            )
+        check_rows(
+            taken,
+            len(rows),
+            "the result",
+            f"asked for {len(rows)} examples, the data gave something else.",
+            "take(rows) must return a pytree of arrays with one row for each of rows",
+        )
         return taken if isinstance(self.examples, Arrays | Records) else owned(taken, "what the data gave")

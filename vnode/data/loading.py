@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from vnode.errors import BatchError, layout_message
+from vnode.data.source import check_rows
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
 
@@ -90,19 +90,13 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
       (6,)
     """
     wanted = placement.local_examples(batch_size)
-    wrong = [
-        f"{jax.tree_util.keystr(path) or 'the batch'}: shape {np.shape(leaf)}"
-        for path, leaf in jax.tree.leaves_with_path(local)
-        if np.shape(leaf)[:1] != (len(wanted),)
-    ]
-    if wrong or not jax.tree.leaves(local):
-        raise BatchError(
-            layout_message(
-                f"process {jax.process_index()} must give {len(wanted)} of the batch's {batch_size} rows.",
-                facts=wrong or ["there is no array"],
-                remedies=["give the rows placement.local_examples(batch_size), in this order"],
-            )
-        )
+    check_rows(
+        local,
+        len(wanted),
+        "the batch",
+        f"process {jax.process_index()} must give {len(wanted)} of the batch's {batch_size} rows.",
+        "give the rows placement.local_examples(batch_size), in this order",
+    )
     local = jax.tree.map(np.asarray, local)
     return loaded(
         batch_size,
