@@ -14,8 +14,9 @@ from vnode.placement.placement import Placement
 from vnode.report.lines import Line, PassReport
 from vnode.report.sources import short
 from vnode.report.tables import held, listed, passed, places
+from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
-from vnode.show.page import Drawn, Fact, Facts, Page, Picture, Table
+from vnode.show.page import Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 
 
