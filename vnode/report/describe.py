@@ -6,7 +6,6 @@ shown of a report.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +13,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Slice
 from vnode.analysis.narrow import unrounded
-from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.passes import Pass, Schedule, nbytes
 from vnode.analysis.program import where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.states import Coupling, Flow
@@ -76,7 +75,7 @@ def report(
         node_size=flow.node_size,
         placement=placement,
         inputs=tuple(
-            Line(kind(var.aval), str(flow.states[var].form), bytes_of(var.aval))
+            Line(kind(var.aval), str(flow.states[var].form), nbytes(var))
             for var in flow.program.inputs
             if isinstance(flow.states[var].form, Slice)
         ),
@@ -85,11 +84,11 @@ def report(
         once=sum(len(stage.once) for stage in made.stages),
         hoisted=len(made.stages[0].once) if made.passes else 0,
         gathered=tuple(
-            Line(kind(var.aval), where(defined[var]) if var in defined else "argument", bytes_of(var.aval))
+            Line(kind(var.aval), where(defined[var]) if var in defined else "argument", nbytes(var))
             for var in made.gathered
         ),
         sliced=tuple(
-            Line(kind(var.aval), where(defined[var]), bytes_of(var.aval))
+            Line(kind(var.aval), where(defined[var]), nbytes(var))
             for var in dict.fromkeys(
                 action.var
                 for nodes in made.passes
@@ -119,7 +118,7 @@ def late_line(eqn: JaxprEqn) -> Line:
 
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
     """Values of a program with the source lines that make them."""
-    return tuple(Line(kind(var.aval), where(defined[var]), bytes_of(var.aval), names(var)) for var in values)
+    return tuple(Line(kind(var.aval), where(defined[var]), nbytes(var), names(var)) for var in values)
 
 
 def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
@@ -165,10 +164,6 @@ def pass_report(
         collected=value_lines([var for var, _ in nodes.collected], defined, names),
         sent=reduction.sent(nodes, placement),
     )
-
-
-def bytes_of(aval: Any) -> int:
-    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
 def kind(aval: Any) -> str:

@@ -154,7 +154,10 @@ class Report(Drawn):
 
     def page(self) -> Page:
         """What there is to see."""
-        return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", tuple(self._blocks(self._facts())))
+        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
+        picture = Picture("Nodes by device and wave", grid, "a device computes its nodes one by one, left to right")
+        blocks = (Facts(tuple(self._facts())), picture, *self._tables())
+        return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", blocks)
 
     @property
     def where(self) -> str:
@@ -237,19 +240,11 @@ class Report(Drawn):
         percent = f"{share:.1%}" if share >= 0.001 else "less than 0.1%"
         return f"{percent} of it computed again by later passes" if self.recomputed else "nothing computed twice"
 
-    def _blocks(self, facts: Sequence[Fact]) -> list[Facts | Picture | Table | Page]:
-        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
-        blocks: list[Facts | Picture | Table | Page] = [
-            Facts(tuple(facts)),
-            Picture("Nodes by device and wave", grid, "a device computes its nodes one by one, left to right"),
-        ]
-        return blocks + self._tables()
-
-    def _tables(self, of: str = "the step") -> list[Facts | Picture | Table | Page]:
+    def _tables(self, of: str = "the step") -> list[Table | Page]:
         """Everything that does not depend on devices, except what is sent."""
         accumulators = [(str(p.level), line) for p in self.passes for line in p.accumulators]
         kept = [(str(p.level), line) for p in self.passes for line in p.collected]
-        tables: list[Facts | Picture | Table | Page] = []
+        tables: list[Table | Page] = []
         if self.passes:
             tables.append(passed(self.passes, self.once, self.flops + self.recomputed, self.pass_flops, of))
         if accumulators:
