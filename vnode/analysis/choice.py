@@ -50,8 +50,8 @@ class Choice:
 
     Attributes:
       level: of the pass that was decided about last.
-      given_kept: to it.
-      kept: from earlier passes, for those that were decided about so far.
+      given_kept: values that it is given, because an earlier pass computes them anyway.
+      kept: all such values, of the passes that were decided about so far.
     """
 
     def __init__(self, flow: Flow, keeping: Keeping, decided: Mapping[Var, int], known: Container[Var]) -> None:
