@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 import vnode
 from tests.test_virtual_step import compilations
 from vnode.elastic.devices import Devices, responds, without
-from vnode.elastic.driver import words
+from vnode.elastic.metrics import words
 from vnode.elastic.run import run
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
 from vnode.placement.host import HostCopy, abstract

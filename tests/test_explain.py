@@ -19,7 +19,7 @@ import optax
 import pytest
 
 import vnode
-from vnode.report.report import near
+from vnode.report.sources import near
 
 FLOAT = 4
 LARGE = {"recompute_budget": 10.0}

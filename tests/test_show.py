@@ -26,8 +26,9 @@ from rich.console import Console
 import vnode
 from vnode.placement.placement import even_counts
 from vnode.show import html as drawing
+from vnode.show.drawn import Drawn
 from vnode.show.grid import MOST_ROWS, Grid
-from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
+from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 
 VOID = {"br", "hr", "img", "input", "link", "meta"}
 LARGE = {"recompute_budget": 10.0}

@@ -18,7 +18,8 @@ from vnode.placement.placement import Placement
 from vnode.plan.balance.balance import Balance, balance
 from vnode.plan.balance.measure import profile
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles
-from vnode.plan.check import Check, check
+from vnode.plan.check.answer import Check
+from vnode.plan.check.check import check
 from vnode.plan.compare import explain
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.fit import Fit, fit

@@ -44,11 +44,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return examine(chosen.cpu_devices, not chosen.no_test)
 
 
-def examine(cpu_devices: int | None = None, test: bool = True) -> int:
+def examine(cpu_devices: int | None, test: bool) -> int:
     """Prints what there is, and tests it.
 
     Args:
-      cpu_devices: how many devices the CPU counts as; by default what jax finds.
+      cpu_devices: how many devices the CPU counts as; None for what jax finds.
       test: whether to run the self-test.
 
     Returns:

@@ -31,10 +31,10 @@ from vnode.analysis.forms import (
 )
 from vnode.analysis.loops import region_step
 from vnode.analysis.nested import nested_step
-from vnode.analysis.program import Program, signature, where
+from vnode.analysis.program import Program, message_about
 from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
 from vnode.analysis.view import View
-from vnode.errors import CouplingError, UnsupportedPrimitiveError, layout_message
+from vnode.errors import CouplingError, UnsupportedPrimitiveError
 from vnode.operators import Monoid, OperatorDescription, advice
 from vnode.operators.control import Region, region_of
 
@@ -199,11 +199,10 @@ class Follower:
             if not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
                 return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
             raise UnsupportedPrimitiveError(
-                layout_message(
+                message_about(
+                    eqn,
                     f"vnode has no description of the primitive {eqn.primitive.name!r}, "
                     "which is applied to a batched value.",
-                    where=where(eqn),
-                    facts=[signature(eqn)],
                     remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )
@@ -347,10 +346,9 @@ class Follower:
             return view.once()
         if is_ordered(view.eqn):
             raise CouplingError(
-                layout_message(
+                message_about(
+                    view.eqn,
                     f"the ordered effect of {view.eqn.primitive.name!r} cannot be kept: nodes run in parallel.",
-                    where=where(view.eqn),
-                    facts=[signature(view.eqn)],
                     remedies=["use ordered=False", "or pass values that are reduced over the batch"],
                 )
             )
@@ -387,10 +385,9 @@ def keep_order(flow: Flow, step: Step) -> None:
     references = [atom for atom in step.eqn.invars if isinstance(atom, Var) and hasattr(atom.aval, "inner_aval")]
     if references and (step.per_node or step.nested):
         raise UnsupportedPrimitiveError(
-            layout_message(
+            message_about(
+                step.eqn,
                 f"{step.eqn.primitive.name!r} mutates an array in place with what depends on single examples.",
-                where=where(step.eqn),
-                facts=[signature(step.eqn)],
                 remedies=[
                     "use x.at[...].set(...) or a carry of the loop",
                     "or write only what is reduced over the batch",

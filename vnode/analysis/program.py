@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
+from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe, kind
 from vnode.operators.control import Body, call_of, implementation_of
 from vnode.operators.indexing import with_batching_dims
@@ -254,3 +255,8 @@ def signature(eqn: JaxprEqn) -> str:
         return ", ".join(atom.aval.str_short(short_dtypes=True) for atom in atoms)
 
     return f"{eqn.primitive.name}({types(eqn.invars)}) -> {types(eqn.outvars)}"
+
+
+def message_about(eqn: JaxprEqn, what: str, *, facts: Sequence[str] = (), remedies: Sequence[str]) -> str:
+    """An error's message about an equation, with its source line and its signature."""
+    return layout_message(what, where=where(eqn), facts=[signature(eqn), *facts], remedies=remedies)

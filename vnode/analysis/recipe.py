@@ -81,6 +81,10 @@ class Recipe:
     leaves: dict[Key, None]
 
 
+def evaluated(made: Recipe) -> set[Step]:
+    return {action.step for action in made.actions if isinstance(action, Evaluation)}
+
+
 def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Evaluation | None:
     """A clone of an equation of whole values that gives a node's slice of its result; None if it is not cheap.
 

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.program import bind, context_of, signature, where
-from vnode.errors import UnsupportedPrimitiveError, layout_message
+from vnode.analysis.program import bind, context_of, message_about
+from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.control import Body, Branches, Loop, While, call_of, region_of
 from vnode.operators.references import access_of, is_reference, made_by
 
@@ -118,10 +118,9 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any]) -> list[Any]:
 
 def refused(eqn: JaxprEqn, why: str) -> UnsupportedPrimitiveError:
     return UnsupportedPrimitiveError(
-        layout_message(
+        message_about(
+            eqn,
             f"vnode cannot follow an array that is mutated in place: {why}.",
-            where=where(eqn),
-            facts=[signature(eqn)],
             remedies=["use x.at[...].set(...) or a carry of the loop", "or make the array in the step: jax.new_ref(x)"],
         )
     )

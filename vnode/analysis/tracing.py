@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from vnode.analysis.meshless import NoMeaning, Replicated, meshless
-from vnode.analysis.program import Program, inline, signature, where, where_raised
+from vnode.analysis.program import Program, inline, message_about, where_raised
 from vnode.analysis.references import without_references
 from vnode.errors import UnsupportedPrimitiveError, VnodeError, layout_message
 
@@ -67,10 +67,9 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         ) from error
     except Replicated as found:
         raise VnodeError(
-            layout_message(
+            message_about(
+                found.eqn,
                 "the step is run by jax.pmap: it has a replica for each device, and its result would depend on them.",
-                where=where(found.eqn),
-                facts=[signature(found.eqn)],
                 remedies=[
                     "virtualize jax.vmap(step, axis_name=...) in place of jax.pmap (docs/migrating-from-pmap.md)",
                     "or write the step for the whole batch, and remove its collectives",
@@ -79,11 +78,11 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         ) from None
     except NoMeaning as found:
         raise UnsupportedPrimitiveError(
-            layout_message(
+            message_about(
+                found.eqn,
                 f"the {found.eqn.primitive.name} holds what vnode cannot follow.",
-                where=where(found.eqn),
-                facts=[signature(found.eqn), str(found)],
                 remedies=["write it for the whole batch: vnode divides the examples itself"],
+                facts=[str(found)],
             )
         ) from found
     traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]

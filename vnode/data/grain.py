@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from vnode.data.batches import stacked
+from vnode.data.examples import stacked
 from vnode.errors import BatchError, layout_message
 
 try:

@@ -15,7 +15,7 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.placement import Placement
 
 
-def loader(data: Any, steps: int = 0) -> Callable[[int, Placement], Any]:
+def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     """What gives the batch of a step on a placement.
 
     Batches that are the data's own arrays on the host are copied, so that data may fill and return one buffer.
@@ -66,6 +66,22 @@ def sizes(tree: Any) -> list[str]:
         f"{jax.tree_util.keystr(path) or 'itself'}: shape {np.shape(leaf)}"
         for path, leaf in jax.tree.leaves_with_path(tree)
     ]
+
+
+def check_rows(tree: Any, count: int, itself: str, problem: str, remedy: str) -> None:
+    """Refuses examples of which not every array has `count` rows; `itself` names a tree that is a single array.
+
+    Raises:
+      BatchError: there is such an array, or none at all.
+    """
+    leaves = jax.tree.leaves_with_path(tree)
+    wrong = [
+        f"{jax.tree_util.keystr(path) or itself}: shape {np.shape(leaf)}"
+        for path, leaf in leaves
+        if np.shape(leaf)[:1] != (count,)
+    ]
+    if wrong or not leaves:
+        raise BatchError(layout_message(problem, facts=wrong or ["there is no array"], remedies=[remedy]))
 
 
 def owned(batch: Any, what: str) -> Any:

@@ -10,7 +10,6 @@ state that was complete before it. Steps in between are run again, and give agai
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 import traceback
@@ -22,18 +21,18 @@ import jax
 import numpy as np
 
 from vnode.data.prefetch import Prefetch
+from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
 from vnode.elastic.identity import compare, identity, shape_of
+from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
 from vnode.elastic.processes import Agreement, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.elastic.writers import by_name
-from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
+from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.host import abstract, on_host
-from vnode.placement.leaves import given_away, is_array
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.placement.waiting import ready, tell
@@ -131,7 +130,7 @@ class Driver:
         Raises:
           CheckpointError: the run cannot begin with that step.
         """
-        self.check_start(number)
+        check_start(number, self.options, self.checkpoints)
         try:
             self.asked = self.requests(number)
         except DeviceLost as error:
@@ -139,27 +138,6 @@ class Driver:
         self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
         check_present(self.step.placement)
         return self.step.placement
-
-    def check_start(self, number: int) -> None:
-        """Refuses a checkpoint that does not lie between the first and the last step.
-
-        Raises:
-          CheckpointError: it does not.
-        """
-        if self.options.start <= number <= self.options.steps:
-            return
-        assert self.checkpoints is not None
-        beyond = number > self.options.steps
-        raise CheckpointError(
-            layout_message(
-                f"checkpoint {number} in {self.checkpoints.folder} is "
-                + (f"beyond steps={self.options.steps}." if beyond else f"before start={self.options.start}."),
-                facts=["steps counts from the first step of all, those before a checkpoint included"]
-                if beyond
-                else ["the state that was given and the checkpoint cannot both be gone on with"],
-                remedies=["more steps" if beyond else "leave out start to go on from the checkpoint", "another folder"],
-            )
-        )
 
     def run(self) -> Result:
         """The loop, begun again after each failure.
@@ -213,7 +191,8 @@ class Driver:
         self.identify(batch)
         began = time.perf_counter()
         results = self.step(self.state, batch)
-        self.state, metrics = self.parts(results)
+        check_results(results, self.shapes)
+        self.state, metrics = results[0], whole_everywhere(results[1])
         if self.resized is not None:
             returned = time.perf_counter()
             ready(results, f"step {self.number}")
@@ -247,32 +226,6 @@ class Driver:
     def asked_to_stop(self) -> bool:
         """Whether waiting for data is to end; several processes then wait for one another."""
         return self.stop.asked and not self.agreement.delay
-
-    def parts(self, results: Any) -> tuple[Any, Any]:
-        """The state and the metrics that a step returned.
-
-        Raises:
-          VnodeError: it returned something else, or the two the other way round.
-        """
-        if not (isinstance(results, tuple) and len(results) == 2):
-            raise VnodeError(
-                layout_message(
-                    "a step must return its state and its metrics.",
-                    facts=[f"it returned {type(results).__name__}"],
-                    remedies=["return state, {'loss': loss}", "return state, {} where there is nothing to tell"],
-                )
-            )
-        first, second = map(form, results)
-        expected = form(self.shapes)
-        if first != expected and second == expected:
-            raise VnodeError(
-                layout_message(
-                    "a step must return its state first, then its metrics.",
-                    facts=["the second thing that it returned has the form of the state, the first has not"],
-                    remedies=["return state, metrics"],
-                )
-            )
-        return results[0], whole_everywhere(results[1])
 
     def identify(self, batch: Any) -> None:
         """Before the first step, or where none is left: what this run is, and whether the checkpoint is of it.
@@ -436,15 +389,7 @@ class Driver:
             return
         values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
         values = jax.tree.map(on_host, values)
-        gone = given_away(self.state, "state")
-        if gone:
-            raise VnodeError(
-                layout_message(
-                    "the evaluation gave the state away: its arrays are no more.",
-                    facts=[f"donated: {', '.join(gone[:8])}"],
-                    remedies=["no donate_argnums for the step that evaluates"],
-                )
-            )
+        check_kept(self.state)
         self.told = self.number
         self.evaluations.append((self.number, values))
         self.write(self.number, by_name(values, "evaluate/"))
@@ -557,36 +502,3 @@ class Driver:
 def due(number: int, every: int | None) -> bool:
     """Whether something that is done after so many steps is due."""
     return every is not None and number % every == 0
-
-
-def form(tree: Any) -> tuple[Any, list[tuple[int, ...]]]:
-    """The structure of a pytree, and the shapes in it."""
-    leaves, treedef = jax.tree.flatten(tree)
-    return treedef, [np.shape(leaf) if is_array(leaf) else () for leaf in leaves]
-
-
-def finished(metrics: Any) -> bool:
-    """Whether metrics are computed."""
-    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
-
-
-def not_finite(named: dict[str, Any]) -> list[str]:
-    """The names of metrics that hold infinities or what is no number: of the loss, where one is called so."""
-    found = []
-    for name, value in ({"loss": named["loss"]} if "loss" in named else named).items():
-        with contextlib.suppress(TypeError):  # not a kind of number
-            found += [] if np.isfinite(value).all() else [name]
-    return found
-
-
-def scalars(metrics: Any) -> str:
-    """The first scalar metrics in a few words."""
-    named = by_name(metrics)
-    numbers = {name: value for name, value in named.items() if isinstance(value, bool | int | float)}
-    return "  ".join(f"{name.replace('/', '.')} {value:.4g}" for name, value in list(numbers.items())[:4])
-
-
-def words(metrics: Any, placement: Placement) -> str:
-    """Scalar metrics and the placement, in a few words."""
-    counts = sorted(set(placement.counts), reverse=True)
-    return "  ".join([scalars(metrics), f"{placement.size} devices x {'/'.join(map(str, counts))} nodes"])

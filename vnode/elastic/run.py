@@ -16,16 +16,15 @@ import jax
 
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
+from vnode.elastic.checks import check_state, check_step
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.errors import CheckpointError, VnodeError, layout_message
-from vnode.placement.leaves import given_away
+from vnode.errors import CheckpointError
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
-from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
 
 if TYPE_CHECKING:
@@ -201,48 +200,6 @@ def run_objects(step: Any, objects: Any, data: Any, options: RunOptions) -> Resu
     result = run_step(pure, state, data, options)
     result.state = update(result.state)
     return result
-
-
-def check_step(step: Any) -> None:
-    """Refuses a step that is not virtualized.
-
-    Raises:
-      VnodeError: it is not.
-    """
-    if isinstance(step, Step):
-        return
-    name = getattr(step, "__name__", type(step).__name__)
-    raise VnodeError(
-        layout_message(
-            f"{name} is not virtualized.",
-            facts=[f"it is a {type(step).__name__}"],
-            remedies=[
-                "step = vnode.virtualize(step, virtual_nodes=8), without jax.jit around it",
-                "step = vnode.nnx.virtualize(step, virtual_nodes=8, in_axes=(None, None, 0)) for nnx objects",
-            ],
-        )
-    )
-
-
-def check_state(state: Any) -> None:
-    """Refuses a state whose arrays are no more.
-
-    Raises:
-      VnodeError: some were donated.
-    """
-    gone = given_away(state, "state")
-    if gone:
-        raise VnodeError(
-            layout_message(
-                "the state was given away to an earlier call: its arrays are no more.",
-                facts=[f"donated: {', '.join(gone[:8])}"],
-                remedies=[
-                    "go on from what that call returned, result.state",
-                    "or make the state anew",
-                    "or virtualize without donate_argnums",
-                ],
-            )
-        )
 
 
 @contextlib.contextmanager

@@ -17,26 +17,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
-
-
-def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
-    """Metrics as writers take them: a flat dictionary, scalars as numbers of Python.
-
-    Args:
-      metrics: a pytree of arrays on the host; one without names is called ``"loss"``.
-      prefix: of each name.
-
-    Example:
-      >>> by_name({"loss": np.float32(0.5), "layers": [np.ones(2), 3]}, "evaluate/")
-      {'evaluate/layers/0': array([1., 1.]), 'evaluate/layers/1': 3, 'evaluate/loss': 0.5}
-    """
-    named = {}
-    for path, leaf in jax.tree.leaves_with_path(metrics):
-        name = prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or "loss")
-        named[name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
-    return named
 
 
 class JsonLines:

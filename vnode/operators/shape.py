@@ -277,15 +277,8 @@ def split(eqn: JaxprEqn) -> OperatorDescription:
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         return {**e.params, "sizes": tuple(n // unit_size * sizes[unit] for n in e.params["sizes"])}
 
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=((*before, (total, unit), *after),),
-        results=tuple((*before, (part, unit), *after) for part in parts),
-        whole=frozenset({total, *parts}),
-        linear=FIRST,
-        movement=True,
-        resize=resize,
-    )
+    operand, results = (*before, (total, unit), *after), tuple((*before, (part, unit), *after) for part in parts)
+    return described_blocks(f, (operand,), results, {total, *parts}, resize)
 
 
 @rule("stack")

@@ -234,7 +234,7 @@ def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], o
     return made if key is None else jax.random.wrap_key_data(made, impl=key)
 
 
-def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool = False) -> jax.Array:
+def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> jax.Array:
     """An array that each process gives its own devices' part of.
 
     Args:

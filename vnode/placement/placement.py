@@ -20,8 +20,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
-from vnode.show.page import Drawn, Page, Picture
+from vnode.show.page import Page, Picture
 from vnode.show.units import several, spread
 
 

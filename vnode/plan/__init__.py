@@ -1,1 +1,1 @@
-"""How many virtual nodes a step should have, and how many of them each device."""
+"""How many virtual nodes a step should have, where they go, what other devices would change; whether it is right."""

@@ -20,8 +20,9 @@ from vnode.errors import PlacementError, layout_message
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
 from vnode.report.report import Report
+from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
-from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Picture, Table
+from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 from vnode.step.explain import layout, reports, temporary
 from vnode.step.protocol import Resolved, step_and_arguments

@@ -19,9 +19,9 @@ from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.forms import WHOLE, Form, Slice, Whole
+from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
-from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch

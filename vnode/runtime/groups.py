@@ -1,216 +1,38 @@
 """Runs a schedule on groups of devices, with programs for each: devices of several kinds cannot share one.
 
-Knows schedules, groups and what an emission leaves undone. Must not know how a step was analysed, nor any primitive.
+Knows pieces of a schedule, groups and what an emission leaves undone. Must not know how a step was analysed, nor any
+primitive.
 
-A schedule is cut where nodes of all groups meet: behind every pass, and around loops and branches with passes of their
-own, which run here, in Python. Each piece is a program for each group. What its pass leaves of a sum goes to all
-groups, and each adds it up in tree order when the next piece begins. Programs are launched without waiting for any.
+Each piece is a program for each group; a loop or branch with passes of its own runs here, in Python. What the pass of
+a piece leaves of a sum goes to all groups, and each adds it up in tree order when the next piece begins. Programs are
+launched without waiting for any.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.forms import Slice, Whole
-from vnode.analysis.program import Atom, Program
+from vnode.analysis.forms import Slice
+from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
-from vnode.analysis.schedule import Pass, Schedule
 from vnode.analysis.states import Flow
 from vnode.operators.control import Loop, Run
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
-from vnode.placement.transfer import replicated
 from vnode.runtime import collectives
 from vnode.runtime.emit import Emission, Mode, sums_of
 from vnode.runtime.evaluate import as_array, typed
-
-Key = tuple[str, Any]
-"""Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
-the part of the group's nodes, in the order of the batch; ``("collected", var)``, the same as the group's devices hold
-it; ``("left", number)``, what the pass of a piece has left in the group."""
+from vnode.runtime.parts import Replicas, join_along, part
+from vnode.runtime.pieces import Key, ProgramPlan
 
 Held = dict[Key, Any]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Piece:
-    """What a group does at a time.
-
-    Attributes:
-      completes: the number of the piece whose pass is completed first, and the pass.
-      once: evaluated then.
-      nodes: the pass that follows.
-      nested: in place of all that, a loop or branch with passes of its own.
-    """
-
-    completes: tuple[int, Pass] | None = None
-    once: tuple[Evaluation, ...] = ()
-    nodes: Pass | None = None
-    nested: Evaluation | None = None
-
-    @property
-    def idle(self) -> bool:
-        """Whether there is nothing to do."""
-        return self.completes is None and not self.once and self.nodes is None and self.nested is None
-
-    def reads(self) -> Iterator[Var]:
-        """What is read by other than what is evaluated once."""
-        if self.nodes is not None:
-            yield from (var for var, _ in self.nodes.recipe.leaves)
-        if self.nested is not None:
-            yield from operands_of(self.nested)
-
-    def makes(self, number: int) -> Iterator[Key]:
-        """What it could be asked for."""
-        if self.completes is not None:
-            yield from (("whole", a.var) for a in self.completes[1].accumulators)
-        for action in self.once:
-            for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
-                if form is not None:
-                    yield ("whole", var)
-        if self.nodes is not None:
-            yield ("left", number)
-            for var, _ in self.nodes.collected:
-                yield ("collected", var)
-                yield ("batched", var)
-
-
-def cut(schedule: Schedule) -> list[Piece]:
-    """The pieces of a schedule, in order."""
-    pieces: list[Piece] = []
-    once: list[Evaluation] = []
-
-    def close(nodes: Pass | None = None) -> None:
-        before = pieces[-1].nodes if pieces else None
-        if once or nodes is not None or before is not None:
-            completes = None if before is None else (len(pieces) - 1, before)
-            pieces.append(Piece(completes, tuple(once), nodes))
-            once.clear()
-
-    for stage in schedule.stages:
-        for action in stage.once:
-            if apart(action):
-                close()
-                pieces.append(Piece(nested=action))
-            else:
-                once.append(action)
-        if stage.nodes is not None:
-            close(stage.nodes)
-    close()
-    return put_off(pieces, schedule.flow.program)
-
-
-def apart(action: Evaluation) -> bool:
-    """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
-    if not action.schedules:
-        return False
-    inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
-    return (
-        any(made.passes for made in action.schedules)
-        or any(isinstance(form, Slice) for form in (*action.operands, *action.results))
-        or any(map(apart, inner))
-    )
-
-
-def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
-    """The same with everything that is evaluated once in the first piece that reads it, and again in others if cheap.
-
-    In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
-    """
-    later = list(pieces)
-    for number, piece in enumerate(pieces):
-        following = next((n for n in range(number + 1, len(later)) if later[n].nested is None), None)
-        if piece.nested is not None or following is None:
-            continue
-        read = {var for between in later[number:following] for var in between.reads()}
-        wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
-        for behind in later[number + 1 :]:
-            wanted.update(behind.reads(), *(operands_of(action) for action in behind.once))
-        here: list[Evaluation] = []
-        there: list[Evaluation] = []
-        for action in reversed(later[number].once):
-            stays = not read.isdisjoint(action.step.eqn.outvars)
-            if stays:
-                here.append(action)
-                read.update(operands_of(action))
-            if not stays or (cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
-                there.append(action)
-                wanted.update(operands_of(action))
-        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
-        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
-    return later
-
-
-def operands_of(action: Evaluation) -> list[Var]:
-    return [atom for atom in action.step.eqn.invars if isinstance(atom, Var)]
-
-
-def cheap(action: Evaluation, program: Program) -> bool:
-    """Whether a compiler might compute something again rather than read it."""
-    eqn = action.step.eqn
-    description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
-    return description is not None and not (description.contraction or description.reduced or description.whole)
-
-
-class ProgramPlan:
-    """The pieces of a schedule, what each is given and what it hands on."""
-
-    def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
-        self.schedule = schedule
-        self.pieces = cut(schedule)
-        self.states = schedule.flow.states
-        self.reads: list[list[Key]] = []
-        there = set(given)
-        for number, piece in enumerate(self.pieces):
-            self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
-            there.update(piece.makes(number))
-        self.hands_on: list[list[Key]] = []
-        wanted = {self.result(atom) for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
-        for number, piece in reversed(list(enumerate(self.pieces))):
-            self.hands_on.append([key for key in piece.makes(number) if key in wanted])
-            wanted.update(self.reads[number])
-            wanted.update(("batched", var) for kind, var in self.reads[number] if kind == "full")
-        self.hands_on.reverse()
-
-    def read_by(self, piece: Piece, there: set[Key]) -> Iterator[Key]:
-        known = set(self.schedule.flow.program.constants)
-        if piece.completes is not None:
-            number, nodes = piece.completes
-            yield ("left", number)
-            known.update(a.var for a in nodes.accumulators)
-        for action in piece.once:
-            for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
-                if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
-                    yield self.whole(atom)
-            known.update(action.step.eqn.outvars)
-        if piece.nested is not None:
-            for atom in piece.nested.step.eqn.invars:
-                if isinstance(atom, Var):
-                    yield self.whole(atom)
-        if piece.nodes is not None:
-            for var, form in piece.nodes.recipe.leaves:
-                if isinstance(form, Whole):
-                    if var not in known:
-                        yield self.whole(var)
-                else:
-                    yield ("collected" if ("collected", var) in there else "batched", var)
-
-    def result(self, var: Var) -> Key:
-        """As what a value is returned."""
-        return ("batched" if isinstance(self.states[var].form, Slice) else "whole", var)
-
-    def whole(self, var: Var) -> Key:
-        """As what a value is read by what reads all of it."""
-        return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)
 
 
 class GroupProgram:
@@ -465,53 +287,3 @@ def operand(mine: Held, atom: Atom) -> Any:
     if isinstance(atom, Literal):
         return as_array(atom.val, atom)
     return mine["full", atom] if ("full", atom) in mine else mine["whole", atom]
-
-
-def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
-    """The part of a batched value that a group's nodes hold; one element at least, of padding."""
-    n = int(flow.node_size * form.ratio)
-    if isinstance(value, jax.Array):
-        value = replicated(value)  # picking from a sharded one could change the sign of a zero
-    start = min(group.first * n, form.units - 1)
-    stop = min(max(start + 1, (group.first + group.nodes) * n), form.units)
-    if form.outer == 1:
-        value = value[(slice(None),) * form.dim + (slice(start, stop),)]
-    else:
-        shape = value.shape
-        runs = value.reshape(*shape[: form.dim], form.outer, form.units, *shape[form.dim + 1 :])
-        runs = runs[(slice(None),) * (form.dim + 1) + (slice(start, stop),)]
-        value = runs.reshape(*shape[: form.dim], -1, *shape[form.dim + 1 :])
-    fits = form.outer == 1 and group.even and stop - start == group.nodes * n
-    return jax.device_put(value, group.sharding(*[None] * form.dim, group.axis) if fits else group.sharding())
-
-
-@functools.lru_cache
-def join_along(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
-    """A program that concatenates parts of a batched value, run by run."""
-
-    def join(parts: Sequence[Any]) -> Any:
-        shape = parts[0].shape
-        runs = [part.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for part in parts]
-        whole = lax.concatenate(runs, dim + 1)
-        return whole.reshape(*shape[:dim], -1, *shape[dim + 1 :])
-
-    return jax.jit(join)
-
-
-class Replicas:
-    """Copies of arrays in groups, kept as long as the array is: a state that comes back is in place everywhere."""
-
-    def __init__(self) -> None:
-        self._copies: dict[int, tuple[Any, Sequence[Any]]] = {}
-
-    def keep(self, values: Sequence[Any]) -> None:
-        """Remembers copies, of which the first stands for all."""
-        number = id(values[0])
-        self._copies[number] = (weakref.ref(values[0], lambda _: self._copies.pop(number, None)), tuple(values[1:]))
-
-    def of(self, value: Any, g: int, group: Placement) -> Any:
-        """The copy of an array in a group."""
-        reference, copies = self._copies.get(id(value), (None, ()))
-        if g and reference is not None and reference() is value:
-            return copies[g - 1]
-        return jax.device_put(value, group.sharding())

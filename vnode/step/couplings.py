@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
+from vnode.analysis.passes import Schedule
 from vnode.analysis.program import scope, where
-from vnode.analysis.schedule import Schedule
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
-from vnode.report.report import SHOWN, coupling_text, module
+from vnode.report.couplings import coupling_text, module
+from vnode.report.tables import SHOWN
 
 Option = str | Mapping[str, str]
 """What the user gives as ``coupling``."""

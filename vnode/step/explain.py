@@ -13,8 +13,10 @@ from jax.sharding import NamedSharding
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, even_counts
+from vnode.report.describe import report
 from vnode.report.names import Names, argument_paths, paths_of
-from vnode.report.report import Reduction, Report, report
+from vnode.report.reduction import Reduction
+from vnode.report.report import Report
 from vnode.step.call import OutputTree
 from vnode.step.pipeline import Analysis, analyse
 from vnode.step.protocol import Resolved

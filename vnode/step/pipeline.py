@@ -24,8 +24,9 @@ import jax.numpy as jnp
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.program import Program, signature, where
-from vnode.analysis.schedule import Schedule, schedule
+from vnode.analysis.passes import Schedule
+from vnode.analysis.program import Program, message_about
+from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
@@ -233,11 +234,10 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
     for eqn in made.program.equations:
         if eqn.effects:
             raise PlacementError(
-                layout_message(
+                message_about(
+                    eqn,
                     f"the effect of {eqn.primitive.name!r} cannot be kept on groups of devices: "
                     "each is a program, and would have it.",
-                    where=where(eqn),
-                    facts=[signature(eqn)],
                     remedies=["return the value instead", "or use devices of one kind: step.on(jax.devices()[:1])"],
                 )
             )
@@ -255,11 +255,10 @@ def check_effects(program: Program, placement: Placement) -> None:
     for eqn in program.equations if len(placement.devices) > 1 else ():
         if any(type(effect).__name__ == "OrderedDebugEffect" for effect in eqn.effects):
             raise PlacementError(
-                layout_message(
+                message_about(
+                    eqn,
                     f"the ordered effect of {eqn.primitive.name!r} cannot be kept on {len(placement.devices)} devices: "
                     "jax orders prints on a single one.",
-                    where=where(eqn),
-                    facts=[signature(eqn)],
                     remedies=["use ordered=False", "or put all nodes on one device: step.on(jax.devices()[:1])"],
                 )
             )

@@ -1,0 +1,243 @@
+"""What a pass makes: what it is given of earlier passes rather than computing it again, and what comes along in it.
+
+Knows batch flow, levels, and what values weigh and equations cost. Must not know what passes accumulate, nor in which
+order whole values are evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Form, Slice, Whole
+from vnode.analysis.keep import cheapest
+from vnode.analysis.passes import size_of
+from vnode.analysis.program import Atom
+from vnode.analysis.recipe import Recipe, evaluated, recipe
+from vnode.analysis.states import Flow, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Keeping:
+    """What is kept of every node for a later pass, rather than computed again.
+
+    Attributes:
+      price: scalar operations that a byte is worth.
+      bounded: whether all that is kept at a time takes no more than the batched arguments do; else that holds of each
+        value only.
+    """
+
+    price: float
+    bounded: bool
+
+
+KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
+"""From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
+device computes in the time in which it writes and reads one."""
+
+
+class Choice:
+    """What passes make and what they are given, decided from the last one to the first.
+
+    Args:
+      flow: batch flow of the program.
+      keeping: what may be kept for a later pass.
+      decided: values that must be kept, each with the first pass that is given it.
+      known: whole values that nodes make for themselves.
+
+    Attributes:
+      level: of the pass that was decided about last.
+      given_kept: values that it is given, because an earlier pass computes them anyway.
+      kept: all such values, of the passes that were decided about so far.
+    """
+
+    def __init__(self, flow: Flow, keeping: Keeping, decided: Mapping[Var, int], known: Container[Var]) -> None:
+        self.flow = flow
+        self.position = flow.position
+        self.keeping = keeping
+        self.decided = decided
+        self.known = known
+        self.level = 0
+        self.given_kept: set[Var] = set()
+        self.kept: dict[Var, None] = {}
+        self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
+
+    def postponed(self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]) -> set[Var]:
+        """Decides about a pass: those of the values that it could make that are better made in an earlier one.
+
+        What must be made decides what a pass computes anyway. A value comes along where it adds least to that: the
+        numerator of a masked mean with the gradients, not with the count of the mask; the gradients not with a
+        statistic of losses that an earlier pass keeps. It also comes along if it adds next to nothing.
+
+        Args:
+          level: of the pass.
+          ready: values that it could make.
+          pending: values that it makes or an earlier pass does.
+          earlier: those of them that only an earlier pass can.
+        """
+        self.level = level
+        states = self.flow.states
+        base = self.forced([var for var in ready if states[var].level == level], pending, earlier)
+        others = [var for var in ready if states[var].level < level]
+        if not others:
+            return set()
+        here = evaluated(base)
+        before = self.behind(self.pieces(base))
+        little = work(here) // 20
+        late: set[Var] = set()
+        for var in sorted(others, key=lambda v: self.position.get(v, -1)):
+            more = self.extra(var, here, self.is_leaf)
+            cost = work(more)
+            comes = (var, states[var].form) not in base.leaves and (
+                cost <= little or cost <= work(self.extra(var, before, self.is_whole))
+            )
+            if comes:
+                here |= more
+            else:
+                late.add(var)
+                before |= self.extra(var, before, self.is_whole)
+        return late
+
+    def is_leaf(self, var: Var, form: Form) -> bool:
+        """Whether nodes are given a value in the current pass: whole ones are, and what is kept from earlier passes."""
+        if isinstance(form, Whole):
+            return var not in self.known and not self.only_layout(var)
+        state = self.flow.states[var]
+        kept = state.level < self.level and (
+            var in self.given_kept or self.decided.get(var, self.level + 1) <= self.level
+        )
+        return form == state.form and (state.given or kept)
+
+    def only_layout(self, var: Var) -> bool:
+        """Whether a whole value is another with its dimensions changed: nodes make it where they use it.
+
+        Kept for the whole loop, the transpose of an embedding would take as much memory as the embedding.
+        """
+        if var not in self.position:
+            return False
+        step = self.flow.steps[self.position[var]]
+        if step.per_node or step.eqn.effects or step.region is not None or len(step.eqn.invars) != 1:
+            return False
+        (atom,) = step.eqn.invars
+        description = self.flow.program.describe(step.eqn)
+        if description is None or not description.movement or description.emit is not None or description.whole:
+            return False
+        return isinstance(atom, Var) and size_of(var) >= size_of(atom)
+
+    def forced(self, values: Sequence[Var], pending: Container[Var], earlier: Sequence[Var]) -> Recipe:
+        """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
+        requests = [(var, self.flow.states[var].form) for var in values]
+        self.given_kept = set()
+        anew = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
+        if self.level == 0:
+            return anew
+        again = self.behind([*self.pieces(anew), *earlier]) & evaluated(anew)
+        if not work(again):
+            return anew
+        waiting = {var for var in self.kept if var in pending and self.flow.states[var].level < self.level}
+        self.given_kept = self.worth_keeping(values, again, waiting)
+        given = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
+        if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
+            self.given_kept = set()  # not for a loss or two
+            return anew
+        self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
+        return given
+
+    def worth_keeping(self, values: Sequence[Var], again: set[Step], waiting: set[Var]) -> set[Var]:
+        """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
+
+        What is `waiting` is kept for a later pass in any case.
+        """
+        states = self.flow.states
+        allowed: set[Var] | None = None
+
+        def memory(var: Var) -> float | None:
+            state = states[var]
+            if var in waiting:
+                return 0.0
+            if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
+                return None
+            return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
+
+        def cost(step: Step) -> float:
+            return float(step.flops) if step in again and step.per_node else 0.0
+
+        def choice() -> set[Var]:
+            return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
+
+        found = choice()
+        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, waiting))
+            for var in sorted(found - waiting, key=self.position.__getitem__):
+                if size_of(var) <= room:
+                    allowed.add(var)
+                    room -= size_of(var)
+            found = choice()  # what is worth it without those that have no room
+        return found
+
+    def behind(self, values: Iterable[Var]) -> set[Step]:
+        """The steps that nodes evaluate for values, in whichever passes."""
+        steps: set[Step] = set()
+        for var in values:
+            steps |= self.extra(var, steps, self.is_whole)
+        return steps
+
+    def pieces(self, made: Recipe) -> list[Var]:
+        """What earlier passes complete or keep so that `made` is given what it reads."""
+        found: list[Var] = []
+        seen: set[Var] = set()
+        stack: list[Atom] = [var for var, _ in made.leaves]
+        while stack:
+            var = stack.pop()
+            if not isinstance(var, Var) or var in seen or var not in self.position:
+                continue
+            seen.add(var)
+            if self.is_whole(var, self.flow.states[var].form):
+                stack += self.flow.steps[self.position[var]].eqn.invars
+            else:
+                found.append(var)
+        return found
+
+    def is_whole(self, var: Var, form: Form) -> bool:
+        """Whether no pass has to make a value."""
+        return isinstance(form, Whole) or self.flow.states[var].given
+
+    def extra(self, var: Var, done: set[Step], is_leaf: Callable[[Var, Form], bool]) -> set[Step]:
+        """The steps that nodes would evaluate besides `done` for a value."""
+        extra: set[Step] = set()
+        stack: list[Atom] = [var]
+        while stack:
+            atom = stack.pop()
+            if not isinstance(atom, Var) or atom not in self.position:
+                continue
+            step = self.flow.steps[self.position[atom]]
+            if step not in done and step not in extra and not is_leaf(atom, self.flow.states[atom].form):
+                extra.add(step)
+                stack += step.eqn.invars
+        return extra
+
+
+def known_values(flow: Flow) -> set[Var]:
+    """Whole values that depend on no argument and cost next to nothing, such as zeros or an iota.
+
+    Nodes make them where they use them: handed to a loop, they are no longer known to every compiler, and what one of
+    them simplifies another does not.
+    """
+    known: set[Var] = set()
+    for step in flow.steps:
+        eqn = step.eqn
+        if step.per_node or eqn.effects or step.region is not None or len(eqn.outvars) != 1:
+            continue
+        if any(isinstance(atom, Var) and atom not in known for atom in eqn.invars):
+            continue
+        if step.flops <= math.prod(getattr(eqn.outvars[0].aval, "shape", ())):
+            known.add(eqn.outvars[0])
+    return known
+
+
+def work(steps: Iterable[Step]) -> int:
+    """Scalar operations of nodes; what is evaluated once counts for nothing beside them."""
+    return sum(step.flops for step in steps if step.per_node)

@@ -1,0 +1,62 @@
+"""Host code that nodes call for its results: called once, because the second time it may answer something else.
+
+Knows steps and passes. Must not know how a step is divided into passes, nor devices or how anything is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.passes import Stage
+from vnode.analysis.program import message_about
+from vnode.analysis.recipe import evaluated
+from vnode.analysis.states import Flow, Step
+from vnode.errors import CouplingError
+
+
+def calls_host(step: Step) -> bool:
+    """Whether nodes call host code that may do something else the second time (debugging output may come twice)."""
+    return step.per_node and any("IO" in type(effect).__name__ for effect in step.eqn.effects)
+
+
+def answered(step: Step) -> bool:
+    """Whether nodes call host code for its results: in the first pass that can, so that it is called once."""
+    return calls_host(step) and bool(step.eqn.outvars)
+
+
+def answers(flow: Flow) -> dict[Var, int]:
+    """What host code returned for batched values: kept for later passes, each with the first that could read it."""
+    return {
+        var: step.level + 1
+        for step in flow.steps
+        if calls_host(step)
+        for var, form in zip(step.eqn.outvars, step.results, strict=True)
+        if isinstance(form, Slice)
+    }
+
+
+def check_calls(stages: Sequence[Stage]) -> None:
+    """Refuses to call host code in several passes.
+
+    Raises:
+      CouplingError: a later pass would call it again.
+    """
+    called: set[Step] = set()
+    for stage in stages:
+        for step in evaluated(stage.nodes.recipe) if stage.nodes else ():
+            if step in called and calls_host(step):
+                raise CouplingError(
+                    message_about(
+                        step.eqn,
+                        f"the step needs the result of {step.eqn.primitive.name!r} in several passes, and calling host "
+                        "code again may give another.",
+                        remedies=[
+                            "use jax.pure_callback if the code gives the same for the same operands",
+                            "or call it in a step of its own and pass its results to this one",
+                        ],
+                    )
+                )
+        called |= evaluated(stage.nodes.recipe) if stage.nodes else set()

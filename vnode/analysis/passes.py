@@ -1,0 +1,180 @@
+"""What a schedule is: passes over all nodes, and what is evaluated once around them.
+
+Knows recipes and levels, and what follows from a schedule: what is computed again, and what is kept. Must not know how
+a step is divided into passes, nor devices or how anything is evaluated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.narrow import itemsize
+from vnode.analysis.recipe import Evaluation, Recipe
+from vnode.analysis.states import Flow, Step
+from vnode.operators import Monoid
+
+
+@dataclasses.dataclass(frozen=True)
+class Accumulator:
+    """A partial value that a pass completes.
+
+    Attributes:
+      var: the value.
+      monoid: how pieces combine.
+      dtype: of the accumulator.
+      rounded: what the total is rounded to before it gets the type of the value; None if that is all.
+    """
+
+    var: Var
+    monoid: Monoid
+    dtype: Any
+    rounded: Any = None
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.var.aval.shape) * np.dtype(self.dtype).itemsize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pass:
+    """One scan over all nodes.
+
+    Attributes:
+      level: of the whole values it reads.
+      recipe: what every node evaluates.
+      accumulators: partial values that are completed over all nodes.
+      collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
+    """
+
+    level: int
+    recipe: Recipe
+    accumulators: tuple[Accumulator, ...]
+    collected: tuple[tuple[Var, Slice], ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stage:
+    """What happens at one level: some equations once, then a pass.
+
+    Attributes:
+      once: evaluated once, on whole values, in order.
+      nodes: the pass that follows, if one is needed.
+    """
+
+    once: tuple[Evaluation, ...]
+    nodes: Pass | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Schedule:
+    """A step, ready to be emitted.
+
+    Attributes:
+      flow: batch flow of the step.
+      stages: in order.
+      gathered: batched values that are read whole.
+    """
+
+    flow: Flow
+    stages: tuple[Stage, ...]
+    gathered: dict[Var, Slice]
+
+    @functools.cached_property
+    def repeated(self) -> dict[int, int]:
+        """For every pass the flops of equations that an earlier pass has evaluated already."""
+        first: set[Step] = set()
+        repeated: dict[int, int] = {}
+        for nodes in self.passes:
+            for step in (action.step for action in nodes.recipe.actions if isinstance(action, Evaluation)):
+                if step.per_node and step in first:
+                    repeated[nodes.level] = repeated.get(nodes.level, 0) + step.flops
+                first.add(step)
+        return repeated
+
+    @functools.cached_property
+    def recomputed(self) -> int:
+        """Flops of equations that more than one pass evaluates, beyond the first time, also in loops around passes."""
+        inner = sum(
+            action.times * inner.recomputed
+            for stage in self.stages
+            for action in stage.once
+            for inner in action.schedules
+        )
+        return sum(self.repeated.values()) + inner
+
+    @functools.cached_property
+    def flops(self) -> int:
+        """Scalar operations of the whole step, each equation counted once."""
+        return sum(step.flops for step in self.flow.steps)
+
+    @functools.cached_property
+    def between(self) -> tuple[Var, ...]:
+        """Batched values that passes keep for the nodes of later ones: those held when they take most memory."""
+        made = {var: nodes.level for nodes in self.passes for var, _ in nodes.collected}
+        last = {
+            var: nodes.level
+            for nodes in self.passes
+            for var, form in nodes.recipe.leaves
+            if isinstance(form, Slice) and var in made
+        }
+        held = [tuple(var for var in last if made[var] < nodes.level <= last[var]) for nodes in self.passes]
+        return max(held, key=lambda several: sum(map(nbytes, several)), default=())
+
+    @functools.cached_property
+    def around(self) -> tuple[Var, ...]:
+        """Batched values that go into loops and branches around passes, or come out of them, no arguments."""
+        inputs = set(self.flow.program.inputs)
+        crossing = [
+            (atom, form)
+            for stage in self.stages
+            for action in stage.once
+            if action.schedules
+            for atoms, forms in (
+                (action.step.eqn.invars, action.operands),
+                (action.step.eqn.outvars, action.results),
+            )
+            for atom, form in zip(atoms, forms, strict=True)
+        ]
+        return tuple(
+            dict.fromkeys(
+                var for var, form in crossing if isinstance(var, Var) and isinstance(form, Slice) and var not in inputs
+            )
+        )
+
+    @property
+    def sums_only(self) -> bool:
+        """Whether every reduction over nodes is a sum, also in loops around passes."""
+        return all(a.monoid is Monoid.SUM for nodes in self.passes for a in nodes.accumulators) and all(
+            inner.sums_only for stage in self.stages for action in stage.once for inner in action.schedules
+        )
+
+    @property
+    def passes(self) -> list[Pass]:
+        return [stage.nodes for stage in self.stages if stage.nodes is not None]
+
+
+def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:
+    """16-bit (and smaller) floats are summed in float32, unless the user wants another dtype."""
+    dtype = np.dtype(dtype)
+    if monoid not in (Monoid.SUM, Monoid.PROD) or not jnp.issubdtype(dtype, jnp.floating):
+        return dtype
+    if wanted is not None:
+        return np.dtype(wanted)
+    return np.dtype(np.float32) if dtype.itemsize < 4 else dtype
+
+
+def nbytes(var: Var) -> int:
+    return math.prod(getattr(var.aval, "shape", ())) * itemsize(var)
+
+
+def size_of(var: Var) -> int:
+    """Bytes of an accumulator of `var`."""
+    return math.prod(var.aval.shape) * max(4, itemsize(var))

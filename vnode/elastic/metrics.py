@@ -1,0 +1,59 @@
+"""What metrics say: by their names, in a few words, and whether they are numbers at all.
+
+Knows pytrees of metrics. Must not know which step they are of, nor who is told.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.placement.placement import Placement
+
+
+def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
+    """Metrics as writers take them: a flat dictionary, scalars as numbers of Python.
+
+    Args:
+      metrics: a pytree of arrays on the host; one without names is called ``"loss"``.
+      prefix: of each name.
+
+    Example:
+      >>> by_name({"loss": np.float32(0.5), "layers": [np.ones(2), 3]}, "evaluate/")
+      {'evaluate/layers/0': array([1., 1.]), 'evaluate/layers/1': 3, 'evaluate/loss': 0.5}
+    """
+    named = {}
+    for path, leaf in jax.tree.leaves_with_path(metrics):
+        name = prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or "loss")
+        named[name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
+    return named
+
+
+def finished(metrics: Any) -> bool:
+    """Whether metrics are computed."""
+    return all(leaf.is_ready() for leaf in jax.tree.leaves(metrics) if isinstance(leaf, jax.Array))
+
+
+def not_finite(named: dict[str, Any]) -> list[str]:
+    """The names of metrics that hold infinities or what is no number: of the loss, where one is called so."""
+    found = []
+    for name, value in ({"loss": named["loss"]} if "loss" in named else named).items():
+        with contextlib.suppress(TypeError):  # not a kind of number
+            found += [] if np.isfinite(value).all() else [name]
+    return found
+
+
+def scalars(metrics: Any) -> str:
+    """The first scalar metrics in a few words."""
+    named = by_name(metrics)
+    numbers = {name: value for name, value in named.items() if isinstance(value, bool | int | float)}
+    return "  ".join(f"{name.replace('/', '.')} {value:.4g}" for name, value in list(numbers.items())[:4])
+
+
+def words(metrics: Any, placement: Placement) -> str:
+    """Scalar metrics and the placement, in a few words."""
+    counts = sorted(set(placement.counts), reverse=True)
+    return "  ".join([scalars(metrics), f"{placement.size} devices x {'/'.join(map(str, counts))} nodes"])

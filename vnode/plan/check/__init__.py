@@ -1,0 +1,1 @@
+"""Whether a step gives what the plain one gives."""

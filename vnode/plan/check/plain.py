@@ -1,0 +1,107 @@
+"""The step as it was written, on one device, and how much of its results is rounding.
+
+Knows steps and what fits in a device's memory. Must not know virtual nodes, nor what is said of a difference.
+
+What counts as equal is not a number somebody chose: the plain step is run again with its roundings changed
+(`vnode.runtime.rounding`), and each element may differ by a small multiple of what it then moved by.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from vnode.placement.sharded import is_sharded_batch
+from vnode.plan.check.arrays import distance, host
+from vnode.plan.nodes.memory import planned, program_memory, refusal, reported
+from vnode.runtime.rounding import rounded_otherwise
+from vnode.show.units import size
+from vnode.step.call import OutputTree
+from vnode.step.protocol import Resolved
+
+SAMPLES = 4
+"""Runs of the plain step with other roundings."""
+
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+"""How those runs are compiled for a CPU: they need not be fast, and compiling takes most of the time."""
+
+
+class Reference:
+    """The step as it was written, on one device, and how much of its results is rounding.
+
+    Args:
+      here: the step and its arguments.
+      device: the device.
+
+    Attributes:
+      absent: why there are no results; nothing if there are.
+      noisy: whether it is known how much of them is rounding.
+    """
+
+    def __init__(self, here: Resolved, device: Any) -> None:
+        spec = here.step.spec
+        call = spec.call(here.args, here.kwargs)
+        fun, leaves = call.flat(spec.fun, OutputTree()), call.leaves
+        self.absent, self.noisy = "", False
+        self._wants: list[Any] = []
+        self._spreads: list[Any] = []
+        leaves = [leaf.whole() if is_sharded_batch(leaf) else leaf for leaf in leaves]
+        with jax.default_device(device):
+            try:
+                placed = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+                compiled = fitting(jax.jit(fun), device, *placed)
+                self._wants = list(map(host, compiled(*placed)))
+            except TooLarge as error:
+                self.absent = f"{error}; a smaller batch would fit, with as many nodes"
+                return
+            try:
+                other = jax.jit(rounded_otherwise(fun), compiler_options=QUICKLY if device.platform == "cpu" else None)
+                compiled = fitting(other, device, np.uint32(0), *placed)
+                for seed in range(1, SAMPLES + 1):
+                    others = map(host, compiled(np.uint32(seed), *placed))
+                    moved = [distance(other, want) for other, want in zip(others, self._wants, strict=True)]
+                    self._spreads = list(map(np.fmax, self._spreads, moved)) if self._spreads else moved
+                self.noisy = True
+            except TooLarge:
+                pass
+
+    def results(self, count: int) -> list[tuple[Any, Any]]:
+        """What it returned, and how far each element moves with other roundings; None for what is not known."""
+        wants = [None] * count if self.absent else self._wants
+        return list(zip(wants, self._spreads if self.noisy else [None] * count, strict=True))
+
+
+class TooLarge(Exception):
+    """A program does not fit in a device's memory."""
+
+
+def fitting(program: Any, device: Any, *args: Any) -> Any:
+    """A function compiled for a device, that raises `TooLarge` where it does not fit."""
+    room = reported(device) or planned(device) or free_memory()
+    compiled = None
+
+    def guarded(attempt: Any, *values: Any) -> Any:
+        try:
+            return jax.block_until_ready(attempt(*values))
+        except (jax.errors.JaxRuntimeError, MemoryError) as error:
+            if isinstance(error, MemoryError) or refusal(error)[0]:
+                raise TooLarge("does not fit in the device's memory") from None
+            raise
+
+    compiled = guarded(lambda: program.lower(*args).compile())
+    needed = program_memory(compiled)
+    if room and needed > room:
+        raise TooLarge(f"takes {size(needed)}, there are {size(room)}")
+    return lambda *values: guarded(compiled, *values)
+
+
+def free_memory() -> int:
+    """Bytes of the host's memory that are free, where the system says so (Linux); else 0."""
+    try:
+        entries = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(entries["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return 0

@@ -1,0 +1,55 @@
+"""A coupling in words: what reads what, and in which of the user's modules.
+
+Knows couplings and equations. Must not know schedules, nor what is done about a coupling.
+"""
+
+from __future__ import annotations
+
+import re
+
+from jax.extend.core import JaxprEqn
+
+from vnode.analysis.forms import Partial
+from vnode.analysis.program import scope, where
+from vnode.analysis.states import Coupling, Why
+from vnode.operators import Monoid
+from vnode.report.lines import Line
+
+TRANSFORMATIONS = re.compile(r"\w+\(|\)")
+"""In a name stack, what says which of jax's transformations the equation comes from: ``transpose(jvp(...))``."""
+
+REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
+
+
+def coupling_line(coupling: Coupling) -> Line:
+    """A coupling in one line: what reads what, and where the user wrote it."""
+    source = coupling.source or coupling.eqn
+    name = module(source)
+    return Line(f"pass {coupling.level}: {coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
+
+
+def coupling_text(coupling: Coupling) -> str:
+    """What reads what."""
+    source = coupling.source or coupling.eqn
+    name = source.primitive.name
+    if coupling.mode == "local":
+        return f"{name} reads each node's own estimate of a sum over the batch"
+    match coupling.kind:
+        case "loop":
+            return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
+        case "materialize":
+            return f"{name} {(coupling.why if coupling.why is Why.PAIRS else Why.WHOLE).value}"
+    if coupling.source is None:
+        return f"{name} reads what was made of the whole batch"
+    form = coupling.flow.states[source.outvars[0]].form
+    reduction = REDUCTIONS.get(form.monoid, form.monoid.value) if isinstance(form, Partial) else "sum"
+    return f"{name} reads a {reduction} over the batch"
+
+
+def module(eqn: JaxprEqn) -> str:
+    """The modules and scopes that the user named, whichever of jax's transformations the equation comes from.
+
+    >>> TRANSFORMATIONS.sub("", "transpose(jvp(Net))/BatchNorm_0")
+    'Net/BatchNorm_0'
+    """
+    return "/".join(part for part in TRANSFORMATIONS.sub("", scope(eqn)).split("/") if part)

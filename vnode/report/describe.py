@@ -1,0 +1,170 @@
+"""A schedule on a placement, described: what its report counts.
+
+Knows schedules, placements, and what values are called. Must not know how a schedule is made or emitted, nor what is
+shown of a report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.narrow import unrounded
+from vnode.analysis.passes import Pass, Schedule, nbytes
+from vnode.analysis.program import where
+from vnode.analysis.recipe import Conversion, Evaluation
+from vnode.analysis.states import Coupling, Flow
+from vnode.operators.control import Loop, region_of
+from vnode.placement.layout import Layout
+from vnode.placement.placement import Placement
+from vnode.report.couplings import coupling_line
+from vnode.report.lines import Line, PassReport
+from vnode.report.names import Names
+from vnode.report.reduction import Reduction
+from vnode.report.report import Report
+
+
+def report(
+    made: Schedule,
+    placement: Placement | Layout,
+    name: str,
+    couplings: Sequence[Coupling],
+    reduction: Reduction,
+    names: Names | None = None,
+    turns: int = 1,
+) -> Report:
+    """Describes a schedule.
+
+    Args:
+      made: the schedule.
+      placement: where its nodes live, or would.
+      name: of the step.
+      couplings: met by batch flow.
+      reduction: how sums over nodes are formed.
+      names: of its program's values, by their paths.
+      turns: how often it runs in one step.
+
+    Returns:
+      The report.
+    """
+    flow = made.flow
+    names = names or Names(flow.program)
+    nested = [
+        report(
+            inner,
+            placement,
+            where(action.step.eqn),
+            (),
+            reduction,
+            names.within(action.step.eqn, inner.flow.program),
+            region.length if isinstance(region := region_of(action.step.eqn), Loop) else 1,
+        )
+        for stage in made.stages
+        for action in stage.once
+        for inner in action.schedules
+        if inner.passes
+    ]
+    defined = flow.program.definitions
+    return Report(
+        name=name,
+        batch=flow.batch.size,
+        virtual_nodes=placement.virtual_nodes,
+        node_size=flow.node_size,
+        placement=placement,
+        inputs=tuple(
+            Line(kind(var.aval), str(flow.states[var].form), nbytes(var))
+            for var in flow.program.inputs
+            if isinstance(flow.states[var].form, Slice)
+        ),
+        passes=tuple(pass_report(flow, p, placement, reduction, names) for p in made.passes),
+        nested=tuple(nested),
+        once=sum(len(stage.once) for stage in made.stages),
+        hoisted=len(made.stages[0].once) if made.passes else 0,
+        gathered=tuple(
+            Line(kind(var.aval), where(defined[var]) if var in defined else "argument", nbytes(var))
+            for var in made.gathered
+        ),
+        sliced=tuple(
+            Line(kind(var.aval), where(defined[var]), nbytes(var))
+            for var in dict.fromkeys(
+                action.var
+                for nodes in made.passes
+                for action in nodes.recipe.actions
+                if isinstance(action, Conversion) and isinstance(action.target, Slice)
+            )
+            if var in defined
+        ),
+        couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
+        flops=made.flops,
+        recomputed=made.recomputed,
+        reduction=reduction.text(made, placement),
+        exceptions=reduction.exceptions(made, placement),
+        buffers=reduction.buffers(made, placement),
+        turns=turns,
+        between=value_lines(made.between, defined, names),
+        around=value_lines(made.around, defined, names),
+        layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
+        late=tuple(dict.fromkeys(map(late_line, unrounded(flow)))),
+    )
+
+
+def late_line(eqn: JaxprEqn) -> Line:
+    """What computes with a sum that is not rounded yet."""
+    return Line(f"{eqn.primitive.name} in a loop or branch computes with a sum of 16 bits or less", where(eqn))
+
+
+def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
+    """Values of a program with the source lines that make them."""
+    return tuple(Line(kind(var.aval), where(defined[var]), nbytes(var), names(var)) for var in values)
+
+
+def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
+    """What a program asks of layouts, and what becomes of it on a placement."""
+    mesh = getattr(placement, "mesh", None)
+    for step in flow.steps:
+        for body in step.bodies:
+            yield from layout_lines(body, placement)
+        description = flow.program.describe(step.eqn)
+        if description is None or not any(description.layout or ()):
+            continue
+        axes = dict.fromkeys(name for names in description.layout or () for name in names or ())
+        form = step.results[0]
+        examples = description.layout[form.dim] or () if isinstance(form, Slice) and description.layout else ()
+        carrying = [name for name in axes if name in examples or (mesh is not None and name == placement.axis)]
+        kept = [name for name in axes if mesh is not None and name in mesh.axis_names and name not in carrying]
+        away = [name for name in axes if name not in carrying + kept]
+        parts = [
+            f"{', '.join(names)} {fate}"
+            for names, fate in (
+                (carrying, "dropped: carries the examples"),
+                (kept, "kept inside a node"),
+                (away, "dropped: no axis of the placement"),
+            )
+            if names
+        ]
+        yield Line(f"{kind(step.eqn.outvars[0].aval)} over {'; '.join(parts)}", where(step.eqn))
+
+
+def pass_report(
+    flow: Flow, nodes: Pass, placement: Placement | Layout, reduction: Reduction, names: Names
+) -> PassReport:
+    defined = flow.program.definitions
+    actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
+    return PassReport(
+        level=nodes.level,
+        equations=len(actions),
+        flops=sum(action.step.flops for action in actions),
+        accumulators=tuple(
+            Line(f"{a.monoid.value} {kind(a.var.aval)}", where(defined[a.var]), a.bytes, names(a.var))
+            for a in nodes.accumulators
+        ),
+        collected=value_lines([var for var, _ in nodes.collected], defined, names),
+        sent=reduction.sent(nodes, placement),
+    )
+
+
+def kind(aval: Any) -> str:
+    return aval.str_short(short_dtypes=True)

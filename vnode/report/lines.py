@@ -1,0 +1,47 @@
+"""What a report counts: accumulators, kept values, couplings and passes, each with what is said of it.
+
+Knows words and numbers. Must not know where they come from, nor which table they are in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """One accumulator, collected value or coupling, for display.
+
+    Attributes:
+      what: dtype and shape, or a sentence.
+      where: the user's source line, with the whole path of the file.
+      bytes: of it.
+      name: of the parameter or result that it belongs to, if there is one.
+    """
+
+    what: str
+    where: str
+    bytes: int = 0
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class PassReport:
+    """One pass over the nodes.
+
+    Attributes:
+      level: its number, from 0.
+      equations: evaluated by every node.
+      flops: scalar operations of all nodes together.
+      accumulators: what is summed over nodes (or combined by another monoid).
+      collected: what is kept of every node.
+      sent: bytes that a device sends in the reduction across devices: a ring all-reduce's, or, in the order of a tree,
+        of every block that a device holds a chunk to each, and a chunk of the total to each.
+    """
+
+    level: int
+    equations: int
+    flops: int
+    accumulators: tuple[Line, ...]
+    collected: tuple[Line, ...]
+    sent: int

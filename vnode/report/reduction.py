@@ -1,0 +1,87 @@
+"""How sums over nodes are formed: in words, in bytes of buffers, and in bytes sent.
+
+Knows accumulators, placements, and how devices add. Must not know what is summed, nor where it is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from vnode.analysis.passes import Accumulator, Pass, Schedule
+from vnode.operators import Monoid
+from vnode.placement.layout import Layout
+from vnode.placement.placement import Placement
+from vnode.runtime.collectives import ReductionPlan
+from vnode.show.units import size
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """How sums over nodes are formed.
+
+    Attributes:
+      mode: ``"invariant"`` or ``"fast"``.
+      lane: of an invariant one: consecutive nodes that are added one after another.
+      sharded: arguments that are sharded over the axis of the nodes.
+    """
+
+    mode: str
+    lane: int = 1
+    sharded: tuple[str, ...] = ()
+
+    def depth(self, placement: Placement | Layout) -> int:
+        """How many buffers a device needs for each accumulator, besides the accumulator itself."""
+        if self.mode == "fast":
+            return 0
+        plan = ReductionPlan.of(placement.counts, self.lane, True)
+        return plan.depth if plan.depth > 1 or plan.most else 0  # in place of the accumulator; and the node's own
+
+    def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
+        """Their bytes, in the pass that has most."""
+        total = max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
+        return self.depth(placement) * total
+
+    def sent(self, nodes: Pass, placement: Placement | Layout) -> int:
+        """Bytes that a device sends after a pass."""
+        devices = len(placement.counts)
+        blocks = 1
+        if self.mode == "invariant":
+            blocks = max(len(fold.rest) for fold in ReductionPlan.of(placement.counts, self.lane, True).own)
+        total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
+        return int((devices - 1) / devices * total)
+
+    def text(self, made: Schedule, placement: Placement | Layout) -> str:
+        """One line of the report."""
+        if self.mode == "fast":
+            return "fast: each device in node order, then across devices in any order"
+        leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
+        depth, bytes_more = self.depth(placement), self.buffers(made, placement)
+        return f"invariant: in the order of a tree over {leaves}, {depth} more buffers ({size(bytes_more)}) on a device"
+
+    def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
+        """From which the promise does not hold."""
+        if self.mode == "fast":
+            return ()
+        found = []
+        if any(a.monoid is Monoid.PROD and jnp.issubdtype(a.dtype, jnp.complexfloating) for a in accumulators(made)):
+            found.append("not of products of complex numbers: compilers round those as they like")
+        if self.sharded:
+            named = ", ".join(self.sharded[:4]) + (", ..." if len(self.sharded) > 4 else "")
+            found.append(f"not of what the step makes of arguments that are themselves sharded over devices: {named}")
+        if isinstance(placement, Placement) and len(placement.groups) > 1:
+            found.append(
+                "not of what is computed once: on groups of devices it is compiled apart and may round otherwise"
+            )
+        return tuple(found)
+
+
+def accumulators(made: Schedule) -> list[Accumulator]:
+    """Those of a schedule, of schedules within it too."""
+    inner = [inner for stage in made.stages for action in stage.once for inner in action.schedules]
+    return [a for p in made.passes for a in p.accumulators] + [a for one in inner for a in accumulators(one)]
+
+
+def inexact(accumulator: Accumulator) -> bool:
+    return jnp.issubdtype(accumulator.dtype, jnp.inexact)

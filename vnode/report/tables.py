@@ -1,0 +1,101 @@
+"""The kinds of tables that a report has: of values by their bytes, of places in the user's code, of passes.
+
+Knows lines, and what of them is shown. Must not know a report, nor how a table is drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vnode.report.lines import Line, PassReport
+from vnode.report.names import summary
+from vnode.report.sources import short
+from vnode.show.page import Cell, Column, Fact, Table
+from vnode.show.units import number, several, size
+
+SHOWN = 12
+"""Rows of a table, the largest; the others are counted."""
+
+
+def held(what: str, total: int, lines: Sequence[Line]) -> Fact:
+    """Memory that values of all examples take, with the one that takes most."""
+    largest = max(lines, key=lambda line: line.bytes)
+    text = f"{several(len(lines), 'value')} of all examples, the largest {largest.what} at {short(largest.where)}"
+    return Fact(what, f"{size(total)} of memory on a device", text)
+
+
+def places(title: str, note: str, lines: Sequence[Line]) -> Table:
+    """What happens at lines of the user's."""
+    columns = (Column("what"), Column("source line", code=True, wide=True))
+    rows = tuple((Cell(line.what), Cell(short(line.where), line.where)) for line in lines)
+    return Table(title, columns, rows, note)
+
+
+def listed(title: str, note: str, entries: Sequence[tuple[str, Line]]) -> Table:
+    """Values of passes with their bytes, the largest first; those that are alike, of one source line, in one row."""
+    alike: dict[tuple[str, str, str], list[Line]] = {}
+    for level, line in entries:
+        alike.setdefault((level, line.what, line.where), []).append(line)
+    ordered = sorted(alike.items(), key=lambda entry: -sum(line.bytes for line in entry[1]))
+    total = max(sum(line.bytes for _, line in entries), 1)
+    several_passes = any(level for level, _ in entries)
+    named = any(line.name for _, line in entries)
+    columns = (
+        *((Column("pass", right=True),) * several_passes),
+        Column("value", code=True),
+        Column("bytes", right=True),
+        *((Column("of", code=True, wide=True),) * named),
+        Column("source line", code=True, wide=True),
+    )
+    rows = []
+    for (level, what, place), lines in ordered[:SHOWN]:
+        bytes_of_all = sum(line.bytes for line in lines)
+        share = bytes_of_all / total
+        rows.append(
+            (
+                *((Cell(level),) * several_passes),
+                Cell(f"{len(lines)} x {what}" if len(lines) > 1 else what),
+                Cell(size(bytes_of_all), f"{share:.1%} of this table's", share=share),
+                *((Cell(summary([line.name for line in lines if line.name])),) * named),
+                Cell(short(place), place),
+            )
+        )
+    left = [line for _, lines in ordered[SHOWN:] for line in lines]
+    rest = f"… and {several(len(left), 'smaller one')}, {size(sum(line.bytes for line in left))}" if left else ""
+    return Table(title, columns, tuple(rows), note, rest)
+
+
+def passed(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int, of: str) -> Table:
+    """The passes with their cost, and what is done besides.
+
+    Args:
+      passes: in order.
+      once: equations evaluated once.
+      flops: of all work, what is computed again included.
+      pass_flops: of these, those of all passes, in loops too.
+      of: whose work it is.
+    """
+
+    def share_of(part: int) -> Cell:
+        share = min(part / max(flops, 1), 1.0)
+        return Cell(f"{share:.1%}", "of all work, what is computed again included", share=share)
+
+    names = ("pass", "equations", "work", "share", "accumulators", "sent")
+    columns = tuple(Column(name, right=True) for name in names)
+    rows = []
+    for p in passes:
+        total = size(sum(line.bytes for line in p.accumulators))
+        rows.append(
+            (
+                Cell(str(p.level), strong=True),
+                Cell(f"{p.equations:,}", "of every node"),
+                Cell(f"{number(p.flops)}flop", "of all nodes together"),
+                share_of(p.flops),
+                Cell(f"{len(p.accumulators)}, {total}" if p.accumulators else "none"),
+                Cell(size(p.sent), "by each device"),
+            )
+        )
+    rest = max(flops - pass_flops, 0)
+    last = (Cell("once"), Cell(f"{once:,}"), Cell(f"{number(rest)}flop"), share_of(rest), Cell(""), Cell(""))
+    note = f"share: of {of}'s work; equations: of a node; sent: by each device"
+    return Table("Passes", columns, (*rows, last), note)

@@ -1,0 +1,69 @@
+"""Values in groups of devices: the part that a group's nodes hold, parts put together, and copies in every group.
+
+Knows forms, groups and arrays. Must not know schedules, nor what is computed in a group.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.states import Flow
+from vnode.placement.placement import Placement
+from vnode.placement.transfer import replicated
+
+
+def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
+    """The part of a batched value that a group's nodes hold; one element at least, of padding."""
+    n = int(flow.node_size * form.ratio)
+    if isinstance(value, jax.Array):
+        value = replicated(value)  # picking from a sharded one could change the sign of a zero
+    start = min(group.first * n, form.units - 1)
+    stop = min(max(start + 1, (group.first + group.nodes) * n), form.units)
+    if form.outer == 1:
+        value = value[(slice(None),) * form.dim + (slice(start, stop),)]
+    else:
+        shape = value.shape
+        runs = value.reshape(*shape[: form.dim], form.outer, form.units, *shape[form.dim + 1 :])
+        runs = runs[(slice(None),) * (form.dim + 1) + (slice(start, stop),)]
+        value = runs.reshape(*shape[: form.dim], -1, *shape[form.dim + 1 :])
+    fits = form.outer == 1 and group.even and stop - start == group.nodes * n
+    return jax.device_put(value, group.sharding(*[None] * form.dim, group.axis) if fits else group.sharding())
+
+
+@functools.lru_cache
+def join_along(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
+    """A program that concatenates parts of a batched value, run by run."""
+
+    def join(parts: Sequence[Any]) -> Any:
+        shape = parts[0].shape
+        runs = [part.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for part in parts]
+        whole = lax.concatenate(runs, dim + 1)
+        return whole.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+
+    return jax.jit(join)
+
+
+class Replicas:
+    """Copies of arrays in groups, kept as long as the array is: a state that comes back is in place everywhere."""
+
+    def __init__(self) -> None:
+        self._copies: dict[int, tuple[Any, Sequence[Any]]] = {}
+
+    def keep(self, values: Sequence[Any]) -> None:
+        """Remembers copies, of which the first stands for all."""
+        number = id(values[0])
+        self._copies[number] = (weakref.ref(values[0], lambda _: self._copies.pop(number, None)), tuple(values[1:]))
+
+    def of(self, value: Any, g: int, group: Placement) -> Any:
+        """The copy of an array in a group."""
+        reference, copies = self._copies.get(id(value), (None, ()))
+        if g and reference is not None and reference() is value:
+            return copies[g - 1]
+        return jax.device_put(value, group.sharding())

@@ -1,0 +1,196 @@
+"""A schedule cut into pieces, each a program for every group of devices: what it is given, and what it hands on.
+
+Knows schedules, and what equations read and make. Must not know devices, arrays, nor how a piece is run.
+
+It is cut where nodes of all groups meet: behind every pass, and around loops and branches with passes of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from jax.extend.core import Var
+
+from vnode.analysis.forms import Slice, Whole
+from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.program import Program
+from vnode.analysis.recipe import Evaluation
+
+Key = tuple[str, Any]
+"""Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
+the part of the group's nodes, in the order of the batch; ``("collected", var)``, the same as the group's devices hold
+it; ``("left", number)``, what the pass of a piece has left in the group."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """What a group does at a time.
+
+    Attributes:
+      completes: the number of the piece whose pass is completed first, and the pass.
+      once: evaluated then.
+      nodes: the pass that follows.
+      nested: in place of all that, a loop or branch with passes of its own.
+    """
+
+    completes: tuple[int, Pass] | None = None
+    once: tuple[Evaluation, ...] = ()
+    nodes: Pass | None = None
+    nested: Evaluation | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return self.completes is None and not self.once and self.nodes is None and self.nested is None
+
+    def reads(self) -> Iterator[Var]:
+        """What is read by other than what is evaluated once."""
+        if self.nodes is not None:
+            yield from (var for var, _ in self.nodes.recipe.leaves)
+        if self.nested is not None:
+            yield from operands_of(self.nested)
+
+    def makes(self, number: int) -> Iterator[Key]:
+        """What it could be asked for."""
+        if self.completes is not None:
+            yield from (("whole", a.var) for a in self.completes[1].accumulators)
+        for action in self.once:
+            for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
+                if form is not None:
+                    yield ("whole", var)
+        if self.nodes is not None:
+            yield ("left", number)
+            for var, _ in self.nodes.collected:
+                yield ("collected", var)
+                yield ("batched", var)
+
+
+def cut(schedule: Schedule) -> list[Piece]:
+    """The pieces of a schedule, in order."""
+    pieces: list[Piece] = []
+    once: list[Evaluation] = []
+
+    def close(nodes: Pass | None = None) -> None:
+        before = pieces[-1].nodes if pieces else None
+        if once or nodes is not None or before is not None:
+            completes = None if before is None else (len(pieces) - 1, before)
+            pieces.append(Piece(completes, tuple(once), nodes))
+            once.clear()
+
+    for stage in schedule.stages:
+        for action in stage.once:
+            if apart(action):
+                close()
+                pieces.append(Piece(nested=action))
+            else:
+                once.append(action)
+        if stage.nodes is not None:
+            close(stage.nodes)
+    close()
+    return put_off(pieces, schedule.flow.program)
+
+
+def apart(action: Evaluation) -> bool:
+    """Whether a loop or branch has passes of its own, or batched values, of which a group has a part only."""
+    if not action.schedules:
+        return False
+    inner = [one for made in action.schedules for stage in made.stages for one in stage.once]
+    return (
+        any(made.passes for made in action.schedules)
+        or any(isinstance(form, Slice) for form in (*action.operands, *action.results))
+        or any(map(apart, inner))
+    )
+
+
+def put_off(pieces: Sequence[Piece], program: Program) -> list[Piece]:
+    """The same with everything that is evaluated once in the first piece that reads it, and again in others if cheap.
+
+    In one program a compiler sees it beside what reads it, and rounds both as one: a moment's decay and its update.
+    """
+    later = list(pieces)
+    for number, piece in enumerate(pieces):
+        following = next((n for n in range(number + 1, len(later)) if later[n].nested is None), None)
+        if piece.nested is not None or following is None:
+            continue
+        read = {var for between in later[number:following] for var in between.reads()}
+        wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
+        for behind in later[number + 1 :]:
+            wanted.update(behind.reads(), *(operands_of(action) for action in behind.once))
+        here: list[Evaluation] = []
+        there: list[Evaluation] = []
+        for action in reversed(later[number].once):
+            stays = not read.isdisjoint(action.step.eqn.outvars)
+            if stays:
+                here.append(action)
+                read.update(operands_of(action))
+            if not stays or (cheap(action, program) and not wanted.isdisjoint(action.step.eqn.outvars)):
+                there.append(action)
+                wanted.update(operands_of(action))
+        later[number] = dataclasses.replace(later[number], once=tuple(reversed(here)))
+        later[following] = dataclasses.replace(later[following], once=(*reversed(there), *later[following].once))
+    return later
+
+
+def operands_of(action: Evaluation) -> list[Var]:
+    return [atom for atom in action.step.eqn.invars if isinstance(atom, Var)]
+
+
+def cheap(action: Evaluation, program: Program) -> bool:
+    """Whether a compiler might compute something again rather than read it."""
+    eqn = action.step.eqn
+    description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
+    return description is not None and not (description.contraction or description.reduced or description.whole)
+
+
+class ProgramPlan:
+    """The pieces of a schedule, what each is given and what it hands on."""
+
+    def __init__(self, schedule: Schedule, given: Iterable[Key] = ()) -> None:
+        self.schedule = schedule
+        self.pieces = cut(schedule)
+        self.states = schedule.flow.states
+        self.reads: list[list[Key]] = []
+        there = set(given)
+        for number, piece in enumerate(self.pieces):
+            self.reads.append(list(dict.fromkeys(self.read_by(piece, there))))
+            there.update(piece.makes(number))
+        self.hands_on: list[list[Key]] = []
+        wanted = {self.result(atom) for atom in schedule.flow.program.outputs if isinstance(atom, Var)}
+        for number, piece in reversed(list(enumerate(self.pieces))):
+            self.hands_on.append([key for key in piece.makes(number) if key in wanted])
+            wanted.update(self.reads[number])
+            wanted.update(("batched", var) for kind, var in self.reads[number] if kind == "full")
+        self.hands_on.reverse()
+
+    def read_by(self, piece: Piece, there: set[Key]) -> Iterator[Key]:
+        known = set(self.schedule.flow.program.constants)
+        if piece.completes is not None:
+            number, nodes = piece.completes
+            yield ("left", number)
+            known.update(a.var for a in nodes.accumulators)
+        for action in piece.once:
+            for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
+                if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
+                    yield self.whole(atom)
+            known.update(action.step.eqn.outvars)
+        if piece.nested is not None:
+            for atom in piece.nested.step.eqn.invars:
+                if isinstance(atom, Var):
+                    yield self.whole(atom)
+        if piece.nodes is not None:
+            for var, form in piece.nodes.recipe.leaves:
+                if isinstance(form, Whole):
+                    if var not in known:
+                        yield self.whole(var)
+                else:
+                    yield ("collected" if ("collected", var) in there else "batched", var)
+
+    def result(self, var: Var) -> Key:
+        """As what a value is returned."""
+        return ("batched" if isinstance(self.states[var].form, Slice) else "whole", var)
+
+    def whole(self, var: Var) -> Key:
+        """As what a value is read by what reads all of it."""
+        return ("full" if isinstance(self.states[var].form, Slice) else "whole", var)
