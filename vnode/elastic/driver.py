@@ -32,8 +32,9 @@ from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.writers import by_name
 from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
 from vnode.placement.exchange import whole_everywhere
+from vnode.placement.gone import given_away
 from vnode.placement.host import abstract, on_host
-from vnode.placement.leaves import given_away, is_array
+from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.placement.waiting import ready, tell

@@ -22,7 +22,7 @@ from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError, VnodeError, layout_message
-from vnode.placement.leaves import given_away
+from vnode.placement.gone import check_there
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 from vnode.step.protocol import Step
@@ -159,10 +159,10 @@ def run(
         alive=alive,
         progress=progress,
     )
+    check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         return run_objects(step, state, data, options)
     check_step(step)
-    check_state(state)
     return run_step(step, state, data, options)
 
 
@@ -222,27 +222,6 @@ def check_step(step: Any) -> None:
             ],
         )
     )
-
-
-def check_state(state: Any) -> None:
-    """Refuses a state whose arrays are no more.
-
-    Raises:
-      VnodeError: some were donated.
-    """
-    gone = given_away(state, "state")
-    if gone:
-        raise VnodeError(
-            layout_message(
-                "the state was given away to an earlier call: its arrays are no more.",
-                facts=[f"donated: {', '.join(gone[:8])}"],
-                remedies=[
-                    "go on from what that call returned, result.state",
-                    "or make the state anew",
-                    "or virtualize without donate_argnums",
-                ],
-            )
-        )
 
 
 @contextlib.contextmanager

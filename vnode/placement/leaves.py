@@ -37,28 +37,6 @@ def is_key(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def given_away(tree: Any, name: str) -> list[str]:
-    """The leaves whose arrays are deleted: a computation that they were donated to has their memory.
-
-    Args:
-      tree: any pytree.
-      name: what it is called.
-
-    Example:
-      >>> w, b = jnp.ones(3), jnp.zeros(3)
-      >>> w.delete()
-      >>> given_away({"w": w, "b": b}, "state")
-      ["state['w']"]
-    """
-
-    def gone(leaf: Any) -> bool:
-        return isinstance(leaf, jax.Array) and not isinstance(leaf, jax.core.Tracer) and leaf.is_deleted()
-
-    if not any(map(gone, jax.tree.leaves(tree))):
-        return []  # in a tenth of the time
-    return [name + jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if gone(leaf)]
-
-
 def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type that a leaf has in a program.
 

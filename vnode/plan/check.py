@@ -27,6 +27,7 @@ from vnode.runtime.rounding import rounded_otherwise
 from vnode.show.page import Cell, Column, Drawn, Fact, Facts, Page, Table
 from vnode.show.units import several, size
 from vnode.step.call import OutputTree
+from vnode.step.given import check_arguments
 from vnode.step.protocol import Resolved, step_and_arguments
 
 SAMPLES = 4
@@ -220,7 +221,7 @@ def check(
     Raises:
       PlacementError: there are not so many devices.
       ProcessError: some of them are another process's.
-      VnodeError: `step` is not a virtualized step.
+      VnodeError: `step` is not a virtualized step, or arrays were donated.
       TypeError: `args` is no tuple or list.
 
     Example:
@@ -235,6 +236,7 @@ def check(
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
+        check_arguments(dict(enumerate(here.args)), here.kwargs)
         virtual = here.step
         places = places_of(virtual, devices)
         check_own(
