@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, ProcessError, layout_message
-from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
+from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.gone import given_away
 from vnode.placement.host import with_weak_type
@@ -36,7 +36,7 @@ from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Surroundings, laid_out, specs_of
+from vnode.step.layouts import Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
@@ -363,7 +363,9 @@ class Executor:
         call = spec.call(args, kwargs)
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
             arrays = evaluate(spec.flat(call, output, self._batches(call)), self.placement)
-        results = laid_out(output.merge(arrays), args, around.specs, self.placement)
+        typed = typed_mesh(jax.tree.leaves((args, kwargs)))
+        specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
+        results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
 
