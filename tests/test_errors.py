@@ -377,7 +377,11 @@ def test_wrong_use_reads_well(name: str) -> None:
         use(vnode.virtualize(regression, virtual_nodes=NODES).on(TWO))
 
 
-@pytest.mark.parametrize("devices", [TWO, vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]])], ids=["program", "groups"])
+@pytest.mark.parametrize(
+    "devices",
+    [TWO, TWO[:1], vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]])],
+    ids=["two", "one", "groups"],
+)
 def test_use_after_donation(devices: Any) -> None:
     """What jaxlib answers to with a crash of the process, on several devices."""
     step = vnode.virtualize(regression, virtual_nodes=NODES, donate_argnums=0).on(devices)
@@ -397,6 +401,74 @@ def test_use_after_donation(devices: Any) -> None:
     list(after.values())[-1].delete()  # by another function; the step knew the state to be in place
     with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['"):
         step(after, batch)
+
+
+def evaluation(step: Any) -> vnode.elastic.Evaluation:
+    return vnode.elastic.Evaluation(step, [given()[1]])
+
+
+def objects_of(state: Any) -> Any:
+    """An nnx object with the arrays of a state."""
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    model.kernel.set_value(state["w"])
+    return model
+
+
+def of_objects(step: Any) -> Any:
+    return vnode.nnx.virtualize(lambda model, batch: model(batch["x"]).mean(), virtual_nodes=NODES).on(TWO)
+
+
+GIVEN_TO = {
+    "a call": lambda step, auto, state, batch: step(state, batch),
+    "put": lambda step, auto, state, batch: step.put(state),
+    "warm_up": lambda step, auto, state, batch: step.warm_up([TWO], state, batch),
+    "a call, auto": lambda step, auto, state, batch: auto(state, batch),
+    "put, auto": lambda step, auto, state, batch: auto.put(state),
+    "warm_up, auto": lambda step, auto, state, batch: auto.warm_up([TWO], state, batch),
+    "put on groups": lambda step, auto, state, batch: step.on(vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]])).put(
+        state
+    ),
+    "a call with objects": lambda step, auto, state, batch: of_objects(step)(objects_of(state), batch),
+    "put of objects": lambda step, auto, state, batch: of_objects(step).put(objects_of(state)),
+    "warm_up with objects": lambda step, auto, state, batch: of_objects(step).warm_up([TWO], objects_of(state), batch),
+    "check": lambda step, auto, state, batch: vnode.check(step, (state, batch)),
+    "profile": lambda step, auto, state, batch: vnode.profile(step, (state, batch), TWO[:1]),
+    "evaluation": lambda step, auto, state, batch: evaluation(step)(state, step.placement),
+    "run": lambda step, auto, state, batch: vnode.elastic.run(step, state, [batch], steps=1),
+    "run with objects": lambda step, auto, state, batch: vnode.elastic.run(
+        of_objects(step), objects_of(state), [batch], steps=1
+    ),
+}
+
+
+@pytest.mark.parametrize("use", GIVEN_TO)
+def test_an_array_that_is_gone_is_named_by_whoever_is_given_it(use: str) -> None:
+    step = vnode.virtualize(regression, virtual_nodes=NODES).on(TWO)
+    auto = vnode.virtualize(regression, virtual_nodes="auto", memory="1GiB").on(TWO)
+    state, batch = given()
+    state["w"].delete()
+    name = "kernel" if "objects" in use else "w"
+    message = rf"(?s)some of the given arrays are gone.*\n  (argument 0|state).*{name}.*go on"
+    with pytest.raises(vnode.VnodeError, match=message):
+        GIVEN_TO[use](step, auto, state, batch)
+
+
+@pytest.mark.parametrize("devices", [TWO, TWO[:1]], ids=["two", "one"])
+@pytest.mark.parametrize("donated", [(), 0])
+def test_a_part_of_a_state_that_is_gone(devices: Any, donated: Any) -> None:
+    """Also of one that the step returned itself, and knew to be in place."""
+
+    def update(state: Any, x: jax.Array) -> Any:
+        return jax.tree.map(lambda leaf: leaf - x.mean(0), state)
+
+    step = vnode.virtualize(update, virtual_nodes=NODES, donate_argnums=donated).on(devices)
+    x = jnp.ones((8, 3))
+    after = step(step({"b": jnp.ones(3), "w": jnp.ones(3)}, x), x)
+    after["w"].delete()
+    with pytest.raises(vnode.VnodeError, match=r"arrays are gone.*\n  argument 0\['w'\]\n"):
+        step(after, x)
+    np.testing.assert_array_equal(step({**after, "w": jnp.ones(3)}, x)["b"], -2 * np.ones(3))
 
 
 @pytest.mark.parametrize("devices", [TWO, TWO[:1]], ids=["two", "one"])

@@ -398,8 +398,13 @@ def test_name_stacks_and_source_lines_are_kept() -> None:
     assert "test_passes.py" in lowered
 
 
-def test_an_epoch_in_the_step_holds_no_copy_of_its_data() -> None:
-    """A loop that picks minibatches from an argument, around passes of its own, reads it where it lies."""
+@pytest.mark.parametrize("devices", [1, 2, 3])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_an_epoch_in_the_step_holds_no_copy_of_its_data(devices: int, epochs: int) -> None:
+    """A loop that picks minibatches from an argument, around passes of its own, reads it where it lies.
+
+    So it does in a loop of such loops, and where devices hold different numbers of nodes.
+    """
     size, rows = 64, 64
 
     def epoch(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -409,7 +414,10 @@ def test_an_epoch_in_the_step_holds_no_copy_of_its_data() -> None:
 
         return jax.lax.fori_loop(0, x.shape[0] // rows, update, w)
 
+    def train(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.lax.fori_loop(0, epochs, lambda _, w: epoch(w, x), w) if epochs > 1 else epoch(w, x)
+
     x = jnp.ones((64 * rows, size))
-    step = vnode.virtualize(epoch, virtual_nodes=8).on(jax.devices()[:1])
+    step = vnode.virtualize(train, virtual_nodes=8).on(jax.devices()[:devices])
     held = step.lower(jnp.ones((size, 2)), x).compile().memory_analysis().temp_size_in_bytes
     assert held < x.nbytes / 4

@@ -9,6 +9,7 @@ import dataclasses
 import hypothesis
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import strategies as st
 
@@ -96,6 +97,29 @@ def test_the_check_sees(change, status: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(checking.vnode, "virtualize", lambda step, **_: Wrapped(step, change))
     with jax.enable_x64(True):
         assert check(dataclasses.replace(generate(3), outer="same")).status == status
+
+
+def test_only_outputs_that_move_by_themselves_are_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a sum that cancels is zero; twice a sum is as sure as any number."""
+
+    def outputs(x: jax.Array) -> dict[str, jax.Array]:
+        return {"sign": (x.sum() - x.mean() * x.size).astype(bool), "twice": 2 * x.sum()}
+
+    def change(*names: str) -> str:
+        def changed(out: dict[str, jax.Array]) -> dict[str, jax.Array]:
+            return {name: out[name] ^ True if name == "sign" else out[name] + (name in names) for name in out}
+
+        monkeypatch.setattr(checking.vnode, "virtualize", lambda step, **_: Wrapped(step, changed))
+        return check(program).status
+
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).normal(size=9))
+        program = dataclasses.replace(generate(3), outer="same")
+        assert checking.unsteady(program, outputs, (x,), outputs(x)) == {"['sign']"}
+        monkeypatch.setattr(Program, "step", lambda self: outputs)
+        monkeypatch.setattr(Program, "values", lambda self: (x,))
+        assert change() == "unsteady"
+        assert change("twice") == "wrong"
 
 
 def test_minimise_keeps_only_what_fails() -> None:

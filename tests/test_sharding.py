@@ -341,6 +341,37 @@ def test_part_of_a_program_for_another_mesh(kind: AxisType) -> None:
         jax.jit(virtual)(w, jax.device_put(x, P("data")))
 
 
+@pytest.mark.parametrize("name", ["nothing", "without a context", "reshard", "out_sharding"])
+def test_part_of_a_program_typed_by_explicit_axes(name: str) -> None:
+    """A training loop in `jax.jit`: what succeeds the state has its type. The derivative's type is that of `w`."""
+    explicit = mesh((4, 2), AxisType.Explicit)
+    _, constrain = STEPS.get(name, STEPS["nothing"])
+    virtual = vnode.virtualize(
+        step_with(constrain), virtual_nodes=4, placement=vnode.Placement(4, mesh=explicit, axis="data")
+    )
+    w, x = arguments()
+    typed = NamedSharding(explicit, P(None, "model"))
+    given = jax.device_put(w, typed), jax.device_put(x, NamedSharding(explicit, P("data", None)))
+
+    def train(step: Callable[..., Any], w: jax.Array, x: jax.Array) -> Any:
+        return *lax.scan(lambda w, _: step(w, x), w, length=2), jax.grad(lambda w: step(w, x)[1])(w)
+
+    with contextlib.nullcontext() if name == "without a context" else jax.set_mesh(explicit):
+        got = jax.jit(partial(train, virtual))(*given)
+    assert got[0].sharding == got[2].sharding == typed
+    assert_same(got, partial(train, step_with(lambda x, w: x @ w)), w, x)
+
+
+@pytest.mark.parametrize("how", ["called", "differentiated"])
+def test_part_of_a_program_for_more_devices(how: str) -> None:
+    """There is no mesh context to say so, only the types of the arguments."""
+    w, x = arguments()
+    virtual = vnode.virtualize(step_with(lambda x, w: x @ w), virtual_nodes=4).on(jax.devices()[:2])
+    run = virtual if how == "called" else jax.grad(lambda w, x: virtual(w, x)[1])
+    with pytest.raises(PlacementError, match=r"(?s)mesh of another size.*'data': 4.*call it outside of jax\.jit"):
+        jax.jit(run)(w, jax.device_put(x, NamedSharding(mesh((4, 2), AxisType.Explicit), P("data"))))
+
+
 def test_part_of_a_program_for_the_same_mesh() -> None:
     w, x = arguments()
     placement = vnode.Placement(4, mesh=mesh((4, 2)), axis="data")

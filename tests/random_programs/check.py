@@ -4,9 +4,9 @@ Knows vnode's public names and what counts as equal: structure, shapes, dtypes, 
 NaN and infinity exactly; floats to rounding. Must not know how programs are made.
 
 Where the two differ, the reference itself is asked how steady it is: it is evaluated again with rounding noise on
-every result that rounds. A program whose own value moves with that noise (a comparison of two sums that are equal but
-for rounding) proves nothing, and is reported as unsteady instead of wrong. Moving, comparing and selecting elements
-gets no noise: a value that is compared with its own maximum must find it.
+every result that rounds. An output that moves with that noise by itself (a comparison of two sums that are equal but
+for rounding) proves nothing; a program that differs only there is reported as unsteady instead of wrong. Moving,
+comparing and selecting elements gets no noise: a value that is compared with its own maximum must find it.
 """
 
 from __future__ import annotations
@@ -91,46 +91,53 @@ def check(program: Program) -> Outcome:
         return Outcome("refused", head_of(error), str(error))
     except Exception as error:  # that is the finding
         return Outcome("error", head_of(error), "".join(traceback.format_exception(error)))
-    difference = compare(expected, actual, half="bfloat16" in program.step_source() or any_half(program))
-    if not difference:
+    found = differences(expected, actual, is_half(program))
+    if not found:
         return Outcome("equal")
-    if not steady(program, reference, args, expected):
-        return Outcome("unsteady", "unsteady", difference)
+    moving = unsteady(program, reference, args, expected)
+    difference = next((text for where, text in found.items() if where not in moving), "")
+    if not difference:
+        return Outcome("unsteady", "unsteady", next(iter(found.values())))
     return Outcome("wrong", "wrong: " + re.sub(r"'\w+'|[\d.e+-]+", "#", difference), difference)
 
 
-def any_half(program: Program) -> bool:
-    return any(a.dtype == "bfloat16" for a in program.arguments)
+def is_half(program: Program) -> bool:
+    return "bfloat16" in program.step_source() or any(a.dtype == "bfloat16" for a in program.arguments)
 
 
-def compare(expected: Any, actual: Any, half: bool = False, slack: float = 1.0) -> str:
-    """What differs, or an empty string."""
+def differences(expected: Any, actual: Any, half: bool = False, slack: float = 1.0) -> dict[str, str]:
+    """What differs, by output."""
     left, right = jax.tree.structure(expected), jax.tree.structure(actual)
     if left != right:
-        return f"structure: expected {left}, got {right}"
-    for (path, e), a in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True):
-        where = jax.tree_util.keystr(path)
-        if (e.shape, e.dtype) != (a.shape, a.dtype):
-            return f"{where}: expected {e.dtype}{e.shape}, got {a.dtype}{a.shape}"
-        exact = not jnp.issubdtype(e.dtype, jnp.floating)
-        e, a = np.asarray(e), np.asarray(a)
-        if exact:
-            if not np.array_equal(e, a):
-                return f"{where}: integers differ: expected {e.tolist()}, got {a.tolist()}"
-            continue
-        e, a = e.astype(np.float64), a.astype(np.float64)
-        if not np.array_equal(np.isnan(e), np.isnan(a)):
-            return f"{where}: NaN in other places: expected {e.tolist()}, got {a.tolist()}"
-        infinite = np.isinf(e) | np.isinf(a)
-        if not np.array_equal(e[infinite], a[infinite]):
-            return f"{where}: infinity in other places: expected {e.tolist()}, got {a.tolist()}"
-        finite = np.isfinite(e)
-        e, a = e[finite], a[finite]
-        scale = float(np.abs(e).max(initial=0.0))
-        allowed = slack * (HALF * scale + 1e-3 if half else RELATIVE * scale + ABSOLUTE)
-        worst = float(np.abs(e - a).max(initial=0.0))
-        if worst > allowed:
-            return f"{where}: numbers differ by {worst:.3g} of {scale:.3g}: expected {e.tolist()}, got {a.tolist()}"
+        return {"structure": f"structure: expected {left}, got {right}"}
+    found = {
+        jax.tree_util.keystr(path): difference(e, a, half, slack)
+        for (path, e), a in zip(jax.tree.leaves_with_path(expected), jax.tree.leaves(actual), strict=True)
+    }
+    return {where: f"{where}: {text}" for where, text in found.items() if text}
+
+
+def difference(e: Any, a: Any, half: bool, slack: float) -> str:
+    """How an output differs from what is expected; an empty string if it does not."""
+    if (e.shape, e.dtype) != (a.shape, a.dtype):
+        return f"expected {e.dtype}{e.shape}, got {a.dtype}{a.shape}"
+    exact = not jnp.issubdtype(e.dtype, jnp.floating)
+    e, a = np.asarray(e), np.asarray(a)
+    if exact:
+        return "" if np.array_equal(e, a) else f"integers differ: expected {e.tolist()}, got {a.tolist()}"
+    e, a = e.astype(np.float64), a.astype(np.float64)
+    if not np.array_equal(np.isnan(e), np.isnan(a)):
+        return f"NaN in other places: expected {e.tolist()}, got {a.tolist()}"
+    infinite = np.isinf(e) | np.isinf(a)
+    if not np.array_equal(e[infinite], a[infinite]):
+        return f"infinity in other places: expected {e.tolist()}, got {a.tolist()}"
+    finite = np.isfinite(e)
+    e, a = e[finite], a[finite]
+    scale = float(np.abs(e).max(initial=0.0))
+    allowed = slack * (HALF * scale + 1e-3 if half else RELATIVE * scale + ABSOLUTE)
+    worst = float(np.abs(e - a).max(initial=0.0))
+    if worst > allowed:
+        return f"numbers differ by {worst:.3g} of {scale:.3g}: expected {e.tolist()}, got {a.tolist()}"
     return ""
 
 
@@ -271,17 +278,17 @@ def perturbed(value: Any, rng: np.random.Generator, noise: float, size: Any) -> 
     return (jnp.asarray(value, jnp.float64) + jnp.asarray(size, jnp.float64) * off).astype(value.dtype)
 
 
-def steady(program: Program, reference: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> bool:
-    """Whether the un-virtualized program keeps its value under rounding noise."""
-    half = "bfloat16" in program.step_source() or any_half(program)
+def unsteady(program: Program, reference: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> set[str]:
+    """The outputs of the un-virtualized program that do not keep their value under rounding noise."""
+    half = is_half(program)
     rng = np.random.default_rng(program.seed)
     closed = jax.make_jaxpr(reference)(*args)
+    moving: set[str] = set()
     for noise in [2.0**-8] * 6 if half else [1e-15, 1e-14, 1e-14, 1e-13, 1e-13]:
         values = noisy(closed.jaxpr, closed.consts, jax.tree.leaves(args), rng, noise)
         again = jax.tree.unflatten(jax.tree.structure(expected), values)
-        if compare(expected, again, half, slack=0.3):
-            return False
-    return True
+        moving |= differences(expected, again, half, slack=0.3).keys()
+    return moving
 
 
 if __name__ == "__main__":

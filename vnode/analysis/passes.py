@@ -117,7 +117,10 @@ class Schedule:
 
     @functools.cached_property
     def between(self) -> tuple[Var, ...]:
-        """Batched values that passes keep for the nodes of later ones: those held when they take most memory."""
+        """Batched values that passes keep for the nodes of later ones: those held when they take most memory.
+
+        A pass holds what it was given while it writes what it keeps.
+        """
         made = {var: nodes.level for nodes in self.passes for var, _ in nodes.collected}
         last = {
             var: nodes.level
@@ -125,7 +128,7 @@ class Schedule:
             for var, form in nodes.recipe.leaves
             if isinstance(form, Slice) and var in made
         }
-        held = [tuple(var for var in last if made[var] < nodes.level <= last[var]) for nodes in self.passes]
+        held = [tuple(var for var in last if made[var] <= nodes.level <= last[var]) for nodes in self.passes]
         return max(held, key=lambda several: sum(map(nbytes, several)), default=())
 
     @functools.cached_property
@@ -148,6 +151,18 @@ class Schedule:
                 var for var, form in crossing if isinstance(var, Var) and isinstance(form, Slice) and var not in inputs
             )
         )
+
+    @functools.cached_property
+    def read_whole(self) -> set[Var]:
+        """Batched values that something reads at once, also in loops and branches around passes: all turns the same."""
+        inside = {
+            atom
+            for stage in self.stages
+            for action in stage.once
+            for i, atom in enumerate(action.step.eqn.invars)
+            if i in action.read_whole and isinstance(atom, Var)
+        }
+        return inside.union(self.gathered)
 
     @property
     def sums_only(self) -> bool:

@@ -54,6 +54,19 @@ class Evaluation:
         """How many times bodies run; a ``while`` counts as one iteration."""
         return self.step.region.times if self.step.region is not None else 1
 
+    @property
+    def read_whole(self) -> set[int]:
+        """Operands, the same at every turn, that something in bodies with passes of their own reads at once."""
+        region = self.step.region
+        if region is None or not self.schedules:
+            return set()
+        return {
+            i
+            for made, given in zip(self.schedules, region.inputs, strict=True)
+            for i, var in zip(given, made.flow.program.inputs, strict=True)
+            if i in region.fixed and var in made.read_whole
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:

@@ -12,7 +12,8 @@ import numpy as np
 
 from vnode.elastic.options import RunOptions
 from vnode.errors import CheckpointError, VnodeError, layout_message
-from vnode.placement.leaves import given_away, is_array
+from vnode.placement.gone import given_away
+from vnode.placement.leaves import is_array
 from vnode.step.protocol import Step
 
 if TYPE_CHECKING:
@@ -38,27 +39,6 @@ def check_step(step: Any) -> None:
             ],
         )
     )
-
-
-def check_state(state: Any) -> None:
-    """Refuses a state whose arrays are no more.
-
-    Raises:
-      VnodeError: some were donated.
-    """
-    gone = given_away(state, "state")
-    if gone:
-        raise VnodeError(
-            layout_message(
-                "the state was given away to an earlier call: its arrays are no more.",
-                facts=[f"donated: {', '.join(gone[:8])}"],
-                remedies=[
-                    "go on from what that call returned, result.state",
-                    "or make the state anew",
-                    "or virtualize without donate_argnums",
-                ],
-            )
-        )
 
 
 def check_start(number: int, options: RunOptions, checkpoints: Checkpoints | None) -> None:

@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 
 from vnode.elastic.devices import Request, none_left, without
 from vnode.errors import DeviceLost, VnodeError, layout_message
+from vnode.placement.gone import given_away
 from vnode.placement.host import HostCopy
-from vnode.placement.leaves import given_away
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:

@@ -16,13 +16,14 @@ import jax
 
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
-from vnode.elastic.checks import check_state, check_step
+from vnode.elastic.checks import check_step
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError
+from vnode.placement.gone import check_there
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 from vnode.step.virtual import with_nodes
@@ -158,10 +159,10 @@ def run(
         alive=alive,
         progress=progress,
     )
+    check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         return run_objects(step, state, data, options)
     check_step(step)
-    check_state(state)
     return run_step(step, state, data, options)
 
 

@@ -100,6 +100,11 @@ class Region:
         return range(0)
 
     @property
+    def fixed(self) -> set[int]:
+        """Operands that are the same at every turn."""
+        return set(range(self.operands)).difference(self.carried, self.scanned)
+
+    @property
     def times(self) -> int:
         """How often bodies are run, as far as is known."""
         return 1

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
@@ -68,6 +68,25 @@ def is_typed(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and hasattr(jax.typeof(leaf), "sharding")
 
 
+def typed_mesh(leaves: Sequence[Any]) -> AbstractMesh | None:
+    """The mesh with explicit axes that values of a program which is traced are typed by; None if there is none."""
+    meshes = (jax.typeof(leaf).sharding.mesh for leaf in leaves if is_typed(leaf))
+    return next((mesh for mesh in meshes if AxisType.Explicit in mesh.axis_types), None) if tracing() else None
+
+
+def untyped(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., list[Any]]:
+    """A function of values that `mesh` types, given them with automatic axes in its place; its results are whole."""
+    explicit = tuple(
+        axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind is AxisType.Explicit
+    )
+
+    def run(*values: Any) -> list[Any]:
+        with jax.sharding.use_abstract_mesh(mesh):
+            return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=PartitionSpec())(*values)
+
+    return run
+
+
 def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
     """Refuses to become part of a program that runs elsewhere.
 
@@ -76,10 +95,11 @@ def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
       leaves: arguments of the step.
 
     Raises:
-      PlacementError: jax traces for each shard of a mesh, or for a mesh of another size, or for arguments that are
-        typed by one with explicit axes.
+      PlacementError: jax traces for each shard of a mesh, or for a mesh of another size.
     """
     mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        mesh = typed_mesh(leaves) or mesh
     facts = [f"it is traced for {mesh}", f"its nodes live on {placement!r}"]
     if mesh.manual_axes:
         raise PlacementError(
@@ -89,17 +109,6 @@ def check_context(placement: Placement, leaves: Sequence[Any]) -> None:
                 remedies=[
                     "call it outside: it divides the batch over the devices itself",
                     "a step that was written for jax.pmap: docs/migrating-from-pmap.md",
-                ],
-            )
-        )
-    if any(AxisType.Explicit in jax.typeof(leaf).sharding.mesh.axis_types for leaf in leaves if is_typed(leaf)):
-        raise PlacementError(
-            layout_message(
-                "a virtualized step is part of a program whose values are typed by a mesh with explicit axes.",
-                facts=facts,
-                remedies=[
-                    "call it outside of jax.jit, jax.grad and jax.vmap: it is a compiled program itself",
-                    "or make the mesh with AxisType.Auto, for which shardings are no types",
                 ],
             )
         )

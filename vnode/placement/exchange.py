@@ -24,6 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.gone import check_there
 from vnode.placement.leaves import is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
@@ -90,7 +91,12 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
 
 
 def put(tree: Any, placement: Placement) -> Any:
-    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are."""
+    """A state on a placement's devices; as `exchanged`, of any pytree, whose other leaves stay as they are.
+
+    Raises:
+      VnodeError: arrays of it are gone.
+    """
+    check_there({"argument 0": tree})
     arrays: list[Any] = []
     map_arrays(arrays.append, tree)
     paths = [jax.tree_util.keystr(path) for path, leaf in jax.tree.leaves_with_path(tree) if is_array(leaf)]

@@ -5,8 +5,6 @@ Knows kinds of arrays. Must not know where they are to live, nor what they are u
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any, Literal
 
 import jax
@@ -14,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from vnode.placement.sharded import ShardedBatch
-
-IS_DELETED = operator.methodcaller("is_deleted")
 
 
 def is_number(leaf: Any) -> bool:
@@ -39,44 +35,6 @@ def is_array(leaf: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed random keys (`jax.random.key`)."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-
-
-def given_away(tree: Any, name: str) -> list[str]:
-    """The leaves whose arrays are deleted: a computation that they were donated to has their memory.
-
-    Args:
-      tree: any pytree.
-      name: what it is called.
-
-    Example:
-      >>> w, b = jnp.ones(3), jnp.zeros(3)
-      >>> w.delete()
-      >>> given_away({"w": w, "b": b}, "state")
-      ["state['w']"]
-    """
-
-    if not any(map(IS_DELETED, arrays_among(jax.tree.leaves(tree)))):
-        return []  # in a tenth of the time
-    paths = jax.tree.leaves_with_path(tree)
-    return [name + jax.tree_util.keystr(path) for path, leaf in paths if is_held(type(leaf)) and leaf.is_deleted()]
-
-
-def arrays_among(leaves: list[Any]) -> list[Any]:
-    """Those leaves that are arrays of jax with memory of their own, no tracers; in a fifth of the time of asking each.
-
-    Example:
-      >>> arrays_among([jnp.ones(2), np.ones(2), 1.0])
-      [Array([1., 1.], dtype=float32)]
-    """
-    kinds = set(map(type, leaves))
-    held = set(filter(is_held, kinds))
-    return leaves if held == kinds else [leaf for leaf in leaves if type(leaf) in held]
-
-
-@functools.lru_cache(maxsize=64)
-def is_held(kind: type) -> bool:
-    """Whether values of a class are arrays of jax with memory of their own."""
-    return issubclass(kind, jax.Array) and not issubclass(kind, jax.core.Tracer)
 
 
 def shape_of(leaf: Any, *, sharding: Literal["drop", "committed", "keep"] = "drop") -> jax.ShapeDtypeStruct:

@@ -45,7 +45,7 @@ def emit(
     mode: Mode,
     lane: int = 1,
     arguments: Collection[int] | None = None,
-    slotted: bool = False,
+    slotted: Collection[int] | None = None,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -58,10 +58,11 @@ def emit(
       lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
       arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
-      slotted: whether batched inputs are, and batched outputs are to be, as devices hold them: ``[slots, ...]``.
+      slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
+        if neither are.
 
     Returns:
-      The program's outputs at their global shapes, if they are not `slotted`.
+      The program's outputs, whole ones at their global shapes.
     """
     emission = Emission(schedule, placement, inputs, mode, lane, slotted)
     given = schedule.flow.program.inputs
@@ -79,7 +80,7 @@ class Emission:
         inputs: Sequence[Any] | None,
         mode: Mode,
         lane: int,
-        slotted: bool = False,
+        slotted: Collection[int] | None = None,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
@@ -92,14 +93,14 @@ class Emission:
         self.batched: dict[Var, Any] = {}
         self.collected: dict[Var, Any] = {}  # as devices hold them: of each slot a node's part
         self.stacked: set[Var] = set()  # of these, by a loop: slots are dimension 1, not 0
-        self.slotted = slotted
+        self.slotted = slotted is not None
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
         self.once = Once(placement.devices[0].platform)
-        for var, value in zip(program.inputs, inputs, strict=True) if inputs is not None else ():
+        for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
-            elif slotted and isinstance(self.flow.states[var].form, Slice):
+            elif slotted is not None and i in slotted and isinstance(self.flow.states[var].form, Slice):
                 self.collected[var] = value
             elif isinstance(self.flow.states[var].form, Slice):
                 self.batched[var] = value
@@ -169,15 +170,17 @@ class Emission:
 
         Where devices hold different numbers of nodes, batched values go in and out as devices hold them: in the order
         of the batch each device would hold the whole of each, because the partitioner divides evenly or not at all.
+        What every turn would gather again is gathered once, or read where it lies.
         """
         eqn, region = action.step.eqn, action.step.region
         assert region is not None
         slotted = not self.placement.even and all(
             self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules)
         )
+        apart = set(range(region.operands)) - action.read_whole if slotted else set()
         operands: list[Any] = []
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
-            if slotted and isinstance(form, Slice):
+            if i in apart and isinstance(form, Slice):
                 operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
             else:
                 operands.append(as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom))
@@ -195,11 +198,11 @@ class Emission:
                 ]
 
             values = bounded(flow.program.inputs, inputs)
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, slotted)
+            in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
+            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots)
             return bounded(flow.program.outputs, outputs)
 
-        fixed = set(range(region.operands)).difference(region.carried, region.scanned)
-        lying = {i for i in fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
+        lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [
             functools.partial(body, made, given) for made, given in zip(action.schedules, region.inputs, strict=True)
         ]
@@ -292,8 +295,16 @@ class Emission:
         rows = np.minimum(rows - first * n, value.shape[axis] - 1)
         return jnp.take(self.everywhere(value), rows, axis=axis, mode="clip")
 
+    def there_at(self, var: Var) -> int:
+        """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
+        state = self.flow.states[var]
+        return state.level if isinstance(state.form, Whole) else state.level + (not state.given)
+
     def buffers(self, var: Var, form: Slice, read: Sequence[Any]) -> Any:
-        """Where a device puts a value of each of its nodes, in a pass that reads the whole values `read`."""
+        """Where a device puts a value of each of its nodes, in a pass that reads the whole values `read`, latest first.
+
+        They are what keeps compilers from making the buffer before the pass.
+        """
         n = form.outer * int(self.flow.node_size * form.ratio)
         shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
         plain = self.mode is not Mode.DIFFERENTIABLE and self.placement.size == len(self.placement.devices)
@@ -344,8 +355,8 @@ class Emission:
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return collectives.combined(sums, totals, axis), kept
-            latest = [v for var, v in zip(wholes, whole, strict=True) if self.flow.states[var].level == nodes.level]
-            buffers = [self.buffers(var, form, latest) for var, form in nodes.collected]
+            late = sorted(zip(wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
+            buffers = [self.buffers(var, form, [value for _, value in late]) for var, form in nodes.collected]
             match self.mode:
                 case Mode.DIFFERENTIABLE:
                     totals, kept = loops.skipping(program, sums, count[0], waves, buffers)

@@ -19,6 +19,7 @@ import jax
 from vnode import threads
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
+from vnode.step.given import check_arguments
 
 
 class Worker:
@@ -151,10 +152,12 @@ def warm_ups(
 
     Raises:
       BatchError: there are no arguments, or shapes only.
+      VnodeError: arrays are gone.
     """
     leaves = jax.tree.leaves((args, kwargs))
     if not leaves or any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves):
         raise BatchError("warm_up runs the step, so it needs arrays: step.warm_up(placements, state, batch)")
+    check_arguments(dict(enumerate(args)), kwargs)
     now = copied((args, kwargs))  # training goes on and donates its own
 
     def warm_up_once(run: Callable[..., Any]) -> None:

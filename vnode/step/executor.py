@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, ProcessError, layout_message
-from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh
+from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh
 from vnode.placement.exchange import exchanged
+from vnode.placement.gone import given_away, is_held
 from vnode.placement.host import with_weak_type
-from vnode.placement.leaves import given_away, is_held, is_number, shape_of, shapes_of
+from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -34,8 +35,8 @@ from vnode.placement.transfer import (
 from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
-from vnode.step.given import check_donated_once, check_signature, check_there, repeated
-from vnode.step.layouts import Surroundings, laid_out, specs_of
+from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
+from vnode.step.layouts import Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
@@ -137,12 +138,14 @@ class Executor:
             results = self._launch(self._surroundings(mesh, given[0]), *given)
         except ProcessError:
             raise
-        except Exception:
+        except Exception as error:
             # What was taken to be in place may be another object with the same number.
             trusted = [i for i, arg in enumerate(args) if given[0][i] is arg]
             self._in_place.clear()
-            if given_away((args, kwargs), ""):  # to this very call
-                raise
+            if given_away((args, kwargs), ""):
+                if type(error) is RuntimeError:  # so says jax that an array is no more, but of no failed program
+                    check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums)
+                raise  # given to this very call
             check_donated_once(args, kwargs, self.spec.donate_argnums)
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
@@ -296,7 +299,7 @@ class Executor:
             return wrap(args, 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
-        check_there(moving, kwargs, self.spec.donate_argnums)
+        check_arguments(moving, kwargs, self.spec.donate_argnums)
         placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
         named_ones = self._placed(kwargs, False, 1) if kwargs else kwargs
         donated = self.spec.donate_argnums if self._several else ()
@@ -360,7 +363,9 @@ class Executor:
         call = spec.call(args, kwargs)
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
             arrays = evaluate(spec.flat(call, output, self._batches(call)), self.placement)
-        results = laid_out(output.merge(arrays), args, around.specs, self.placement)
+        typed = typed_mesh(jax.tree.leaves((args, kwargs)))
+        specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
+        results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
 
@@ -396,7 +401,7 @@ class Executor:
                 )
             )
         spec = self.spec
-        check_there(dict(enumerate(args)), kwargs, spec.donate_argnums)
+        check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))

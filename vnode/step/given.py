@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError, layout_message
-from vnode.placement.leaves import arrays_among, given_away
+from vnode.placement.gone import arrays_among, check_there
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
@@ -29,8 +29,8 @@ def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         raise TypeError(f"{name}() {error}") from None
 
 
-def check_there(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int]) -> None:
-    """Refuses arguments whose memory was given to an earlier computation; jaxlib 0.10 crashes on several devices.
+def check_arguments(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = ()) -> None:
+    """Refuses arguments with arrays that are gone.
 
     Args:
       args: arguments by position.
@@ -40,24 +40,9 @@ def check_there(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequen
     Raises:
       VnodeError: there are some.
     """
-    gone = {i: names for i, arg in args.items() if (names := given_away(arg, f"argument {i}"))}
-    names = [name for found in gone.values() for name in found] + given_away(kwargs, "argument ")
-    if not names:
-        return
-    own = [i for i in gone if i in donated]
-    raise VnodeError(
-        layout_message(
-            "some of the given arrays are gone: they were donated to an earlier call, or deleted.",
-            facts=[
-                *names[:8],
-                *([f"and {len(names) - 8} more"] if len(names) > 8 else []),
-                *(f"the step donates argument {i}: donate_argnums={tuple(donated)}" for i in own),
-            ],
-            remedies=[
-                "go on with what that call returned: state, metrics = step(state, batch)",
-                "or virtualize without donate_argnums" if own else "or do not donate them where they are needed again",
-            ],
-        )
+    check_there(
+        {**{f"argument {i}": arg for i, arg in args.items()}, "argument ": kwargs},
+        {f"argument {i}": f"the step donates argument {i}: donate_argnums={tuple(donated)}" for i in donated},
     )
 
 

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
+from vnode.placement.context import is_typed
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.transfer import target_sharding
@@ -62,14 +63,23 @@ def short(spec: PartitionSpec) -> PartitionSpec:
     return PartitionSpec(*entries)
 
 
-def laid_out(results: Any, args: Sequence[Any], specs: Specs, placement: Placement) -> Any:
+def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
+    """The same of arguments within a program, as far as a mesh with explicit axes is part of their types."""
+    return tuple(
+        jax.typeof(leaf).sharding.spec if i in wholes and is_typed(leaf) else None
+        for i, arg in enumerate(args)
+        for leaf in jax.tree.leaves(arg, is_leaf=is_sharded_batch)
+    )
+
+
+def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
     """Results in the layouts of the arguments that they succeed.
 
     Args:
       results: a pytree of arrays.
       args: the arguments of the step.
-      specs: what `specs_of` says of them.
-      placement: where the step runs.
+      specs: what `specs_of` or `types_of` says of them.
+      mesh: that which specs speak of.
 
     Returns:
       The same pytree.
@@ -83,11 +93,13 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, placement: Placeme
         if spec is not None
     }
 
+    lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+
     def place(path: Any, leaf: Any) -> Any:
         for start in range(len(path) + 1):
             spec = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
             if spec is not None:
-                return lax.with_sharding_constraint(leaf, NamedSharding(placement.mesh, spec))
+                return lay(leaf, NamedSharding(mesh, spec))
         return leaf
 
     return jax.tree_util.tree_map_with_path(place, results)

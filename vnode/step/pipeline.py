@@ -30,7 +30,7 @@ from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.placement.context import NO_MESH
+from vnode.placement.context import NO_MESH, typed_mesh, untyped
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
@@ -164,6 +164,9 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
             return emit(made.schedule, placement, values, mode, options.lane)
 
+    mesh = typed_mesh(values)
+    if mesh is not None:
+        step = untyped(step, mesh)
     if not (differentiable or plain or uses_references(made.program)):
         step = with_derivative(step, made, flat, placement)
     return typed(step(*values), made.program.outputs)

@@ -24,7 +24,6 @@ from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
-from vnode.step.given import check_there
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 
@@ -185,7 +184,6 @@ class VirtualStep(Step[P, R]):
           ProcessError: one of them did not call it in time.
           VnodeError: arrays were donated.
         """
-        check_there({0: tree}, {}, ())
         return put(tree, self.placement)
 
     @contextlib.contextmanager

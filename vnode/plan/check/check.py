@@ -21,6 +21,7 @@ from vnode.plan.check.answer import Check
 from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compared, host, same
 from vnode.plan.check.plain import Reference
 from vnode.show.units import several
+from vnode.step.given import check_arguments
 from vnode.step.protocol import step_and_arguments
 
 
@@ -55,7 +56,7 @@ def check(
     Raises:
       PlacementError: there are not so many devices.
       ProcessError: some of them are another process's.
-      VnodeError: `step` is not a virtualized step.
+      VnodeError: `step` is not a virtualized step, or arrays were donated.
       TypeError: `args` is no tuple or list.
 
     Example:
@@ -70,6 +71,7 @@ def check(
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
+        check_arguments(dict(enumerate(here.args)), here.kwargs)
         virtual = here.step
         places = places_of(virtual, devices)
         check_own(
