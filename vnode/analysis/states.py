@@ -192,7 +192,7 @@ class Flow:
 
 def literal_state(value: Any) -> State:
     value = np.asarray(value)
-    return ZERO if value.dtype.kind != "V" and not value.any() else NONZERO
+    return ZERO if value.dtype.names is None and not value.any() else NONZERO  # float0 has names, and no values
 
 
 class Coupled(Exception):
