@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial, Slice
-from vnode.analysis.narrow import unrounded
 from vnode.analysis.program import scope, where
 from vnode.analysis.recipe import Conversion, Evaluation
 from vnode.analysis.schedule import Accumulator, Pass, Schedule
@@ -117,7 +116,6 @@ class Report(Drawn):
       turns: of a loop around passes, how often it runs, if that is known; else 1.
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
-      late: what loops and branches compute with sums of few bits, which are rounded only when these have ended.
     """
 
     name: str
@@ -144,7 +142,6 @@ class Report(Drawn):
     turns: int = 1
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
-    late: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -337,9 +334,6 @@ class Report(Drawn):
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
         if self.layouts:
             tables.append(places("Sharding", "asked for by the step", self.layouts))
-        if self.late:
-            note = "sums that may overflow in a turn or branch, which then does not show; cast and scale after the loop"
-            tables.append(places("Rounded late", note, self.late))
         if self.couplings:
             tables.append(places("Couplings", "where one example influences another", self.couplings))
         return tables
@@ -640,13 +634,7 @@ def report(
         between=value_lines(made.between, defined, names),
         around=value_lines(made.around, defined, names),
         layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
-        late=tuple(dict.fromkeys(map(late_line, unrounded(flow)))),
     )
-
-
-def late_line(eqn: JaxprEqn) -> Line:
-    """What computes with a sum that is not rounded yet."""
-    return Line(f"{eqn.primitive.name} in a loop or branch computes with a sum of 16 bits or less", where(eqn))
 
 
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
