@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -205,3 +206,24 @@ def test_one_repeated_forward_pass_is_accepted_by_default(name: str) -> None:
 def test_deep_normalization_is_refused_by_default(name: str) -> None:
     with pytest.raises(vnode.CouplingError, match=r"recompute_budget=0\.5"):
         vnode.virtualize(COUPLED[name][0], virtual_nodes=NODES).explain(PARAMS, X)
+
+
+def test_what_may_overflow_in_a_loop_is_named() -> None:
+    """A gradient in float16 that is added up in a loop over microbatches."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        def turn(total: jax.Array, part: jax.Array) -> Any:
+            gradient = jax.grad(lambda w: (part @ w).astype(jnp.float32).sum())(w.astype(jnp.float16))
+            return total + gradient.astype(jnp.float32), None  # here
+
+        return lax.scan(turn, jnp.zeros(WIDTH), x)[0]
+
+    x = jnp.ones((2, BATCH, WIDTH), jnp.float16)
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, in_axes=(None, 1))
+    with pytest.raises(vnode.CouplingError) as error:
+        vnode.virtualize(step, virtual_nodes=NODES, in_axes=(None, 1), coupling="error")(jnp.ones(WIDTH), x)
+    here = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
+    what = r"scan has passes of its own: add computes with a sum over the batch in a type of small range"
+    assert re.search(rf"{what} at \S*test_couplings.py:{here}", str(error.value))
+    assert "bfloat16" in str(error.value)
+    assert any(re.search(what, line.what) for line in virtual.explain(jnp.ones(WIDTH), x).couplings)

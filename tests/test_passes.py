@@ -421,3 +421,19 @@ def test_an_epoch_in_the_step_holds_no_copy_of_its_data(devices: int, epochs: in
     step = vnode.virtualize(train, virtual_nodes=8).on(jax.devices()[:devices])
     held = step.lower(jnp.ones((size, 2)), x).compile().memory_analysis().temp_size_in_bytes
     assert held < x.nbytes / 4
+
+
+@pytest.mark.parametrize(("count", "divided"), [(3, True), (12, False)])
+def test_minibatches_of_a_reshaped_batch_are_divided_among_the_nodes(count: int, divided: bool) -> None:
+    """They are taken in order, each by all nodes together, unless most of these would have no example of it."""
+
+    def epoch(w: jax.Array, x: jax.Array) -> jax.Array:
+        def update(w: jax.Array, part: jax.Array) -> Any:
+            return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(part @ w) ** 2))(w), None
+
+        return jax.lax.scan(update, w, x.reshape(count, -1, 5))[0]
+
+    w, x = normal(5, 2), normal(BATCH, 5)
+    virtual = vnode.virtualize(epoch, virtual_nodes=NODES).on(jax.devices()[:1])
+    assert [len(inner.passes) for inner in virtual.explain(w, x).nested] == [1] * divided
+    np.testing.assert_allclose(virtual(w, x), jax.jit(epoch)(w, x), rtol=1e-5)

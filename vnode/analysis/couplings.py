@@ -31,6 +31,7 @@ class Kind(enum.Enum):
     CONDITION = "a loop that ends for all examples together"
     CARRY = "a loop from example to example"
     BRANCH = "a branch taken for single examples"
+    OVERFLOW = "sums of small range that a loop or branch computes with"
     INSIDE = "a loop with passes of its own"
 
 
@@ -63,6 +64,10 @@ REMEDIES: dict[Kind, tuple[str, ...]] = {
     ),
     Kind.CARRY: ("carry nothing but sums from one example to the next, or jax.vmap over the examples",),
     Kind.BRANCH: ("jax.vmap over the examples, or jnp.where in place of the branch",),
+    Kind.OVERFLOW: (
+        "compute in bfloat16, whose range is that of float32",
+        "or return the sums from the loop as they are, stacked, and compute with them after it",
+    ),
     Kind.INSIDE: (),
 }
 """What helps against the cost of a kind, besides paying for it and estimating sums locally; the best first."""
@@ -96,6 +101,8 @@ def kind_of(coupling: Coupling) -> Kind | None:
             return Kind.BRANCH
         if why in (Why.CARRIES, Why.READS, Why.SEVERAL):
             return Kind.CARRY
+        if why is Why.OVERFLOW:
+            return Kind.OVERFLOW
         return Kind.CONDITION if step is not None and ends_together(step) else Kind.INSIDE
     if coupling.kind == "materialize":
         if why in (Why.PAIRS, Why.GATHERED):

@@ -12,11 +12,14 @@ import functools
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, Partial, Slice, Varying, Whole
+from vnode.analysis.narrow import is_narrow, unfinished, unrounded
 from vnode.analysis.program import Atom, Program, inline
 from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
 from vnode.operators import Monoid
 from vnode.operators.control import Region, region_of
+
+SUM = Partial(Monoid.SUM)
 
 
 def region_step(follower: Follows, view: View, region: Region) -> Step:
@@ -25,7 +28,9 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
     Raises:
       Coupled: examples meet inside it.
     """
-    view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial) and i not in region.passed])
+    partial = {i: atom for i, atom in enumerate(view.eqn.invars) if isinstance(view.forms[i], Partial)}
+    late = unfinished(view.flow) if partial else set()
+    view.complete([i for i, atom in partial.items() if i not in region.passed or atom in late])
     if region.chooser is not None and isinstance(view.forms[region.chooser], Slice | Varying):
         raise Coupled(view.eqn, Why.BRANCH)
     if all(isinstance(form, Whole) for form in view.forms):
@@ -77,7 +82,11 @@ def region_step(follower: Follows, view: View, region: Region) -> Step:
         form.move(form.dim + 1) if region.stacks and k >= len(carried) and isinstance(form, Slice) else form
         for k, form in enumerate(returned)
     ]
-    return view.per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
+    step = view.per_node(tuple(results), None, region=region, bodies=(*tests, *flows))
+    early = unrounded(step)
+    if early is not None:
+        raise Coupled(early, Why.OVERFLOW)
+    return step
 
 
 def inputs_of(view: View) -> list[State]:
@@ -111,8 +120,10 @@ def loop_over_batch(follower: Follows, view: View, loop: Region, body: Program, 
         if not added:
             raise Coupled(view.eqn, Why.CARRIES)
         follower.sums |= added
-        states[first + i] = State(Partial(Monoid.SUM), model=view.states[first + i].model)
-        view.forms[first + i] = Partial(Monoid.SUM)
+        if is_narrow(carry, SUM):
+            raise Coupled(view.eqn, Why.CARRIES)  # it may overflow on the way from one example to the next
+        states[first + i] = State(SUM, model=view.states[first + i].model)
+        view.forms[first + i] = SUM
     flow = follower.follow(body, states, body=True)
     ys = flow.output_forms[carries:]
     if any(isinstance(f, Partial | Slice) for f in ys):

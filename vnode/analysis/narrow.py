@@ -1,19 +1,21 @@
-"""Where the whole of a sum is rounded to a narrow type before something else is made of it.
+"""Where the whole of a sum is rounded to a type of small range before something else is made of it.
 
 Knows steps and their forms. Must not know passes, devices or how anything is evaluated.
 
-A sum overflows, or wraps around, in the type that the user gave it. Were each node's piece cast to more bits before
-they are added, it would not where there are several nodes, and a step that is to be skipped for it would not be. So
-the cast comes after the sum, as do a difference of two such sums, or a product with one half, which may be finite
-where they are not. Where a cast stands in a loop or branch, whose results are sums of pieces, the whole of a result is
-rounded to the narrow type once it is there.
+A sum overflows in the type that the user gave it. Were each node's piece cast to more bits before they are added, it
+would not where there are several nodes, and a step that is to be skipped for it would not be. So the cast comes after
+the sum, as do a difference of two such sums, or a product with one half, which may be finite where they are not. Where
+a cast is the last act of a loop's or branch's body, whose results are sums of pieces, the whole of a result is rounded
+to the type before the cast once it is there. What else a body computes with such a sum takes the whole of it, in the
+turn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial
@@ -21,76 +23,87 @@ from vnode.analysis.states import Flow, Step
 
 
 def after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
-    """Partial values that are made, of a sum that may have overflowed or of one of `rounded`, after it is complete."""
+    """Partial values that are made, of a sum of fewer bits or of one of `rounded`, after it is complete."""
+    return made_of(flow, rounded, lambda step: overflowing(step) or widening(step)).difference(rounded)
+
+
+def unfinished(flow: Flow) -> set[Var]:
+    """Partial values whose pieces mean nothing, as the whole of a sum is to be rounded before they are made of it."""
+    return made_of(flow, rounded_results(flow), overflowing)
+
+
+def made_of(flow: Flow, rounded: Iterable[Var], late: Callable[[Step], bool]) -> set[Var]:
+    """Some values, the partial results of equations for which `late` holds, and of those that read any of these."""
     found = set(rounded)
     for step in flow.steps:
         if step.region is not None or step.location is not None:
             continue
-        for var, form in zip(step.eqn.outvars, step.results, strict=True):
-            late = overflowing(step) or widening(step, var) or any(o in found for o, _ in partial_operands(step))
-            if isinstance(form, Partial) and late:
-                found.add(var)
-    return found.difference(rounded)
+        if late(step) or any(operand in found for operand, _ in partial_operands(step)):
+            results = zip(step.eqn.outvars, step.results, strict=True)
+            found.update(var for var, form in results if isinstance(form, Partial))
+    return found
 
 
 def rounded_results(flow: Flow) -> dict[Var, Any]:
-    """Partial results of loops and branches whose bodies make them by casts from sums of fewer bits: of which type.
+    """Partial results of loops and branches that bodies cast, as their last act, from a type of smaller range: which.
 
-    What a loop adds up in a carry has gone through several such casts, and is not among them; nor is what a body
-    computes after the cast, or what only some branches cast while others return something else than zeros.
+    The whole of such a result is rounded to that type before it gets its own.
     """
     found: dict[Var, Any] = {}
     for step in flow.steps:
         if step.region is None or step.nested or not step.per_node:
             continue
-        bodies = step.bodies[step.region.tests :]
-        casts = [cast_outputs(body) for body in bodies]
-        for k, (var, form) in enumerate(zip(step.eqn.outvars, step.results, strict=True)):
-            types = {
-                made[k]  # what is zero is so in any type
-                for made, body in zip(casts, bodies, strict=True)
-                if not body.state(body.program.outputs[k]).zero
-            }
-            if isinstance(form, Partial) and k >= len(step.region.carried) and len(types) == 1 and types != {None}:
-                (found[var],) = types
+        for body in step.bodies[step.region.tests :]:
+            casts = last_casts(body)
+            outputs = zip(step.eqn.outvars, body.program.outputs, strict=True)
+            found.update((var, casts[out]) for var, out in outputs if isinstance(out, Var) and out in casts)
     return found
 
 
-def cast_outputs(body: Flow) -> list[Any]:
-    """Of each output of a body the type with fewer bits that it was cast from as a sum of pieces; None for others."""
+def last_casts(body: Flow) -> dict[Var, Any]:
+    """What a body casts, in pieces, from a type of smaller range and then does no more than move: from which type."""
     found = rounded_results(body)
     for step in body.steps:
-        operands = partial_operands(step)
-        if step.description is None or step.location is not None or len(operands) != 1:
+        operands = [operand for operand, _ in partial_operands(step)]
+        types = {found.get(operand) for operand in operands}
+        if step.description is None or len(types) != 1:
             continue
-        ((operand, _),) = operands
-        for var in step.eqn.outvars:
-            if operand in found and step.description.movement:
-                found[var] = found[operand]
-            elif widening(step, var):
-                found[var] = operand.aval.dtype
-    return [found.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
+        (before,) = types
+        if is_cast(step) and before is None:
+            now = operands[0].aval.dtype if overflowing(step) else None
+        elif is_cast(step):
+            now = before if holds(operands[0].aval.dtype, before) else None
+        else:
+            now = before if step.description.movement else None
+        if now is not None:
+            found.update((var, now) for var in step.eqn.outvars)
+    return found
 
 
-def unrounded(flow: Flow) -> Iterator[JaxprEqn]:
-    """What a loop or branch computes with sums of few bits, or of what it casts them to, before they are rounded.
+def unrounded(step: Step) -> JaxprEqn | None:
+    """What a loop or branch computes with sums of small range that nodes hold in pieces until it ends, if anything.
 
-    An overflow that would show there does not, unless the result overflows as well.
+    An overflow that is to show in a turn, or in a branch, would not. A cast as the last act is none of that, unless a
+    carry takes the result to the next turn, or another branch returns something else than zeros.
     """
-    for step in flow.steps:
-        if step.region is None or step.nested or not step.per_node:
-            continue
-        for body in step.bodies[step.region.tests :]:
-            cast: set[Var] = set()
-            for inner in body.steps:
-                operands = [var for var, form in partial_operands(inner) if var in cast or is_narrow(var, form)]
-                if not operands or inner.description is None:
-                    continue
-                if inner.description.movement or any(widening(inner, var) for var in inner.eqn.outvars):
-                    cast.update(inner.eqn.outvars)
-                else:
-                    yield inner.eqn
-            yield from unrounded(body)
+    assert step.region is not None
+    bodies = step.bodies[step.region.tests :]
+    casts: dict[Var, Any] = {}
+    for body in bodies:
+        last = last_casts(body)
+        casts |= last
+        for inner in body.steps:
+            reads = overflowing(inner) or any(operand in last for operand, _ in partial_operands(inner))
+            if reads and (inner.description is None or not last.keys() >= set(inner.eqn.outvars)):
+                return inner.eqn
+    definitions = {var: eqn for body in bodies for var, eqn in body.program.definitions.items()}
+    for k in range(len(step.eqn.outvars)):
+        outputs = [body.program.outputs[k] for body in bodies if not body.state(body.program.outputs[k]).zero]
+        rounded = [out for out in outputs if isinstance(out, Var) and out in casts]
+        alike = len(rounded) == len(outputs) and len({casts[out] for out in rounded}) == 1
+        if rounded and (not alike or k < len(step.region.carried)):
+            return definitions[rounded[0]]
+    return None
 
 
 def is_narrow(var: Var, form: Partial) -> bool:
@@ -116,9 +129,26 @@ def overflowing(step: Step) -> bool:
     )
 
 
-def widening(step: Step, var: Var) -> bool:
+def is_cast(step: Step) -> bool:
+    """Whether an equation gives each element of its only operand in the type that it names."""
+    description = step.description
+    return (
+        description is not None
+        and len(step.eqn.invars) == len(step.eqn.outvars) == 1
+        and description.operands == description.results
+        and description.widen is not None
+    )
+
+
+def holds(wide: Any, narrow: Any) -> bool:
+    """Whether a floating-point type has every number of another."""
+    a, b = jnp.finfo(wide), jnp.finfo(narrow)
+    return bool(a.nmant >= b.nmant and a.maxexp >= b.maxexp and a.minexp <= b.minexp)
+
+
+def widening(step: Step) -> bool:
     """Whether an equation makes a result of a sum of fewer bits."""
-    return any(itemsize(operand) < itemsize(var) for operand, _ in partial_operands(step))
+    return any(itemsize(operand) < itemsize(var) for operand, _ in partial_operands(step) for var in step.eqn.outvars)
 
 
 def itemsize(atom: Any) -> int:

@@ -28,6 +28,9 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
         form = view.forms[i]
         if isinstance(form, Slice) and form.dim == 0:
             view.materialize([i], Why.IN_ORDER)
+            view.states[i] = dataclasses.replace(
+                view.states[i], examples=beside(form, view.eqn.invars[i].aval.shape, follower.nodes)
+            )
     given = [outside(form, state) for form, state in zip(view.forms, view.states, strict=True)]
     for i in region.scanned:
         given[i] = inside(given[i])
@@ -53,6 +56,14 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
     if region.stacks:
         after[len(carried) :] = [behind(state) for state in after[len(carried) :]]
     return view.nested(region, tuple(flows), after)
+
+
+def beside(form: Slice, shape: Sequence[int], nodes: int) -> frozenset[int]:
+    """Dimensions that may hold the examples of each element along the batched one, as of ``[microbatches, size]``.
+
+    None if there are fewer such examples than nodes.
+    """
+    return frozenset(d for d, n in enumerate(shape) if d != form.dim and n == form.grain >= max(nodes, 2))
 
 
 def body_flows(follower: Follows, view: View, bodies: Sequence[Body], inputs: Sequence[Sequence[State]]) -> list[Flow]:

@@ -80,6 +80,7 @@ class Why(enum.Enum):
     CARRIES = "carries a value from example to example"
     FORMS = "carries what is made of all examples"
     SUM = "reads a sum over the batch inside the loop"
+    OVERFLOW = "computes with a sum over the batch in a type of small range"
     CONDITION = "has a condition that is reduced over the batch"
     BRANCH = "chooses a branch by single examples"
 
@@ -192,7 +193,7 @@ class Flow:
 
 def literal_state(value: Any) -> State:
     value = np.asarray(value)
-    return ZERO if value.dtype.kind != "V" and not value.any() else NONZERO
+    return ZERO if value.dtype.names is None and not value.any() else NONZERO  # float0 has names, and no values
 
 
 class Coupled(Exception):

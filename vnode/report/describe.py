@@ -12,7 +12,6 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Slice
-from vnode.analysis.narrow import unrounded
 from vnode.analysis.passes import Pass, Schedule, nbytes
 from vnode.analysis.program import where
 from vnode.analysis.recipe import Conversion, Evaluation
@@ -107,13 +106,7 @@ def report(
         between=value_lines(made.between, defined, names),
         around=value_lines(made.around, defined, names),
         layouts=tuple(dict.fromkeys(layout_lines(flow, placement))),
-        late=tuple(dict.fromkeys(map(late_line, unrounded(flow)))),
     )
-
-
-def late_line(eqn: JaxprEqn) -> Line:
-    """What computes with a sum that is not rounded yet."""
-    return Line(f"{eqn.primitive.name} in a loop or branch computes with a sum of 16 bits or less", where(eqn))
 
 
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:

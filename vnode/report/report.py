@@ -52,7 +52,6 @@ class Report(Drawn):
       turns: of a loop around passes, how often it runs, if that is known; else 1.
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
-      late: what loops and branches compute with sums of few bits, which are rounded only when these have ended.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Report(Drawn):
     turns: int = 1
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
-    late: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -267,9 +265,6 @@ class Report(Drawn):
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))
         if self.layouts:
             tables.append(places("Sharding", "asked for by the step", self.layouts))
-        if self.late:
-            note = "sums that may overflow in a turn or branch, which then does not show; cast and scale after the loop"
-            tables.append(places("Rounded late", note, self.late))
         if self.couplings:
             tables.append(places("Couplings", "where one example influences another", self.couplings))
         return tables
