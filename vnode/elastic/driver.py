@@ -38,6 +38,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.placement.waiting import ready, tell
 from vnode.show.progress import Display
+from vnode.show.units import several
 from vnode.step.ahead import Preparation
 
 if TYPE_CHECKING:
@@ -589,4 +590,4 @@ def scalars(metrics: Any) -> str:
 def words(metrics: Any, placement: Placement) -> str:
     """Scalar metrics and the placement, in a few words."""
     counts = sorted(set(placement.counts), reverse=True)
-    return "  ".join([scalars(metrics), f"{placement.size} devices x {'/'.join(map(str, counts))} nodes"])
+    return "  ".join([scalars(metrics), f"{several(placement.size, 'device')} x {'/'.join(map(str, counts))} nodes"])
