@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx.pycode import ModuleAnalyzer
+
 HERE = Path(__file__).parent
 
 project = "vnode"
@@ -48,6 +51,7 @@ nb_merge_streams = True
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 copybutton_exclude = ".linenos, .gp, .go"
+highlight_language = "text"  # of blocks that name none
 
 html_theme = "furo"
 html_static_path = ["_static"]
@@ -67,20 +71,75 @@ def copy_the_tour() -> None:
     (HERE / "tour.ipynb").write_text(text, encoding="utf-8")
 
 
+def as_shown(app: Any, doctree: nodes.document) -> None:
+    """Blocks of code: coloured where they are sessions, and without the empty line that ends a doctest."""
+    for block in doctree.findall(nodes.literal_block):
+        text = block.astext()
+        if text.startswith(">>> "):
+            block["language"] = "pycon"
+        if block.rawsource == text:  # coloured when it is written
+            block.rawsource = text.rstrip("\n")
+            block.children = [nodes.Text(block.rawsource)]
+
+
 CODE = re.compile(r"(``.+?``|`[^`]+`)(?=(\w?))", re.DOTALL)
 INITIAL = re.compile(r"^(\s*(?::[^:]+:\s+)?)(?=[A-Z]\.(?:\s|$))", re.MULTILINE)
+TYPE = re.compile(r"^(:vartype \w+: )(.+)$", re.MULTILINE)
+COLON = "\ue000"
+"""Stands for a colon that napoleon is not to see."""
+
+
+def before_napoleon(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Napoleon takes what a property or a result begins with for its type, up to a colon. Ours are sentences."""
+    for number, line in enumerate(lines):
+        if (what == "property" and not number) or (number and lines[number - 1].strip() == "Returns:"):
+            lines[number] = line.replace(":", COLON)
 
 
 def as_meant(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings as people read them: reStructuredText takes some of what they write for something else."""
-    text = "\n".join(lines)
+    text = "\n".join(lines).replace(COLON, ":")
     text = CODE.sub(lambda found: found[1] + ("\\ " if found[2] else ""), text)  # a plural: `Batch`es
     text = INITIAL.sub(r"\1\\", text)  # "V." alone on a line is no first item of a list
+    text = TYPE.sub(lambda found: found[1] + without_modules(found[2]), text)
     if what == "module":
         text = text.partition("\n\n")[0]  # the rest is for those who read the code
     lines[:] = [*text.split("\n"), ""]
 
 
+def without_modules(types: str) -> str:
+    """Types without the modules they are defined in, of which some are private."""
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z])", "", types)
+
+
+def as_called(app: Any, what: str, name: str, obj: Any, options: Any, signature: str, returns: str) -> Any:
+    """No arguments for a protocol, of which nobody makes an instance."""
+    return ("", None) if getattr(obj, "_is_protocol", False) else None
+
+
+def one_signature() -> None:
+    """Overloads are for type checkers; people want the options and their defaults."""
+    for module in ("vnode.transform", "vnode.integrations.nnx"):
+        analyzer = ModuleAnalyzer.for_module(module)  # kept by Sphinx, and analyzed once
+        analyzer.analyze()
+        analyzer.overloads.clear()
+
+
+def by_class(app: Any, env: Any, node: Any, shown: Any) -> Any:
+    """`VirtualStep.on` and `Placement` lead to where they are, also from another module's page."""
+    if node.get("refdomain") != "py" or not re.match(r"[A-Z]\w+(\.\w+)?$", node["reftarget"]):
+        return None
+    node["refspecific"] = True
+    return env.get_domain("py").resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], node["reftarget"], node, shown
+    )
+
+
 def setup(app: Any) -> None:
     copy_the_tour()
-    app.connect("autodoc-process-docstring", as_meant)
+    one_signature()
+    app.connect("autodoc-process-docstring", before_napoleon, priority=400)
+    app.connect("autodoc-process-docstring", as_meant, priority=600)
+    app.connect("autodoc-process-signature", as_called)
+    app.connect("doctree-read", as_shown)
+    app.connect("missing-reference", by_class)

@@ -160,7 +160,7 @@ def draw(runs, path):
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), width_ratios=(3, 2), layout="constrained")
     for i, (name, run) in enumerate(runs.items()):
         places, losses = run["places"], run["losses"]
-        left.plot(losses, label=name, linewidth=2 * (len(runs) - i))
+        left.plot(losses, label=name, linewidth=2 * (len(runs) - i), solid_capstyle="butt")
         for k in range(1, len(places)):
             at = -(-k * len(losses) // len(places)) - 0.5
             left.axvline(at, color="gray", linestyle=":", linewidth=1)

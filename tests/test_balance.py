@@ -183,7 +183,7 @@ def test_memory_moves_nodes_to_slower_devices() -> None:
     assert vnode.balance(profiles, 6, memory={"fast": "39B"}).counts == {"fast": (3,), "slow": (3,)}
     found = vnode.balance(profiles, 6, memory=30)
     assert found.gain is None and not found.single
-    with pytest.raises(vnode.PlacementError, match=r"7 virtual nodes.*\n.*fast: 1 devices hold 3 nodes"):
+    with pytest.raises(vnode.PlacementError, match=r"7 virtual nodes.*\n.*fast: 1 device with room for 3 nodes"):
         vnode.balance(profiles, 7, memory=30)
 
 
@@ -397,7 +397,7 @@ def test_devices_that_are_none(devices: Any) -> None:
 
 def test_too_few_devices_for_a_placement() -> None:
     found = vnode.balance(published_profiles(2, 4), NODES)
-    with pytest.raises(vnode.PlacementError, match=r"needs 4 devices of kind 'P100', there are 1"):
+    with pytest.raises(vnode.PlacementError, match=r"needs 4 devices of kind 'P100', not 1"):
         found.placement({"V100": jax.devices()[:2], "P100": jax.devices()[2:3]})
     placement = found.placement({"P100": jax.devices()[2:], "V100": jax.devices()[:2]})
     assert placement.counts == (6, 6, 1, 1, 1, 1)

@@ -167,8 +167,9 @@ def test_a_plain_step_that_does_not_fit_is_said(monkeypatch: Any) -> None:
 def test_devices_and_arguments_that_are_none() -> None:
     step = vnode.virtualize(batch_norm, virtual_nodes=4)
     for devices in ([0], [1, 99], [True], []):
-        with pytest.raises(vnode.PlacementError, match="cannot be checked on"):
+        with pytest.raises(vnode.PlacementError, match="cannot be checked on") as caught:
             vnode.check(step, (normal(6, 4), normal(16, 6)), devices=devices)
+        assert (99 in devices) == ("'jax_num_cpu_devices', 99" in str(caught.value))
     with pytest.raises(TypeError, match="tuple"):
         vnode.check(step, normal(6, 4))
 

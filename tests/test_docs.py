@@ -8,6 +8,7 @@ import importlib
 import os
 import pkgutil
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -66,6 +67,34 @@ def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", modules())
 def test_module(name: str) -> None:
     assert not doctest.testmod(importlib.import_module(name)).failed
+
+
+SENTENCES = """{first}
+
+Args:
+  sizes: of something.
+
+Returns:
+  A pair: its first, and `Placement`s.
+"""
+
+
+def test_sentences_with_colons_are_sentences_in_the_reference() -> None:
+    """What stands before a colon is no type, which is what napoleon makes of it."""
+    napoleon = pytest.importorskip("sphinx.ext.napoleon")
+    conf = runpy.run_path(str(ROOT / "docs" / "conf.py"))
+    options = {name: value for name, value in conf.items() if name.startswith("napoleon_")}
+    for what, first in (("function", "Makes pairs."), ("property", "How many: all of them.")):
+        lines = SENTENCES.format(first=first).splitlines()
+        conf["before_napoleon"](None, what, "", None, None, lines)
+        lines = napoleon.GoogleDocstring(lines, napoleon.Config(**options), what=what, name="f").lines()
+        conf["as_meant"](None, what, "", None, None, lines)
+        text = "\n".join(lines)
+        assert first in text and ":type:" not in text.lower()
+        if what == "function":
+            assert ":returns: A pair: its first, and `Placement`\\ s." in text
+    shown = conf["without_modules"]("collections.abc.Mapping[str, vnode.a.Eqn] | None")
+    assert shown == "Mapping[str, Eqn] | None"
 
 
 def test_every_public_name_is_in_the_reference() -> None:

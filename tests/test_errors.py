@@ -84,6 +84,7 @@ def test_dimension_that_is_not_there(axis: Any) -> None:
 def test_scalar_among_the_batch() -> None:
     message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8), "step": 3})
     assert "['step']: shape ()" in message and "None for arguments that are not split" in message
+    assert "in_axes = (None, 0)" in message  # the default, which nobody wrote
 
 
 @pytest.mark.parametrize("in_axes", [(None, {"y": 0}), (None, [0, 0]), (None, {"x": 0, "z": None})])
@@ -215,7 +216,7 @@ def test_placements_that_do_not_fit() -> None:
         (lambda: vnode.Placement(0), "positive integer, not 0"),
         (lambda: vnode.Placement(4, []), "at least one device"),
         (lambda: vnode.Placement(4, [devices[0], devices[0]]), "only once"),
-        (lambda: vnode.Placement(4, devices[:2], counts=[4]), "1 entries for 2 devices"),
+        (lambda: vnode.Placement(4, devices[:2], counts=[4]), "1 entry for 2 devices"),
         (lambda: vnode.Placement(4, devices[:2], counts=[1, 2]), r"add up to 4 nodes, not \[1, 2\]"),
         (lambda: vnode.Placement(4, devices[:2], counts=[5, -1]), r"at least 0 .* not \[5, -1\]"),
         (lambda: vnode.Placement(4, devices[:2], mesh=mesh), "either devices or a mesh"),
@@ -335,7 +336,7 @@ WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no function": (
         lambda step: vnode.virtualize({"w": 1}, virtual_nodes=NODES),  # pyright: ignore
         TypeError,
-        "^virtualize takes a function, not a dict$",
+        "^virtualize takes a function, the step, not something of type dict$",
     ),
     "array of objects": (
         lambda step: step(*given(x=np.array([[1, 2], [3]], object))),

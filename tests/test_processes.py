@@ -230,7 +230,9 @@ def test_the_pod_script_compiles_for_sixteen_devices():
     command += ["--layers", "1", "--width", "64", "--batch", "64"]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **tpu.ENVIRONMENT}, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(r"v5e:4x4: 16 devices, \d+\.\d MiB on each\n", done.stdout)
+    assert re.match(
+        r"v5e:4x4: 16 x TPU v5 lite: V = \d+, .*the step's own 64 fit\n.* MiB  chosen\n", done.stdout, re.DOTALL
+    )
 
 
 @everything

@@ -47,6 +47,8 @@ class Reader(html.parser.HTMLParser):
 
     def handle_starttag(self, tag: str, attributes: Any) -> None:
         assert tag not in VOID
+        if tag == "wbr":  # where a line may be broken
+            return
         element = {"tag": tag, "text": "", **{k: v or "" for k, v in attributes}}
         self.elements.append(element)
         self.open.append(element)
@@ -261,6 +263,13 @@ def test_reports_show_themselves(report: Any, capsys: Any) -> None:
     assert terminal(report, 80).rstrip("\n") == str(report)
     report.show()
     assert "Nodes by device and wave" in capsys.readouterr().out
+
+
+def test_names_are_not_broken_within(report: Any) -> None:
+    """A narrow page breaks paths behind slashes; breaking anywhere put a name's letters one below the other."""
+    text = report._repr_html_()
+    assert set(re.findall(r"(.)<wbr>", text)) == {"/"}
+    assert "anywhere" not in text and "break-all" not in text
 
 
 def test_folders_are_left_to_the_tooltip(report: Any) -> None:

@@ -159,8 +159,10 @@ def virtualize(
             static_argnames=static_argnames,
         )
     if not callable(fun):
-        raise TypeError(f"virtualize takes a function, not a {type(fun).__name__}")
+        raise TypeError(f"virtualize takes a function, the step, not something of type {type(fun).__name__}")
     auto = isinstance(virtual_nodes, str) and virtual_nodes == "auto"
+    if isinstance(virtual_nodes, str) and not auto:
+        raise PlacementError(f"virtual_nodes must be a positive integer or 'auto', not {virtual_nodes!r}")
     nodes = 1 if auto else node_count(virtual_nodes)
     if memory is not None and not auto:
         raise ValueError("memory is for virtual_nodes='auto': a fixed number of nodes takes what it takes")

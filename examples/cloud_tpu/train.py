@@ -75,17 +75,6 @@ def initial_state(layers, width):
     return {"params": params, "slots": OPTIMIZER.init(params)}
 
 
-def compile_for(topology, step, state, batch_size):
-    """Compiles the step for devices that are not there (needs the package libtpu), and says what it takes of each."""
-    from jax.experimental import topologies
-
-    devices = topologies.get_topology_desc(topology, platform="tpu").devices
-    text = jax.ShapeDtypeStruct((batch_size, LENGTH + 1), jnp.uint8)
-    memory = step.on(devices).lower(state, text).compile().memory_analysis()
-    total = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    print(f"{topology}: {len(devices)} devices, {total / 2**20:.1f} MiB on each")
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--distributed", action="store_true", help="join the other hosts (Cloud TPU, Slurm)")
@@ -101,8 +90,11 @@ def main():
 
     step = vnode.virtualize(train_step, virtual_nodes=options.virtual_nodes, donate_argnums=0)
     if options.compile_for:
-        shapes = jax.eval_shape(lambda: initial_state(options.layers, options.width))
-        return compile_for(options.compile_for, step, shapes, options.batch)
+        jax.config.update("jax_platforms", "cpu")  # a TPU is compiled for, and none is looked for
+        state = jax.eval_shape(lambda: initial_state(options.layers, options.width))
+        text = jax.ShapeDtypeStruct((options.batch, LENGTH + 1), jnp.uint8)
+        print(vnode.fit(step, (state, text), topology=options.compile_for))
+        return
     if options.distributed:
         jax.distributed.initialize()  # before anything asks for a device
 

@@ -36,7 +36,8 @@ class Evaluation:
 
     Example:
       >>> import jax.numpy as jnp, vnode
-      >>> error = vnode.virtualize(lambda w, batch: {"error": jnp.mean(jnp.abs(batch["x"] - w))}, virtual_nodes=2)
+      >>> distance = lambda w, batch: {"error": jnp.mean(jnp.abs(batch["x"] - w))}
+      >>> error = vnode.virtualize(distance, virtual_nodes=2)
       >>> held_out = vnode.data.Batches({"x": np.arange(5.0)}, batch_size=2, shuffle=False, last="keep")
       >>> evaluation = Evaluation(error, held_out)
       >>> float(evaluation(jnp.float32(1), error.placement)["error"])

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from vnode.placement.placement import Placement
+from vnode.show.units import several
 
 
 def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
@@ -56,4 +57,4 @@ def scalars(metrics: Any) -> str:
 def words(metrics: Any, placement: Placement) -> str:
     """Scalar metrics and the placement, in a few words."""
     counts = sorted(set(placement.counts), reverse=True)
-    return "  ".join([scalars(metrics), f"{placement.size} devices x {'/'.join(map(str, counts))} nodes"])
+    return "  ".join([scalars(metrics), f"{several(placement.size, 'device')} x {'/'.join(map(str, counts))} nodes"])

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from vnode.placement.placement import Placement
+from vnode.show.units import several
 
 HISTORY_BYTES = 64 << 20
 """Bytes of metrics that a history holds at most; but always the last entry."""
@@ -46,9 +47,10 @@ class Resize:
 
     def __str__(self) -> str:
         why = f"lost {', '.join(map(str, self.lost))}, " if self.lost else "after an error, " if self.error else ""
-        again = f", {self.repeated} steps again" if self.repeated else ""
+        again = f", {several(self.repeated, 'step')} again" if self.repeated else ""
+        sizes = f"{self.before.size} -> {several(self.after.size, 'device')}"
         return (
-            f"step {self.step}: {why}{self.before.size} -> {self.after.size} devices {list(self.after.counts)}: "
+            f"step {self.step}: {why}{sizes} {list(self.after.counts)}: "
             f"state moved in {self.move:.3f} s, compiled in {self.compile:.3f} s, first step {self.first:.3f} s{again}"
         )
 

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from vnode.errors import PlacementError, layout_message
+from vnode.show.units import several
 
 
 def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) -> dict[str, list[Any]]:
@@ -43,12 +44,12 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
     named = [device for group in groups.values() for device in group]
     for device in named:
         if not hasattr(device, "platform"):
-            raise PlacementError(f"{device!r} is no device; jax.devices() has some")
+            raise PlacementError(f"{device!r} is no device; those of this machine are in jax.devices()")
     if not named or not all(groups.values()):
         raise PlacementError(
             layout_message(
                 "every kind needs at least one device.",
-                facts=[f"{kind}: {len(group)} devices" for kind, group in groups.items()],
+                facts=[f"{kind}: {several(len(group), 'device')}" for kind, group in groups.items()],
                 remedies=["leave kinds without devices out"],
             )
         )

@@ -105,7 +105,7 @@ class Placement(Drawn):
                 f"counts must be one integer for each device, those of all groups in a row, not {counts!r}"
             ) from None
         if len(counts) != size:
-            raise PlacementError(f"counts has {len(counts)} entries for {size} devices")
+            raise PlacementError(f"counts has {several(len(counts), 'entry', 'entries')} for {several(size, 'device')}")
         if any(n < 0 for n in counts) or sum(counts) != virtual_nodes:
             raise PlacementError(f"counts must be at least 0 and add up to {virtual_nodes} nodes, not {list(counts)}")
         self.virtual_nodes = virtual_nodes

@@ -157,10 +157,10 @@ def ending(inputs: Sequence[Path], outputs: Sequence[Path]) -> str:
 
 
 def summary(names: Sequence[str], most: int = 3) -> str:
-    """Many names in a few words: those that differ by one number become one.
+    """Many names in a few words: those that differ by numbers become one, and those that differ by one key.
 
     >>> summary(["h_0/w", "h_1/w", "h_2/w", "h_0/b", "h_1/b", "h_2/b"])
-    'h_0..2/w, h_0..2/b'
+    'h_0..2/w,b'
     >>> summary(["a", "a", "b"]), summary([]), summary(["h_1/w", "h_3/w"])
     ('a, b', '', 'h_1,3/w')
     """
@@ -173,7 +173,27 @@ def summary(names: Sequence[str], most: int = 3) -> str:
         for values in zip(*numbers, strict=True):
             text = text.replace("\0", several_numbers(sorted(set(map(int, values)))), 1)
         found.append(text)
+    found = by_key(found)
     return ", ".join(found[:most]) + (f", and {len(found) - most} more" if len(found) > most else "")
+
+
+def by_key(names: Sequence[str]) -> list[str]:
+    """Paths of which those that differ by one key only become one, the last key first.
+
+    >>> by_key(["a/query/w", "a/key/w", "a/b", "c/b", "c/d"])
+    ['a/query,key/w', 'a/b', 'c/b,d']
+    """
+    paths: list[Any] = [tuple(name.split("/")) for name in names]
+    for back in range(1, max(map(len, paths), default=0) + 1):
+        alike: dict[Any, list[str]] = {}
+        for path in paths:
+            at = len(path) - back
+            if at < 0 or len(path) == 1:
+                alike[path] = []
+            else:
+                alike.setdefault((path[:at], path[at + 1 :]), []).append(path[at])
+        paths = [(*around[0], ",".join(keys), *around[1]) if keys else around for around, keys in alike.items()]
+    return ["/".join(path) for path in paths]
 
 
 def several_numbers(numbers: Sequence[int]) -> str:

@@ -33,7 +33,7 @@ background:none;font-weight:400}
 .vnode .rows tbody tr:nth-child(n){border-bottom:1px solid rgba(128,128,128,.18)}
 .vnode .facts th{opacity:.65;white-space:nowrap;padding-right:1.4em}
 .vnode th.right,.vnode td.right{font-variant-numeric:tabular-nums;white-space:nowrap}
-.vnode td.code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em;overflow-wrap:anywhere}
+.vnode td.code{font-family:ui-monospace,"SF Mono",Menlo,Consolas,monospace;font-size:.92em}
 .vnode td:not(.wide),.vnode tbody th{white-space:nowrap}
 .vnode .facts td{white-space:normal}
 .vnode .strong{font-weight:600}
@@ -129,7 +129,16 @@ def cell(entry: Cell, column: Column) -> str:
     share = "" if entry.share is None else f'<span class="share"><i style="width:{entry.share:.1%}"></i></span>'
     title = f' title="{escape(entry.note)}"' if entry.note else ""
     look = classes(column, *(["strong"] if entry.strong else []), *(["quiet"] if entry.quiet else []))
-    return f"<td{look}{title}>{escape(entry.text)}{share}</td>"
+    return f"<td{look}{title}>{(breakable if column.wide else escape)(entry.text)}{share}</td>"
+
+
+def breakable(text: str) -> str:
+    """Text that may be broken between words and behind the slashes of a path, not within a name.
+
+    >>> breakable("Block_0/kernel")
+    'Block_0/<wbr>kernel'
+    """
+    return escape(text).replace("/", "/<wbr>")
 
 
 def grid(block: Grid) -> str:

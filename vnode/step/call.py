@@ -105,9 +105,9 @@ def copy_of(value: Any, name: Callable[[], str] | None = None) -> Any:
     if copied is None or not equal(copied, value):
         raise VnodeError(
             layout_message(
-                f"{called} is a constant of the program, and a {type(value).__qualname__} that "
-                "neither hashes nor equals a copy of itself: it cannot be told whether it changes between two calls.",
-                facts=[f"it is {shortened(value)}"],
+                f"{called} is a constant of the program, and neither hashes nor equals a copy of itself: "
+                "it cannot be told whether it changes between two calls.",
+                facts=[f"{type(value).__qualname__}: {shortened(value)}"],
                 remedies=[
                     "make its class hash: @dataclasses.dataclass(frozen=True), with tuples in place of lists",
                     "if it holds arrays of numbers, pass these as arguments that are not static",
@@ -218,7 +218,7 @@ class Call:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
         leaves = [leaf for _, leaf in paths]
         axes = batch_axes(in_axes, *tree)
-        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths))
+        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths, in_axes))
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
@@ -313,7 +313,7 @@ def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
 
-def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any]) -> int:
+def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any) -> int:
     """How many examples the arguments carry.
 
     Raises:
@@ -329,15 +329,15 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
             raise BatchError(
                 layout_message(
                     f"in_axes names dimension {axis!r} of an argument that has {len(shape)} dimensions.",
-                    facts=[f"{name}: shape {tuple(shape)}"],
+                    facts=[f"{name}: shape {tuple(shape)}", f"in_axes = {in_axes!r}"],
                     remedies=[
                         *(
                             ["make an array of it, np.asarray(...): a list is a pytree of its elements"]
                             if listed
                             else []
                         ),
-                        "check in_axes",
-                        "use None for arguments that are not split",
+                        "use None for arguments that are not split, such as in_axes=(None, None, 0)",
+                        "or for a part of one, such as in_axes=(None, {'x': 0, 'rate': None})",
                     ],
                 )
             )
@@ -346,7 +346,7 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
         raise BatchError(
             layout_message(
                 "no argument is batched: there is nothing to split.",
-                facts=[f"the call has {len(leaves)} arrays in all"],
+                facts=[f"arrays in the call: {len(leaves)}"],
                 remedies=[
                     "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
                     "check that the batched arguments hold arrays: an empty dictionary has none",

@@ -30,6 +30,7 @@ from vnode.placement.kinds import by_kind
 from vnode.placement.placement import Placement, even_counts, node_count
 from vnode.plan.balance.profiles import Profile, Profiles
 from vnode.plan.nodes.memory import byte_count
+from vnode.show.units import several
 
 Counts = dict[str, tuple[int, ...]]
 """Of each kind in use, the nodes of each of its devices that has some."""
@@ -138,7 +139,7 @@ class Balance:
         table = [(name, text(found.counts), f"{found.seconds:.4g} s") for name, found in rows]
         widths = [max(len(row[i]) for row in table) for i in range(3)]
         lines = [
-            f"{self.virtual_nodes} virtual nodes on {devices} devices: {self.seconds:.4g} s a step",
+            f"{self.virtual_nodes} virtual nodes on {several(devices, 'device')}: {self.seconds:.4g} s a step",
             f"  nodes         {self.seconds - rest:.4g} s on the slowest device",
             f"  besides       {rest:.4g} s for the update and the exchange",
             f"  gain          {gain}",
@@ -221,7 +222,7 @@ def balance(
             layout_message(
                 f"{virtual_nodes} virtual nodes do not fit into the memory of the devices.",
                 facts=[
-                    f"{profile.kind}: {profile.devices} devices hold {most * lane} nodes each"
+                    f"{profile.kind}: {several(profile.devices, 'device')} with room for {most * lane} nodes each"
                     + (
                         f" ({profile.bytes(most * lane + lane)} bytes for {(most + 1) * lane})"
                         if profile.bytes(1)
@@ -378,8 +379,8 @@ def place(virtual_nodes: int, counts: Mapping[str, Sequence[int]], devices: Mapp
         if there < len(nodes):
             raise PlacementError(
                 layout_message(
-                    f"the placement needs {len(nodes)} devices of kind {kind!r}, there are {there}.",
-                    facts=[f"{name}: {len(group)} devices" for name, group in devices.items()],
+                    f"the placement needs {several(len(nodes), 'device')} of kind {kind!r}, not {there}.",
+                    facts=[f"{name}: {several(len(group), 'device')}" for name, group in devices.items()],
                     remedies=["balance again: profiles of these devices", "name kinds as the profiles do"],
                 )
             )

@@ -73,7 +73,8 @@ class Profile:
       memory: bytes of a device; None where it has no limit that it tells of.
 
     Example:
-      >>> profile = Profile("V100", 2, (Measurement(1, 2, 0.5), Measurement(1, 4, 0.9), Measurement(2, 4, 1.0)))
+      >>> measured = Measurement(1, 2, 0.5), Measurement(1, 4, 0.9), Measurement(2, 4, 1.0)
+      >>> profile = Profile("V100", 2, measured)
       >>> round(profile.node, 6), round(profile.fixed, 6), round(profile.peer, 6)
       (0.2, 0.1, 0.1)
     """

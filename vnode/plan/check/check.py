@@ -166,13 +166,14 @@ def some(there: Sequence[Any], number: Any) -> list[Any]:
     """
     count = 0 if isinstance(number, bool) else operator.index(number)
     if not 1 <= count <= len(there):
+        several_cpus = f"jax.config.update('jax_num_cpu_devices', {max(count, 2)})"
         raise PlacementError(
             layout_message(
                 f"the step cannot be checked on {number!r} devices: there {'are' if len(there) > 1 else 'is'} "
                 f"{len(there)}.",
                 remedies=[
                     f"devices={list(range(1, min(len(there), 3) + 1))}",
-                    "CPUs count as several: jax.config.update('jax_num_cpu_devices', 4), before jax is used",
+                    f"CPUs count as several: {several_cpus}, before jax is used",
                 ],
             )
         )
