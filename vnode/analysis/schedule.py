@@ -529,8 +529,10 @@ class Sweep:
             return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
 
         found = choice()
-        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
-            allowed, room = set(), self.room - sum(map(size_of, waiting))
+        written = {var for var in self.kept if var in self.pending and states[var].level == self.level}
+        held = waiting | written  # while the pass reads what it is given
+        if self.keeping.bounded and sum(map(size_of, found | held)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, held))
             for var in sorted(found - waiting, key=self.position.__getitem__):
                 if size_of(var) <= room:
                     allowed.add(var)
