@@ -341,6 +341,7 @@ def test_part_of_a_program_for_another_mesh(kind: AxisType) -> None:
         jax.jit(virtual)(w, jax.device_put(x, P("data")))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize("name", ["nothing", "without a context", "reshard", "out_sharding"])
 def test_part_of_a_program_typed_by_explicit_axes(name: str) -> None:
     """A training loop in `jax.jit`: what succeeds the state has its type. The derivative's type is that of `w`."""

@@ -15,12 +15,6 @@ from vnode.errors import (
     VnodeError,
 )
 from vnode.placement.placement import Placement
-from vnode.plan.balance.balance import Balance, balance
-from vnode.plan.balance.measure import profile
-from vnode.plan.balance.profiles import Measurement, Profile, Profiles
-from vnode.plan.check.answer import Check
-from vnode.plan.check.check import check
-from vnode.plan.compare import explain
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.fit import Fit, fit
 from vnode.step.virtual import VirtualStep
@@ -58,6 +52,12 @@ if _typing.TYPE_CHECKING:
     from vnode import elastic as elastic
     from vnode.data import grain as grain
     from vnode.integrations import nnx as nnx
+    from vnode.plan.balance.balance import Balance, balance
+    from vnode.plan.balance.measure import profile
+    from vnode.plan.balance.profiles import Measurement, Profile, Profiles
+    from vnode.plan.check.answer import Check
+    from vnode.plan.check.check import check
+    from vnode.plan.compare import explain
 
     __version__: str
 
@@ -68,6 +68,19 @@ _LAZY = {
     "nnx": "vnode.integrations.nnx",
 }
 """Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
+
+_HOMES = {
+    "Balance": "vnode.plan.balance.balance",
+    "Check": "vnode.plan.check.answer",
+    "Measurement": "vnode.plan.balance.profiles",
+    "Profile": "vnode.plan.balance.profiles",
+    "Profiles": "vnode.plan.balance.profiles",
+    "balance": "vnode.plan.balance.balance",
+    "check": "vnode.plan.check.check",
+    "explain": "vnode.plan.compare",
+    "profile": "vnode.plan.balance.measure",
+}
+"""Where names are that no step needs; imported when they are asked for."""
 
 
 if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there
@@ -80,6 +93,8 @@ if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is
                 return metadata.version("vnode")
             except metadata.PackageNotFoundError:  # a source tree that is not installed
                 return "0+unknown"
+        if name in _HOMES:
+            return getattr(_importlib.import_module(_HOMES[name]), name)
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return _importlib.import_module(_LAZY[name])

@@ -137,8 +137,10 @@ class Choice:
         again = self.behind([*self.pieces(anew), *earlier]) & evaluated(anew)
         if not work(again):
             return anew
-        waiting = {var for var in self.kept if var in pending and self.flow.states[var].level < self.level}
-        self.given_kept = self.worth_keeping(values, again, waiting)
+        kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
+        waiting = {var for var, level in kept.items() if level < self.level}
+        written = {var for var, level in kept.items() if level == self.level}
+        self.given_kept = self.worth_keeping(values, again, waiting, written)
         given = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
         if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
             self.given_kept = set()  # not for a loss or two
@@ -146,10 +148,11 @@ class Choice:
         self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
         return given
 
-    def worth_keeping(self, values: Sequence[Var], again: set[Step], waiting: set[Var]) -> set[Var]:
+    def worth_keeping(self, values: Sequence[Var], again: set[Step], waiting: set[Var], written: set[Var]) -> set[Var]:
         """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
 
-        What is `waiting` is kept for a later pass in any case.
+        What is `waiting` is kept for a later pass in any case. What is `written` for one, while the pass reads what it
+        is given, is held as well.
         """
         states = self.flow.states
         allowed: set[Var] | None = None
@@ -169,8 +172,9 @@ class Choice:
             return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
 
         found = choice()
-        if self.keeping.bounded and sum(map(size_of, found | waiting)) > self.room:
-            allowed, room = set(), self.room - sum(map(size_of, waiting))
+        held = waiting | written
+        if self.keeping.bounded and sum(map(size_of, found | held)) > self.room:
+            allowed, room = set(), self.room - sum(map(size_of, held))
             for var in sorted(found - waiting, key=self.position.__getitem__):
                 if size_of(var) <= room:
                     allowed.add(var)

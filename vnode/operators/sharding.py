@@ -116,8 +116,8 @@ def meshless(eqn: JaxprEqn) -> list[JaxprEqn]:
 @functools.lru_cache
 def constraint_equation(axes: tuple[tuple[str, ...] | None, ...]) -> JaxprEqn:
     """A sharding constraint by the names of axes, to copy; how long they are plays no part."""
-    named = {name for entry in axes for name in entry or ()}
-    mesh = AbstractMesh((1,) * len(named), tuple(named)) if named else AbstractMesh((1,), ("any",))
+    named = tuple({name: None for entry in axes for name in entry or ()}) or ("any",)
+    mesh = AbstractMesh((1,) * len(named), named, axis_types=(AxisType.Auto,) * len(named))
     spec = PartitionSpec(*[PartitionSpec.UNCONSTRAINED if entry is None else entry for entry in axes])
 
     def constrain(value: Any) -> Any:

@@ -82,7 +82,8 @@ def untyped(fun: Callable[..., list[Any]], mesh: AbstractMesh) -> Callable[..., 
 
     def run(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(mesh):
-            return jax.sharding.auto_axes(fun, axes=explicit, out_sharding=PartitionSpec())(*values)
+            automatic: Any = jax.sharding.auto_axes(fun, axes=explicit, out_sharding=PartitionSpec())
+            return automatic(*values)
 
     return run
 
