@@ -48,6 +48,7 @@ def normal(*shape: int) -> jax.Array:
         "ppo_epochs_and_minibatches",
         "views_that_are_centred_again_and_again",
         "training_on_a_batch_that_is_no_multiple",
+        "loss_scaling_of_microbatches",
     ],
 )
 def test_equal_to_the_whole_batch(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ here name their types, so that they run in float32 only; what is rounded to 16 b
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -132,23 +133,41 @@ def parameters_in_bfloat16() -> Program:
     return Program(step, ((params, masters), _batch()))
 
 
-def _scaled_step(state: Any, batch: dict[str, jax.Array]) -> Any:
+def _scaled_loss(half: Any, batch: dict[str, jax.Array], scale: jax.Array) -> jax.Array:
+    logits = kit.mlp(half, batch["x"].astype(jnp.float16)).astype(jnp.float32)
+    return kit.cross_entropy(logits, batch["y"]).mean() * scale
+
+
+def _half(params: Any) -> Any:
+    return jax.tree.map(lambda p: p.astype(jnp.float16), params)
+
+
+def _scaled_gradients(params: Any, batch: dict[str, jax.Array], scale: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(lambda p: _scaled_loss(_half(p), batch, scale))(params)
+    return loss / scale, jax.tree.map(lambda g: g / scale, grads)
+
+
+def _added_gradients(params: Any, batch: dict[str, jax.Array], scale: jax.Array) -> Any:
+    """Those of four microbatches in float16, unscaled and added up in float32."""
+
+    def turn(total: Any, part: dict[str, jax.Array]) -> Any:
+        found = jax.value_and_grad(_scaled_loss)(_half(params), part, scale)
+        return jax.tree.map(lambda t, g: t + g.astype(jnp.float32) / scale / 4, total, found), None
+
+    parts = jax.tree.map(lambda x: x.reshape(-1, 4, *x.shape[1:]).swapaxes(0, 1), batch)
+    return jax.lax.scan(turn, (jnp.float32(0), jax.tree.map(jnp.zeros_like, params)), parts)[0]
+
+
+def _scaled_step(state: Any, batch: dict[str, jax.Array], gradients: Any = _scaled_gradients) -> Any:
     """Dynamic loss scaling: an update is skipped, and the scale halved, if any gradient is not finite."""
     params, scale, good_steps = state
-
-    def loss_fn(params: Any) -> jax.Array:
-        half = jax.tree.map(lambda p: p.astype(jnp.float16), params)
-        logits = kit.mlp(half, batch["x"].astype(jnp.float16)).astype(jnp.float32)
-        return kit.cross_entropy(logits, batch["y"]).mean() * scale
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    grads = jax.tree.map(lambda g: g / scale, grads)
+    loss, grads = gradients(params, batch, scale)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
     params = jax.tree.map(lambda p, new: jnp.where(finite, new, p), params, kit.sgd(params, grads))
     good_steps = jnp.where(finite, good_steps + 1, 0)
     grow = good_steps >= 2
     scale = jnp.where(finite, jnp.where(grow, scale * 2.0, scale), scale / 2.0)
-    return (params, scale, jnp.where(grow, 0, good_steps)), {"loss": loss / scale, "finite": finite}
+    return (params, scale, jnp.where(grow, 0, good_steps)), {"loss": loss, "finite": finite}
 
 
 @case(item=10, float64=False, coarsest="float16")
@@ -163,6 +182,30 @@ def loss_scaling_skipping() -> Program:
     state = (kit.dense(WIDTH, 8, CLASSES), jnp.asarray(64.0, jnp.float32), jnp.asarray(1))
     batch = _batch(12)
     return Program(_scaled_step, (state, {**batch, "x": batch["x"].at[7].set(7e4)}))
+
+
+@case(item=10, float64=False, coarsest="float16")
+def loss_scaling_of_microbatches() -> Program:
+    state = (kit.dense(WIDTH, 8, CLASSES), jnp.asarray(64.0, jnp.float32), jnp.asarray(1))
+    return Program(functools.partial(_scaled_step, gradients=_added_gradients), (state, _batch()))
+
+
+@case(item=10, float64=False, coarsest="float16")
+def recurrent_in_float16() -> Program:
+    """The gradients of weights that all times share are added in float16, in the carry of a loop."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss_fn(half: Any) -> jax.Array:
+            def cell(h: jax.Array, x: jax.Array) -> Any:
+                return jnp.tanh(x @ half[0]["w"] + h @ half[1]["w"] + half[1]["b"]), None
+
+            h, _ = jax.lax.scan(cell, jnp.zeros((x.shape[0], 8), jnp.float16), x.astype(jnp.float16).swapaxes(0, 1))
+            return (h.astype(jnp.float32) ** 2).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(_half(params))
+        return kit.sgd(params, jax.tree.map(lambda g: g.astype(jnp.float32), grads)), loss
+
+    return Program(step, (kit.dense(WIDTH, 8, 8), kit.normal(16, 5, WIDTH)))
 
 
 @case(item=10)
