@@ -59,7 +59,7 @@ html_css_files = ["vnode.css"]
 html_copy_source = False
 html_show_copyright = False
 html_show_sourcelink = False
-pygments_style = "friendly"
+pygments_style = "default"  # of those with a light ground the one whose comments and outputs can be read
 pygments_dark_style = "github-dark"
 
 

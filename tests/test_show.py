@@ -301,6 +301,13 @@ def test_every_line_fits_the_terminal(report: Any) -> None:
         assert max(map(len, terminal(report, width).splitlines())) <= width
 
 
+def test_columns_share_a_line_so_that_names_stay_whole() -> None:
+    columns = Column("of", wide=True), Column("source line", wide=True)
+    row = Cell("params/CheckpointBlock_0,1/kernel"), Cell("examples/bytes_lm.py:45 (Block)")
+    words = terminal(Shown(Table("", columns, (row,))), 42).split()  # 19 characters for each, or 20 and 18
+    assert "CheckpointBlock_0,1/" in words and "bytes_lm.py:45" in words
+
+
 # HTML
 
 

@@ -23,6 +23,9 @@ INDENT, GAP = 2, 2
 NARROW = 12
 """Characters below which a column is not narrowed."""
 
+CUT = re.compile(r"/|[.](?!py:)|,(?!\d)")
+"""After what a path or a name is broken over lines: not within ``block.py:12``, nor ``Block_0,1``."""
+
 PLAIN, STRONG, QUIET = "", "strong", "quiet"
 """Styles of words; those of a device are ``node 3`` and ``bar 3``."""
 
@@ -109,6 +112,8 @@ def table(block: Table, width: int) -> Iterator[Line]:
     texts = [[column.name for column in block.columns], *([cell.text for cell in row] for row in block.rows)]
     natural = [max(map(len, column)) for column in zip(*texts, strict=True)]
     widths = narrowed(natural, block.columns, width - INDENT - GAP * (len(natural) - 1))
+    if widths != natural:
+        widths = shared(widths, block.columns, texts)
     heads = [Cell(column.name, quiet=True) for column in block.columns]
     if any(column.name for column in block.columns):
         yield from row_lines(heads, block.columns, widths)
@@ -129,6 +134,28 @@ def narrowed(natural: Sequence[int], columns: Sequence[Column], room: int) -> li
     return widths
 
 
+def shared(widths: Sequence[int], columns: Sequence[Column], texts: Sequence[Sequence[str]]) -> list[int]:
+    """Shares the width of the first two columns that may be broken, so that names stay whole, in few lines."""
+    wide = [i for i, column in enumerate(columns) if column.wide][:2]
+    if len(wide) < 2:
+        return list(widths)
+    first, second = wide
+    both = widths[first] + widths[second]
+
+    def cost(one: int) -> tuple[int, int, int]:
+        broken = height = 0
+        for row in texts:
+            cells = (row[first], one), (row[second], both - one)
+            broken += sum(len(name) > width for text, width in cells for name in CUT.sub(r"\g<0> ", text).split())
+            height += max(len(wrapped(text, width)) for text, width in cells)
+        return broken, height, abs(one - widths[first])
+
+    found = list(widths)
+    found[first] = min(range(min(NARROW, widths[first]), both - min(NARROW, widths[second]) + 1), key=cost)
+    found[second] = both - found[first]
+    return found
+
+
 def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[int]) -> Iterator[Line]:
     """The lines of one row."""
     parts = [wrapped(cell.text, width) for cell, width in zip(row, widths, strict=True)]
@@ -143,12 +170,12 @@ def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[i
 
 
 def wrapped(text: str, width: int) -> list[str]:
-    """Text in lines: broken at spaces, or after what separates parts of a path or of a name.
+    """Text in lines: broken at spaces, or after what separates parts of a path, or else of a name.
 
     >>> wrapped("models/transformer.py:12 (Block)", 24)
     ['models/transformer.py:12', '(Block)']
-    >>> wrapped("models/transformer/block.py", 20)
-    ['models/transformer/', 'block.py']
+    >>> wrapped("models/transformer/block.py", 20), wrapped("models/vit.py:12", 12)
+    (['models/transformer/', 'block.py'], ['models/', 'vit.py:12'])
     """
     width = max(width, 1)
     if len(text) <= width:
@@ -156,8 +183,8 @@ def wrapped(text: str, width: int) -> list[str]:
     found: list[str] = []
     for part in textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False):
         while len(part) > width:
-            cuts = [m.end() for m in re.finditer(r"[/.,]", part) if m.end() <= width]
-            at = cuts[-1] if cuts else width
+            cuts = [m.end() for m in CUT.finditer(part) if m.end() <= width]
+            at = max((cut for cut in cuts if part[cut - 1] == "/"), default=cuts[-1] if cuts else width)
             found.append(part[:at])
             part = part[at:]
         found.append(part)
