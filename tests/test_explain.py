@@ -609,3 +609,12 @@ def test_sums_that_are_rounded_late_are_named() -> None:
     assert re.search(rounded.format("add"), of(added))
     assert "Rounded late" not in of(lambda x, w: jnp.einsum("bi,bj->ij", x, x * w).astype(jnp.float32))
     assert "Rounded late" not in of(lambda x, w: scaled(x.astype(jnp.float32), w))
+
+
+@pytest.mark.parametrize("prompt", ["<stdin>", "<python-input-3>"])
+def test_lines_typed_at_a_prompt_are_the_users(prompt: str) -> None:
+    """Neither is what a library of theirs does there, nor what a library generated, whose name is like a prompt's."""
+    session: dict[str, Any] = {"optax": optax}
+    exec(compile("def norm(x):\n    return optax.tree.norm(x)\n", "<generated>", "exec"), session)
+    exec(compile("def step(w, x):\n    return w, norm(x @ w)\n", prompt, "exec"), session)
+    assert f" {prompt}:2 (step)" in words(explain(session["step"], jnp.ones(3), normal(8, 3)))
