@@ -585,3 +585,12 @@ def test_comparisons_draw_themselves() -> None:
                 assert row.name in text and all(value in text for value in row.values)
     strong = {cell["text"] for cell in whole.of("td", "strong")}
     assert {"4", "1", "2.00x", "0.50x"} <= strong and "1.00x" not in strong
+
+
+@pytest.mark.parametrize("prompt", ["<stdin>", "<python-input-3>"])
+def test_lines_typed_at_a_prompt_are_the_users(prompt: str) -> None:
+    """Neither is what a library of theirs does there, nor what a library generated, whose name is like a prompt's."""
+    session: dict[str, Any] = {"optax": optax}
+    exec(compile("def norm(x):\n    return optax.tree.norm(x)\n", "<generated>", "exec"), session)
+    exec(compile("def step(w, x):\n    return w, norm(x @ w)\n", prompt, "exec"), session)
+    assert f" {prompt}:2 (step)" in words(explain(session["step"], jnp.ones(3), normal(8, 3)))

@@ -200,6 +200,9 @@ def bind(eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+PROMPTS = ("<stdin>", "<python-input-")
+"""What Python calls code typed at its prompt, before version 3.13 and since. Other such names are generated code's."""
+
 LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.path.dirname(__file__)))
 
 
@@ -227,7 +230,8 @@ def users_line(frames: Iterable[tuple[str, int | None, str]]) -> str | None:
     """The first of some frames (file, line, function) that is outside installed packages."""
     for file_name, line, function in frames:
         name = cell(file_name) or file_name
-        if not any(library in name for library in LIBRARIES) and not name.startswith("<"):
+        generated = name.startswith("<") and not name.startswith(PROMPTS)
+        if not any(library in name for library in LIBRARIES) and not generated:
             return f"{name}:{line} ({function})"
     return None
 
