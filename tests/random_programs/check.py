@@ -34,7 +34,7 @@ ABSOLUTE = 1e-11
 """For outputs that are sums which cancel."""
 
 HALF = 0.06
-"""For programs with bfloat16 in them, relative to the largest magnitude."""
+"""For programs with 16-bit floats in them, relative to the largest magnitude."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +91,7 @@ def check(program: Program) -> Outcome:
         return Outcome("refused", head_of(error), str(error))
     except Exception as error:  # that is the finding
         return Outcome("error", head_of(error), "".join(traceback.format_exception(error)))
-    difference = compare(expected, actual, half="bfloat16" in program.step_source() or any_half(program))
+    difference = compare(expected, actual, half=any_half(program))
     if not difference:
         return Outcome("equal")
     if not steady(program, reference, args, expected):
@@ -100,7 +100,7 @@ def check(program: Program) -> Outcome:
 
 
 def any_half(program: Program) -> bool:
-    return any(a.dtype == "bfloat16" for a in program.arguments)
+    return "float16" in program.step_source() or any("float16" in a.dtype for a in program.arguments)  # or bfloat16
 
 
 def compare(expected: Any, actual: Any, half: bool = False, slack: float = 1.0) -> str:
@@ -273,7 +273,7 @@ def perturbed(value: Any, rng: np.random.Generator, noise: float, size: Any) -> 
 
 def steady(program: Program, reference: Callable[..., Any], args: tuple[Any, ...], expected: Any) -> bool:
     """Whether the un-virtualized program keeps its value under rounding noise."""
-    half = "bfloat16" in program.step_source() or any_half(program)
+    half = any_half(program)
     rng = np.random.default_rng(program.seed)
     closed = jax.make_jaxpr(reference)(*args)
     for noise in [2.0**-8] * 6 if half else [1e-15, 1e-14, 1e-14, 1e-13, 1e-13]:
