@@ -34,7 +34,7 @@ ABSOLUTE = 1e-11
 """For outputs that are sums which cancel."""
 
 HALF = 0.06
-"""For programs with bfloat16 in them, relative to the largest magnitude."""
+"""For programs with 16-bit floats in them, relative to the largest magnitude."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def check(program: Program) -> Outcome:
 
 
 def is_half(program: Program) -> bool:
-    return "bfloat16" in program.step_source() or any(a.dtype == "bfloat16" for a in program.arguments)
+    return "float16" in program.step_source() or any("float16" in a.dtype for a in program.arguments)  # or bfloat16
 
 
 def differences(expected: Any, actual: Any, half: bool = False, slack: float = 1.0) -> dict[str, str]:

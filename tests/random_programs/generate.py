@@ -108,7 +108,8 @@ class Generator:
         self.arguments: list[Argument] = []
         self.inputs: dict[str, Variable] = {}
         self.batch = self.rng.choice([6, 6, 8, 8, 12, 4, 9])
-        self.half = self.rng.random() < 0.06  # whether bfloat16 may occur
+        self.half = self.rng.random() < 0.06  # whether a type of 16 bits may occur
+        self.half_type = "float16" if seed % 2 else "bfloat16"
         self.shapes: set[tuple[int, ...]] = set()
 
     # Choices.
@@ -360,7 +361,7 @@ def batched_argument(g: Generator) -> Variable:
         case "positive":
             return g.argument(tuple(shape), axis=axis, low=0.5, high=2)
         case "half":
-            return g.argument(tuple(shape), "bfloat16", axis=axis)
+            return g.argument(tuple(shape), g.half_type, axis=axis)
         case "int":
             return g.argument(tuple(shape), g.choice(["int32", "int64", "int8", "uint8"]), axis=axis, low=0, high=4)
     return g.argument(tuple(shape), "bool", axis=axis, low=0, high=1)
@@ -545,7 +546,7 @@ def conversion(g: Generator, scope: Scope) -> None:
     match v.kind:
         case "float":
             options = [(f"({v.name} * 2).astype(jnp.int32)", 2 * v.low, 2 * v.high), (f"{v.name}.astype(bool)", 0, 1)]
-            options += [(f"{v.name}.astype(jnp.bfloat16)", v.low, v.high)] * (6 * g.half)
+            options += [(f"{v.name}.astype(jnp.{g.half_type})", v.low, v.high)] * (6 * g.half)
         case "int":
             options = [(f"{v.name}.astype(jnp.float64)", v.low, v.high), (f"{v.name} > 1", 0, 1)]
         case _:

@@ -62,11 +62,13 @@ REMEDIES: dict[Kind, tuple[str, ...]] = {
         "jax.vmap the loop over the examples, so that each stops by itself",
         "let the loop run a fixed number of times (lax.fori_loop)",
     ),
-    Kind.CARRY: ("carry nothing but sums from one example to the next, or jax.vmap over the examples",),
+    Kind.CARRY: (
+        "carry nothing but sums from one example to the next, none of them in float16, or jax.vmap over the examples",
+    ),
     Kind.BRANCH: ("jax.vmap over the examples, or jnp.where in place of the branch",),
     Kind.OVERFLOW: (
-        "compute in bfloat16, whose range is that of float32",
-        "or return the sums from the loop as they are, stacked, and compute with them after it",
+        "form the sums in bfloat16, whose range is that of float32, or in float32 (jnp.sum(..., dtype=jnp.float32))",
+        "return them from the loop as they are, stacked, and compute with them after it",
     ),
     Kind.INSIDE: (),
 }
