@@ -139,7 +139,7 @@ def test_devices_share_what_loops_hold_also_if_they_hold_different_numbers_of_no
     step, args = step_of(scanned), arguments()
     virtual = vnode.virtualize(step, virtual_nodes=NODES, recompute_budget=100.0)
     one, three = (temporaries(virtual.on(jax.devices()[:n]), *args) for n in (1, 3))
-    assert three < 0.55 * one
+    assert three < 0.6 * one
 
 
 def test_loops_give_the_same_bits_where_devices_hold_different_numbers_of_nodes() -> None:
