@@ -21,6 +21,7 @@ def given_away(tree: Any, name: str) -> list[str]:
       name: what it is called.
 
     Example:
+      >>> import jax.numpy as jnp
       >>> w, b = jnp.ones(3), jnp.zeros(3)
       >>> w.delete()
       >>> given_away({"w": w, "b": b}, "state")
