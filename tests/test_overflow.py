@@ -379,6 +379,13 @@ def test_only_what_can_overflow_takes_passes_inside(dtype: Any) -> None:
 
         return step
 
+    def scales_of_layers(x: jax.Array) -> jax.Array:
+        def loss(scales: jax.Array) -> jax.Array:
+            h, _ = jax.lax.scan(lambda h, scale: (h * scale.astype(dtype), None), x, scales)
+            return h.astype(jnp.float32).sum()
+
+        return jax.grad(loss)(jnp.ones((2, 3)))
+
     def branch(other: float) -> Callable[[Any], Any]:
         def step(x: jax.Array) -> Any:
             def sums(x: jax.Array) -> jax.Array:
@@ -402,6 +409,7 @@ def test_only_what_can_overflow_takes_passes_inside(dtype: Any) -> None:
         of(lambda c, g: (c, g.astype(jnp.float32)[None, ::-1])),
         of(lambda c, g: (g, c), dtype),
         branch(0.0),
+        scales_of_layers,
     ]
     assert [loops_with_passes(step, x) for step in moving] == [0] * len(moving)
 

@@ -74,7 +74,7 @@ def last_casts(body: Flow) -> dict[Var, Any]:
         elif is_cast(step):
             now = before if holds(operands[0].aval.dtype, before) else None
         else:
-            now = before if step.description.movement else None
+            now = before if only_moves(step) else None
         if now is not None:
             found.update((var, now) for var in step.eqn.outvars)
     return found
@@ -124,9 +124,15 @@ def overflowing(step: Step) -> bool:
     """Whether an equation computes with sums of a type of smaller range than that of the nodes' pieces of them."""
     return (
         step.description is not None
-        and not step.description.movement
+        and not only_moves(step)
         and any(is_narrow(var, form) for var, form in partial_operands(step))
     )
+
+
+def only_moves(step: Step) -> bool:
+    """Whether an equation gives elements as they are: also as the sum of one, over a dimension of size one."""
+    description = step.description
+    return description is not None and (description.movement or (description.adds and len(step.eqn.invars) == 1))
 
 
 def is_cast(step: Step) -> bool:

@@ -29,12 +29,15 @@ def over_axes(eqn: JaxprEqn, monoid: Monoid) -> OperatorDescription:
     f = Factors()
     operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
     axes = {int(axis) for axis in eqn.params["axes"]}
+    reduced = [factor for dims in operands for d, dim in enumerate(dims) if d in axes for factor in dim]
+    linear = monoid is Monoid.SUM and len(operands) == 1
     return OperatorDescription(
         sizes=f.sizes,
         operands=operands,
         results=tuple(tuple(dim for d, dim in enumerate(dims) if d not in axes) for dims in operands),
-        reduced={f: monoid for dims in operands for d, dim in enumerate(dims) if d in axes for f in dim},
-        linear=(frozenset({0}),) if monoid is Monoid.SUM and len(operands) == 1 else (),
+        reduced=dict.fromkeys(reduced, monoid),
+        linear=(frozenset({0}),) if linear else (),
+        adds=linear and all(f.sizes[factor] == 1 for factor in reduced),  # a gradient of what was spread
     )
 
 
