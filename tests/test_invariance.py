@@ -98,7 +98,7 @@ def device_counts(name: str) -> Sequence[int]:
     """One to eight devices; in the usual run some of them, three of steps that take long to compile."""
     if ALL:
         return range(1, 9)
-    return (1, 3, 8) if name in LARGE else (1, 2, 3, 5, 8)
+    return (1, 3, 8) if name in LARGE else (1, 2, 3, 8)
 
 
 @pytest.mark.parametrize(
