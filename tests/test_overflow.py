@@ -268,7 +268,7 @@ def test_finite_is_what_the_sum_is() -> None:
     equal()
     for name, finite in seen.items():
         share = np.concatenate(finite).mean()
-        assert 0.1 < share < 0.9, f"{name} proves little: {share:.0%} of what it gives are finite"
+        assert 0.03 < share < 0.97, f"{name} proves little: {share:.0%} of what it gives are finite"
 
 
 def compare(x: np.ndarray, seen: dict[str, list[np.ndarray]]) -> None:
