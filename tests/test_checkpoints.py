@@ -379,10 +379,16 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path
     """A scheme of `etils.epath` that this machine's file system is not asked for, and where its files are."""
     root = tmp_path_factory.mktemp("bucket")
 
+    def there(*parts: Any) -> str:
+        return os.path.join(*parts).replace("fake:/", str(root))
+
     @epath.register_path_cls("fake://")
     class FakePath(type(epath.Path("/"))):
         def __new__(cls, *parts: Any) -> Any:
-            return epath.Path(str(epath.Path("/").joinpath(*parts)).replace("/fake:", str(root)))
+            return super().__new__(cls, there(*parts))
+
+        def __init__(self, *parts: Any) -> None:
+            super().__init__(*([there(*parts)] if sys.version_info >= (3, 12) else []))
 
     yield "fake://runs/7", root / "runs" / "7"
 

@@ -298,10 +298,12 @@ def said_to_agree(w: jax.Array, x: jax.Array) -> Any:
 
 
 PROGRAMS = [gradients, replicas, differentiated, exchanges, two_axes, one_axis_of_two, said_to_agree]
-NAMES = ["gradients", "replicas", "differentiated", "exchanges", "two_axes", "one_axis_of_two", "said_to_agree"]
+NEWEST = [exchanges]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=NAMES)
+@pytest.mark.parametrize(
+    "program", [pytest.param(p, id=p.__name__, marks=[pytest.mark.newest] * (p in NEWEST)) for p in PROGRAMS]
+)
 def test_program_per_shard(program: Any) -> None:
     """Means what it means on its own mesh, with the same bits on any devices."""
     w, x = arguments()

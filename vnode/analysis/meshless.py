@@ -128,7 +128,8 @@ class Remover:
 
     def _param(self, value: Any) -> Any:
         if isinstance(value, Jaxpr):
-            return self.jaxpr(value)
+            consts = getattr(value, "consts", ())  # since jax 0.12 such a one may have values, too
+            return ClosedJaxpr(self.jaxpr(value), consts) if consts else self.jaxpr(value)
         if isinstance(value, ClosedJaxpr):
             return value.replace(jaxpr=self.jaxpr(value.jaxpr))
         if type(value) in (tuple, list):

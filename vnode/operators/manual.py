@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 from jax.extend.core.primitives import psum_p
 
@@ -53,9 +54,15 @@ def on_whole_values(eqn: JaxprEqn, body: Jaxpr) -> JaxprEqn:
     Returns:
       An equation with the same operands and results.
     """
-    run = jax.jit(per_shard(eqn, body))
-    (call,) = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in eqn.invars]).jaxpr.eqns
-    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
+    operands = [jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in eqn.invars]
+    whole = jax.make_jaxpr(per_shard(eqn, body))(*operands)  # with its constants, which jax.jit would make operands
+
+    def alike(*_: Any) -> list[Any]:
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in whole.jaxpr.outvars]
+
+    (call,) = jax.make_jaxpr(jax.jit(alike))(*operands).jaxpr.eqns
+    params = {**call.params, "jaxpr": whole}
+    return call.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info, params=params)
 
 
 def per_shard(eqn: JaxprEqn, body: Jaxpr) -> Callable[..., list[Any]]:
