@@ -25,7 +25,7 @@ ROOMS = {
     "runtime": "analysis operators placement",
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime threads",
-    "plan": "errors placement report runtime show step",
+    "plan": "analysis errors placement report runtime show step",
     "data": "errors placement threads",
     "elastic": "analysis data errors placement plan show step",
     "transform": "errors placement plan step",

@@ -133,6 +133,20 @@ def test_uneven_counts() -> None:
             assert digest(got) == want, counts
 
 
+def test_nodes_of_one_example_or_none() -> None:
+    """Which node it is decides about padding, and must not be known to the compiler on one device only."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.mean(jnp.tanh(x @ w) ** 2) + 0.1 * jnp.mean(x @ w)
+
+    step = vnode.virtualize(jax.value_and_grad(loss), virtual_nodes=8)
+    w = jnp.asarray([1, -0.5, 0.2])
+    for seed in range(8):
+        x = jnp.asarray(np.random.default_rng(seed).normal(size=(7, 3)), jnp.float32)
+        one, several = (step.on(jax.devices()[:n])(w, x) for n in (1, 3))
+        assert digest(one) == digest(several), seed
+
+
 def chosen() -> list[str]:
     """Cases of the zoo whose results are compared: all of them, or a sample."""
     names = [case.name for case in zoo.cases() if case.expect is None and case.name not in FROM_OUTSIDE]

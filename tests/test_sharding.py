@@ -101,6 +101,17 @@ def test_arguments_typed_by_explicit_axes(devices: int) -> None:
     assert_same(got, step, w, x)
 
 
+@pytest.mark.parametrize("name", ["nothing", "PartitionSpec"])
+def test_checked_in_the_mesh_context(name: str) -> None:
+    """The plain step runs on one device, but is understood in the mesh."""
+    kind = AxisType.Explicit if name == "nothing" else AxisType.Auto
+    w, x = arguments()
+    virtual = vnode.virtualize(step_with(STEPS[name][1]), virtual_nodes=4).on(jax.devices()[:2])
+    with jax.set_mesh(mesh((4, 2), kind)):
+        answer = vnode.check(virtual, (jax.device_put(w, P(None, "model")), jax.device_put(x, P("data", None))))
+    assert answer.ok and answer.leaves
+
+
 def test_compiled_ahead_in_the_mesh_context() -> None:
     """`prepare` compiles in another thread, which has no mesh context of its own."""
     w, x = arguments()

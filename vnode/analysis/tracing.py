@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 
 from vnode.analysis.meshless import NoMeaning, Replicated, meshless
 from vnode.analysis.program import Program, inline, message_about, where_raised
@@ -48,6 +48,39 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
       VnodeError: the step is written for `jax.pmap`.
       UnsupportedPrimitiveError: it holds a program per shard of a mesh that cannot be followed.
     """
+    closed, jaxpr = made_meshless(fun, *args)
+    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
+    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
+    count = len(closed.jaxpr.invars)
+
+    def function(*values: Any) -> list[Any]:
+        outer = iter(values[count:])
+        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
+        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
+
+    plain = without_references(ClosedJaxpr(jaxpr, closed.consts))
+    return Traced(inline(plain.jaxpr, plain.consts), captured, function)
+
+
+def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:
+    """A function as it is understood in the caller's mesh, to be called outside of it.
+
+    Args:
+      fun: any function of arrays.
+      *args: arrays like those that it is to be called with.
+
+    Returns:
+      A function of such arrays, from which meshes have been taken; its results are flattened.
+
+    Raises:
+      VnodeError: as `trace`.
+    """
+    closed, jaxpr = made_meshless(fun, *args)
+    return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
+
+
+def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:
+    """What jax makes of a function, with meshes and without them; raises what `trace` says."""
     try:
         closed = jax.make_jaxpr(fun)(*args)
         jaxpr = meshless(closed.jaxpr)
@@ -85,14 +118,4 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
                 facts=[str(found)],
             )
         ) from found
-    traced = [isinstance(value, jax.core.Tracer) for value in closed.consts]
-    captured = [value for value, is_traced in zip(closed.consts, traced, strict=True) if is_traced]
-    count = len(closed.jaxpr.invars)
-
-    def function(*values: Any) -> list[Any]:
-        outer = iter(values[count:])
-        consts = [next(outer) if is_traced else value for value, is_traced in zip(closed.consts, traced, strict=True)]
-        return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
-
-    plain = without_references(ClosedJaxpr(jaxpr, closed.consts))
-    return Traced(inline(plain.jaxpr, plain.consts), captured, function)
+    return closed, jaxpr

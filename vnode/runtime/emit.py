@@ -331,10 +331,10 @@ class Emission:
         combine = collectives.totals if self.alone else collectives.partial_blocks
 
         def device_program(
-            start: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
+            numbers: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             def take(index: jax.Array) -> list[Any]:
-                parts = []
+                parts = [lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)]
                 for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
                     if slot:
                         parts.append(lax.dynamic_index_in_dim(value, index, dim, keepdims=False))
@@ -344,10 +344,11 @@ class Emission:
                     parts.append(part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :]))
                 return parts
 
-            def compute(index: jax.Array, parts: list[Any]) -> tuple[list[Any], list[Any]]:
+            def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
+                number, *parts = taken
                 env: Env = {(var, WHOLE): value for var, value in zip(wholes, whole, strict=True)}
                 env.update(zip(sliced, parts, strict=True))
-                node = Node(start[0] + index, placement.virtual_nodes, size, batch, placement.devices[0].platform)
+                node = Node(number[0], placement.virtual_nodes, size, batch, placement.devices[0].platform)
                 values = evaluate_recipe(nodes.recipe, env, node)
                 return values[: len(sums)], values[len(sums) :]
 
@@ -388,7 +389,7 @@ class Emission:
             check_vma=False,
         )
         totals, kept = run(
-            jnp.asarray(placement.starts, jnp.int32),
+            jnp.asarray(np.add.outer(placement.starts, np.arange(waves)).reshape(-1, 1), jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
             jnp.asarray(plan.merges),
             [self.read(var) for var in wholes],

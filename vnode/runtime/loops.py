@@ -77,17 +77,17 @@ class NodeProgram:
     """What is done for one node.
 
     Attributes:
-      take: from a node's position on its device to its parts of batched values.
-      compute: from position and parts to the node's contributions and what it keeps.
+      take: from a node's position on its device to its number and its parts of batched values.
+      compute: from these to the node's contributions and what it keeps.
       single: whether there is one node at most, so that `take` gives the same whatever the position.
     """
 
     take: Callable[[jax.Array], list[Any]]
-    compute: Callable[[jax.Array, list[Any]], tuple[list[Any], list[Any]]]
+    compute: Callable[[list[Any]], tuple[list[Any], list[Any]]]
     single: bool
 
     def __call__(self, index: jax.Array) -> tuple[list[Any], list[Any]]:
-        return self.compute(index, self.take(index))
+        return self.compute(self.take(index))
 
 
 def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -> list[Any]:
@@ -247,7 +247,7 @@ def in_tree_order(
     rest = [sums[i] for i in ordered]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
-        pieces, kept = program.compute(index, state.parts)
+        pieces, kept = program.compute(state.parts)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
         pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
         parts = program.take(index + 1)
@@ -275,10 +275,11 @@ class State(NamedTuple):
     """What goes from node to node in tree order.
 
     What a node reads and what it keeps pass from one turn to the next, or the compiler would fuse the node's own
-    computation with slicing them from, and writing them to, buffers whose size depends on the device.
+    computation with slicing them from, and writing them to, buffers whose size depends on the device. So does its
+    number, or the compiler would know it for a count of turns where there is one device.
 
     Attributes:
-      parts: of the node whose turn it is.
+      parts: number and parts of the node whose turn it is.
       totals: of exact sums.
       kept: by the node before.
       buffers: for what all nodes of the device keep.

@@ -8,12 +8,16 @@ What counts as equal is not a number somebody chose: the plain step is run again
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import SingleDeviceSharding
 
+from vnode.analysis.tracing import outside_of_meshes
+from vnode.placement.context import current_mesh, in_mesh, under
 from vnode.placement.sharded import is_sharded_batch
 from vnode.plan.check.arrays import distance, host
 from vnode.plan.nodes.memory import planned, program_memory, refusal, reported
@@ -49,9 +53,13 @@ class Reference:
         self._wants: list[Any] = []
         self._spreads: list[Any] = []
         leaves = [leaf.whole() if is_sharded_batch(leaf) else leaf for leaf in leaves]
-        with jax.default_device(device):
+        mesh, there = current_mesh(), SingleDeviceSharding(device)  # a device alone would leave the mesh in the type
+        outside = in_mesh(None) if mesh is not None else contextlib.nullcontext()
+        with jax.default_device(device), outside:
             try:
-                placed = [jax.device_put(leaf, device) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+                placed = [jax.device_put(leaf, there) if isinstance(leaf, jax.Array) else leaf for leaf in leaves]
+                if mesh is not None:
+                    fun = under(mesh, outside_of_meshes, fun, *placed)
                 compiled = fitting(jax.jit(fun), device, *placed)
                 self._wants = list(map(host, compiled(*placed)))
             except TooLarge as error:
