@@ -26,6 +26,9 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "thorough: takes long; not part of `make test`, but of what CI and `make test-all` run"
     )
+    config.addinivalue_line(
+        "markers", "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends"
+    )
     config.addinivalue_line("markers", "sweep: one of many alike; only with VNODE_TEST_ALL=1")
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
 
@@ -45,6 +48,20 @@ def _eight_devices() -> None:
     import jax
 
     assert jax.default_backend() == "cpu" and len(jax.devices()) >= 8, f"tests need 8 CPU devices, not {jax.devices()}"
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Compiling takes most of the time of most tests, a fifth of it for optimizations."""
+    if request.node.get_closest_marker("quickly") is None:
+        yield
+        return
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 MAPS = 20_000

@@ -18,6 +18,8 @@ import pytest
 import vnode
 from tests.rounding import assert_same, eighths
 
+pytestmark = pytest.mark.quickly
+
 X = eighths(np.random.default_rng(0).normal(size=(7, 2)))
 """Seven examples on three nodes: the last node is padded."""
 

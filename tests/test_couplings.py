@@ -21,6 +21,8 @@ from jax import lax
 import vnode
 from tests.rounding import assert_same
 
+pytestmark = pytest.mark.quickly
+
 NODES, BATCH, WIDTH = 4, 16, 6
 Loss = Callable[[Any, jax.Array], jax.Array]
 

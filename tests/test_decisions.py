@@ -21,6 +21,8 @@ import vnode
 from tests.rounding import assert_same
 from vnode.operators import Factors, OperatorDescription, register
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 8
 wobble_p = Primitive("wobble")
 wobble_p.def_impl(lambda x: x)

@@ -20,6 +20,8 @@ from jax.experimental import io_callback
 import vnode
 from tests.rounding import assert_same, eighths
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 8
 NODES = 4
 PLACES = ([4], [2, 2], [3, 1], [1, 0, 3])

@@ -19,6 +19,8 @@ from jax.extend.core import Primitive
 import vnode
 from tests.rounding import eighths
 
+pytestmark = pytest.mark.quickly
+
 NODES = 4
 HERE = r"test_errors\.py:\d+"
 

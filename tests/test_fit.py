@@ -408,6 +408,7 @@ print(json.dumps({"limits": limits, "kind": entry.kind, "chosen": entry.search.c
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (extra tpu-aot)")
 def test_tpu_kinds_hold_what_their_compiler_says() -> None:
     root = Path(__file__).parents[1]

@@ -208,7 +208,7 @@ def combine(monoids: Sequence[Any]) -> Any:
     return vnode.virtualize(lambda scale, x: [monoid(scale * x, axis=0) for monoid in monoids], virtual_nodes=8)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("complex64", marks=pytest.mark.sweep)])
 def test_every_monoid(dtype: str) -> None:
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(24, 5)), dtype) * (1j + 1 if dtype == "complex64" else 1)
@@ -283,7 +283,7 @@ def test_a_sum_of_zeros_is_positive_and_nan_is_kept(width: int, dtype: str) -> N
         assert not np.signbit(zeros.imag).any()
 
 
-@pytest.mark.parametrize(("nodes", "lanes"), [(16, 4), (8, 1), (12, 5)])
+@pytest.mark.parametrize(("nodes", "lanes"), [(12, 5), (8, 1), pytest.param(16, 4, marks=pytest.mark.sweep)])
 def test_lanes(nodes: int, lanes: int) -> None:
     with compare.running_in("float32"):
         program = compare.build(named("linen_clip_by_global_norm"), "float32")

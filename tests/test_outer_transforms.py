@@ -20,6 +20,8 @@ from jax.experimental import checkify
 import vnode
 from tests.rounding import assert_close, assert_same, eighths
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 8
 PLACES = {"even": [2, 2], "uneven": [3, 1]}
 

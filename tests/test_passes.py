@@ -20,6 +20,8 @@ import pytest
 
 import vnode
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 24
 NODES = 4
 COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute"}

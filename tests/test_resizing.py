@@ -18,6 +18,8 @@ import vnode
 from tests.rounding import assert_same
 from tests.test_virtual_step import compilations
 
+pytestmark = pytest.mark.quickly
+
 NODES = 8
 ADAM = optax.adamw(0.1)
 

@@ -19,6 +19,8 @@ from flax.training.train_state import TrainState
 import vnode
 from tests.rounding import assert_same, eighths
 
+pytestmark = pytest.mark.quickly
+
 X = eighths(np.random.default_rng(0).normal(size=(6, 3)))
 
 
@@ -87,7 +89,7 @@ def test_a_train_state_compiles_once() -> None:
     assert int(state.step) == 3
 
 
-@pytest.mark.parametrize("reduction", ["invariant", "fast"])
+@pytest.mark.parametrize("reduction", ["invariant", pytest.param("fast", marks=pytest.mark.thorough)])
 def test_nothing_leaks(reduction: str) -> None:
     step = vnode.virtualize(train, virtual_nodes=3, reduction=reduction).on(jax.devices()[:2])
     state = TrainState.create(apply_fn=loss_of, params={"w": jnp.ones(3)}, tx=optax.adam(0.1))

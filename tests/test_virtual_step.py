@@ -23,6 +23,8 @@ import pytest
 import vnode
 from tests.rounding import assert_close, eighths
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 8
 NODES = 4
 

@@ -13,6 +13,8 @@ from jax.extend.core import ClosedJaxpr, check_jaxpr, jaxpr_as_fun
 from vnode.operators import describe
 from vnode.operators.indexing import SCATTERS, with_batching_dims
 
+pytestmark = pytest.mark.quickly
+
 B, T, D = 4, 3, 5
 X = np.random.RandomState(0).randn(B, T, D).astype(np.float32)
 CLASS = np.array([1, 0, 2, -1])

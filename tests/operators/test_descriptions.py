@@ -18,6 +18,8 @@ from vnode.operators import Monoid, describe
 from vnode.operators.description import _rules, register
 from vnode.operators.shape import common_refinement
 
+pytestmark = pytest.mark.quickly
+
 
 @pytest.fixture(autouse=True)
 def quick_compilation():

@@ -9,6 +9,8 @@ from jax.extend.random import threefry_2x32
 from vnode.operators import describe, evaluate
 from vnode.operators.random import counters
 
+pytestmark = pytest.mark.quickly
+
 
 @pytest.mark.parametrize("shape", [(7,), (3, 5), (2, 1 << 17, 1 << 18), (1 << 20, 3, 1 << 19), (5, (1 << 31) - 1)])
 def test_counters(shape):

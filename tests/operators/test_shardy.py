@@ -18,6 +18,8 @@ from tests.operators.examples import EXAMPLES
 from vnode.operators import describe
 from vnode.operators.indexing import SCATTERS
 
+pytestmark = pytest.mark.quickly
+
 PLAIN = {"stablehlo.constant", "stablehlo.broadcast_in_dim"}
 """What may make an operand that is not one of the equation's; such an operand is not compared."""
 
