@@ -12,9 +12,9 @@ QUICK ?= tests/test_architecture.py tests/test_tree.py tests/test_placement.py t
 	tests/test_surroundings.py tests/test_overflow.py
 PROGRAMS ?= 20000
 
-# Run again for lesser instruction sets than the processor has; for the least, jaxlib itself cannot compile float16.
+# Run again for lesser instruction sets than the processor has; for the least, jaxlib itself cannot compile float16 (nor float8, by way of it).
 ISA_TESTS := tests/test_zoo.py tests/test_invariance.py
-WITHOUT_FLOAT16 := (not float16 or bfloat16) and not loss_scaling
+WITHOUT_FLOAT16 := (not float16 or bfloat16) and not float8 and not loss_scaling
 
 # Tests and demo pretend to have several devices, which only the CPU backend can do.
 export JAX_PLATFORMS ?= cpu
