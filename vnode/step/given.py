@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError, layout_message
-from vnode.placement.gone import arrays_among, check_there
+from vnode.placement.gone import arrays_among, check_there, given_away
 
 
 def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], name: str) -> None:
@@ -40,6 +40,8 @@ def check_arguments(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Se
     Raises:
       VnodeError: there are some.
     """
+    if not given_away((tuple(args.values()), kwargs), ""):
+        return  # before any names are made: every call asks
     check_there(
         {**{f"argument {i}": arg for i, arg in args.items()}, "argument ": kwargs},
         {f"argument {i}": f"the step donates argument {i}: donate_argnums={tuple(donated)}" for i in donated},
