@@ -7,6 +7,7 @@ pieces, and compares with the equation evaluated whole. Arrays are cut and joine
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, jaxpr_as_fun
 
-from vnode.operators import Monoid, OperatorDescription, describe, evaluate
+from vnode.operators import (
+    Algebra,
+    Free,
+    Monoid,
+    OperatorDescription,
+    Prefix,
+    Reduced,
+    Role,
+    Shifted,
+    Windowed,
+    describe,
+    evaluate,
+)
+from vnode.operators.splits import Lead, Split
 
 COMBINE: dict[Monoid, Callable[[Any, Any], Any]] = {
     Monoid.SUM: np.add,
@@ -138,7 +152,7 @@ def tolerance(d: OperatorDescription, arrays: Sequence[Array]) -> float:
     """Follows the coarsest of the dtypes; zero if the equation only moves elements."""
     eps = [float(jnp.finfo(x.data.dtype).eps) for x in arrays if jnp.issubdtype(x.data.dtype, np.inexact)]
     coarsest = max(eps, default=0.0)
-    return 0.0 if d.movement else 6 * coarsest if coarsest > 1e-4 else max(1e-10, 50 * coarsest)
+    return 0.0 if d.has(Algebra.MOVES) else 6 * coarsest if coarsest > 1e-4 else max(1e-10, 50 * coarsest)
 
 
 def assert_same(got: np.ndarray, want: np.ndarray, limit: float, context: str) -> None:
@@ -199,10 +213,10 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
             part = x.take(factor, local)
             dtype = part.data.dtype
             if monoid is None:
-                part = part.overwrite(factor, pad, 7 if d.contraction else garbage(dtype))
-            elif i not in d.indices:
-                part = part.overwrite(factor, pad, d.fill.get(factor, monoid.identity(dtype)))
-            if monoid is not None and i in d.once and number > 0:
+                part = part.overwrite(factor, pad, 7 if d.has(Algebra.CONTRACTS) else garbage(dtype))
+            elif i not in d.role(Role.INDEX):
+                part = part.overwrite(factor, pad, d.fill(factor, dtype))
+            if monoid is not None and i in d.role(Role.ONCE) and number > 0:
                 part = part.like(np.full_like(part.data, monoid.identity(dtype)))
             given.append(part)
         sizes = tuple(len(local) if f == factor else n for f, n in enumerate(d.sizes))
@@ -211,6 +225,83 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
 
 
 PADDING = 2
+
+
+def cut(d: OperatorDescription, operands: Sequence[Array], lead: Lead, split: Split, count: int) -> list[Copy] | None:
+    """The equation in equal parts along factors that are tied to others, or need more done than to be cut.
+
+    Each part is given what the description says: the indices of every factor concerned, around a windowed operand its
+    neutral value, and garbage wherever nothing is promised.
+    """
+    intervals = d.parts(lead, split, count)
+    if intervals is None:
+        return None
+    copies = []
+    for number in range(count):
+        given = []
+        for i, x in enumerate(operands):
+            part = x
+            for factor in set(x.factors) & set(intervals):
+                index = np.concatenate([each.indices(number, d.sizes[factor]) for each in intervals[factor]])
+                part = part.take(factor, np.maximum(index, 0) if d.sizes[factor] else index[:0])
+                fill = around(split, i, x.data.dtype)
+                part = part.overwrite(factor, index < 0, fill)
+            given.append(part)
+        lengths = {factor: sum(each.length for each in several) for factor, several in intervals.items()}
+        sizes = tuple(lengths.get(factor, n) for factor, n in enumerate(d.sizes))
+        places = {factor: intervals[factor][0] for factor in lead}
+        copies.append(Copy(given, sizes, {f: at.starts[number] + np.arange(at.length) for f, at in places.items()}))
+    return copies
+
+
+def around(split: Split, operand: int, dtype: Any) -> Any:
+    """What a part is given where an operand has no element."""
+    if not isinstance(split, Windowed):
+        return garbage(dtype)
+    if not split.around:
+        return np.zeros((), dtype)
+    return split.around[operand].identity(dtype)
+
+
+def compare_cut(
+    d: OperatorDescription, eqn: JaxprEqn, lead: Lead, split: Split, parts: Sequence[Copy], whole: Copy
+) -> None:
+    """The results of the parts make up the whole results, as the way of splitting says."""
+    limit = tolerance(d, [*whole.operands, *whole.results])
+    for i, result in enumerate(whole.results):
+        want = Array.of(result.value(), d.results[i], d.sizes)
+        context = f"{eqn.primitive.name}: result {i}, {lead} of {d}"
+        made = [part.results[i].data for part in parts]
+        cut_here = [factor for factor in lead if factor in want.factors]
+        if not cut_here:
+            monoid = split.partial(lead)
+            assert monoid is not None, context
+            assert_same(functools.reduce(COMBINE[monoid], made), want.data, limit, context)
+            continue
+        (factor,) = cut_here
+        axis = want.factors.index(factor)
+        if isinstance(split, Prefix):
+            made = running(split, made, axis, d.sizes[factor])
+        got = np.concatenate(made, axis)
+        beyond = np.arange(d.sizes[factor], got.shape[axis])
+        assert_same(np.delete(got, beyond, axis), want.data, limit, context)
+
+
+def running(split: Prefix, made: Sequence[np.ndarray], axis: int, size: int) -> list[np.ndarray]:
+    """The running values of all parts, those of the parts before taken up; `size` of them are real."""
+    order = list(range(len(made)))[:: -1 if split.reverse else 1]
+    done: dict[int, np.ndarray] = {}
+    before = None
+    for number in order:
+        length = made[number].shape[axis]
+        if number * length >= size:  # nothing but padding
+            done[number] = made[number]
+            continue
+        part = made[number]
+        done[number] = part if before is None else np.asarray(split.combine(before, part)).astype(part.dtype)
+        last = 0 if split.reverse else min(length, size - number * length) - 1
+        before = np.take(done[number], [last], axis)
+    return [done[number] for number in range(len(made))]
 
 
 def compare_split(d: OperatorDescription, eqn: JaxprEqn, factor: int, parts: Sequence[Copy], whole: Copy) -> None:
@@ -244,7 +335,7 @@ def combine(d: OperatorDescription, group: frozenset[int], operands: Sequence[Ar
     if any(operands[i].impl is not None or operands[i].data.dtype == np.bool_ for i in group):
         return {}  # there is no sum of them
     real = not any(np.iscomplexobj(x.data) for x in operands)
-    monoids = [Monoid.SUM] + [Monoid.PROD] * d.movement + [Monoid.MAX] * (d.movement and real)
+    monoids = [Monoid.SUM] + [Monoid.PROD] * d.has(Algebra.MOVES) + [Monoid.MAX] * (d.has(Algebra.MOVES) and real)
     second = [x.like(other_value(x.data)) if i in group else x for i, x in enumerate(operands)]
     copies: dict[Monoid | None, Copy] = {None: Copy(second, d.sizes)}
     for monoid in monoids:
@@ -276,6 +367,22 @@ def check_parts(d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], 
         assert_same(Array.of(alone, d.results[i], d.sizes).data, want.data, 0.0, f"{eqn.primitive.name}: part {i}")
 
 
+def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> list[tuple[OperatorDescription, Lead, Split, list[Copy]]]:
+    """The equation in two and in three parts, in every way that is more than to take a range of a factor."""
+    made = []
+    for lead, split in d.leads:
+        if isinstance(split, Free | Reduced) or all(d.sizes[factor] < 2 for factor in lead):
+            continue
+        finer = d.by_elements(split) if isinstance(split, Shifted) else d
+        finer_split = finer.factors[lead[0]].split
+        operands = [Array.of(x, dims, finer.sizes) for x, dims in zip(values, finer.operands, strict=True)]
+        for count in (2, 3):
+            parts = cut(finer, operands, lead, finer_split, count)
+            if parts is not None:
+                made.append((finer, lead, finer_split, parts))
+    return made
+
+
 def check(instance: Instance) -> OperatorDescription:
     """Holds the description of an equation against the equation."""
     eqn = instance.eqn
@@ -285,6 +392,7 @@ def check(instance: Instance) -> OperatorDescription:
     operands = [Array.of(x, dims, d.sizes) for x, dims in zip(instance.operands, d.operands, strict=True)]
     whole = Copy(operands, d.sizes)
     splits = {f: split(d, operands, f) for f, size in enumerate(d.sizes) if f not in d.whole and size > 1}
+    cuts = cuts_of(d, instance.operands)
     combined = {group: combine(d, group, operands) for group in d.linear}
     copies = [part for parts in splits.values() for part in parts]
     copies += [copy for group in combined.values() for copy in group.values()]
@@ -294,7 +402,10 @@ def check(instance: Instance) -> OperatorDescription:
             compare_split(d, eqn, factor, parts, whole)
         for group, several in combined.items():
             compare_combined(d, eqn, group, several, whole)
-    if d.adds:
+        for finer, lead, way, parts in cuts:
+            run(finer, eqn, parts, platform)
+            compare_cut(finer, eqn, lead, way, parts, whole)
+    if d.has(Algebra.ADDS):
         total = sum(np.broadcast_to(x, whole.results[0].value().shape) for x in instance.operands)
         np.testing.assert_allclose(np.asarray(total), np.asarray(whole.results[0].value()), rtol=1e-10)
     if d.part is not None:

@@ -15,7 +15,7 @@ from tests.operators import brute_force
 from tests.operators.brute_force import Array, check, instances
 from tests.operators.examples import EXAMPLES, ONE_VERSION, UNREACHABLE, primitive
 from vnode.operators import Monoid, describe
-from vnode.operators.description import _rules, register
+from vnode.operators.registry import _rules, register
 from vnode.operators.shape import common_refinement
 
 pytestmark = pytest.mark.quickly

@@ -30,7 +30,7 @@ def drawn(fun, size, *args):
     (eqn,) = jax.make_jaxpr(fun)(*args).jaxpr.eqns
     d = describe(eqn)
     factor = len(d.sizes) - 1
-    assert d.sizes[factor] == size and factor in d.positional
+    assert d.sizes[factor] == size and d.factors[factor].positional
 
     @jax.jit
     def part(operands, position):

@@ -18,6 +18,7 @@ from vnode.analysis.passes import size_of
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Recipe, evaluated, recipe
 from vnode.analysis.states import Flow, Step
+from vnode.operators import Algebra
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +124,12 @@ class Choice:
             return False
         (atom,) = step.eqn.invars
         description = self.flow.program.describe(step.eqn)
-        if description is None or not description.movement or description.emit is not None or description.whole:
+        if (
+            description is None
+            or not description.has(Algebra.MOVES)
+            or description.emit is not None
+            or description.whole
+        ):
             return False
         return isinstance(atom, Var) and size_of(var) >= size_of(atom)
 

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial, Slice, Whole
 from vnode.analysis.states import Coupling, Flow, Step, Why
-from vnode.operators import Monoid
+from vnode.operators import Algebra, Monoid, Role
 
 
 class Kind(enum.Enum):
@@ -110,7 +110,7 @@ def kind_of(coupling: Coupling) -> Kind | None:
         if why in (Why.PAIRS, Why.GATHERED):
             return Kind.PAIRS
         description = flow.program.describe(coupling.eqn)
-        moves = description is not None and (description.movement or bool(description.indices))
+        moves = description is not None and (description.has(Algebra.MOVES) or bool(description.role(Role.INDEX)))
         return Kind.MOVE if moves or why is Why.REORDERS else Kind.WHOLE
     reduced = step_of(flow, coupling.source) if coupling.source is not None else None
     if reduced is None or not any(isinstance(form, Partial) for form in reduced.results):
@@ -118,11 +118,11 @@ def kind_of(coupling: Coupling) -> Kind | None:
     if not any(flow.states[var].model for var in reduced.eqn.outvars):
         return Kind.COUNT
     description = reduced.description
-    if description is not None and description.indices:
+    if description is not None and description.role(Role.INDEX):
         return Kind.MOVE
     if step is not None and not set(origins(flow, step)).isdisjoint(origins(flow, reduced)):
         per_feature = any(math.prod(getattr(var.aval, "shape", ())) > 1 for var in reduced.eqn.outvars)
-        plain = description is not None and not description.contraction and set(reduced.results) == {SUM}
+        plain = description is not None and not description.has(Algebra.CONTRACTS) and set(reduced.results) == {SUM}
         return Kind.NORMALIZATION if per_feature and plain else Kind.STATISTIC
     if step is not None and reads_parameters(flow, step):
         return Kind.EVALUATION
@@ -163,7 +163,7 @@ def origins(flow: Flow, step: Step) -> Iterator[Var]:
         if state.model and isinstance(state.form, Slice):
             yield var
         before = flow.steps[flow.position[var]] if var in flow.position else None
-        if before is not None and before.description is not None and not before.description.contraction:
+        if before is not None and before.description is not None and not before.description.has(Algebra.CONTRACTS):
             stack += before.eqn.invars
 
 

@@ -27,7 +27,7 @@ from jax.extend.core import Var
 from vnode.analysis.forms import Partial, Slice, Whole
 from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
-from vnode.operators import Monoid, OperatorDescription
+from vnode.operators import Algebra, Monoid, OperatorDescription
 
 PICKS = (Monoid.MAX, Monoid.MIN)
 
@@ -132,7 +132,7 @@ def exact(step: Step) -> bool:
     if not step.per_node or description is None:
         return False
     picks = bool(description.reduced) and all(monoid in PICKS for monoid in description.reduced.values())
-    return description.movement or picks or not any(map(inexact, step.eqn.invars))
+    return description.has(Algebra.MOVES) or picks or not any(map(inexact, step.eqn.invars))
 
 
 def inexact(atom: Atom) -> bool:
@@ -166,9 +166,9 @@ def held_against(flow: Flow, steps: Sequence[Step], origin: list[Var], picked: V
 
 def may_jump(description: OperatorDescription) -> bool:
     """Whether a last bit more or less may change an equation's results altogether."""
-    return not (description.movement or description.continuous or description.linear or description.reduced)
+    return not (description.has(Algebra.MOVES | Algebra.CONTINUOUS) or description.linear or description.reduced)
 
 
 def may_pick(description: OperatorDescription) -> bool:
     """Whether elements of an equation's results may be those of its operands, or each depend on few of them."""
-    return not description.contraction and all(monoid in PICKS for monoid in description.reduced.values())
+    return not description.has(Algebra.CONTRACTS) and all(monoid in PICKS for monoid in description.reduced.values())

@@ -35,7 +35,7 @@ from vnode.analysis.program import Program, message_about
 from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
 from vnode.analysis.view import View
 from vnode.errors import CouplingError, UnsupportedPrimitiveError
-from vnode.operators import Monoid, OperatorDescription, advice
+from vnode.operators import Algebra, Monoid, OperatorDescription, advice
 from vnode.operators.control import Region, region_of
 
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
@@ -250,13 +250,14 @@ class Follower:
             return None  # an exact sum that leaves the step must not take up estimates
         if len(view.forms) == 1 and description.reduced and set(description.reduced.values()) == {monoid}:
             return monoid
-        if monoid is not Monoid.SUM and not description.movement:
+        if monoid is not Monoid.SUM and not description.has(Algebra.MOVES):
             return None
         for group in description.linear:
             if not group.issuperset(partial):
                 continue
             if all(
-                i in partial or view.states[i].zero or (monoid in IDEMPOTENT and description.movement) for i in group
+                i in partial or view.states[i].zero or (monoid in IDEMPOTENT and description.has(Algebra.MOVES))
+                for i in group
             ) and (monoid in (Monoid.SUM, *IDEMPOTENT) or len(group) == 1):
                 return monoid
         return None
@@ -323,7 +324,11 @@ class Follower:
 
         After a shuffle of the batch, say: the shuffle needs the whole batch, the network behind it does not.
         """
-        if not description.contraction or view.body or not all(isinstance(form, Whole) for form in view.forms):
+        if (
+            not description.has(Algebra.CONTRACTS)
+            or view.body
+            or not all(isinstance(form, Whole) for form in view.forms)
+        ):
             return None
         having = [i for i, state in enumerate(view.states) if state.examples]
         if len(having) != 1:

@@ -20,7 +20,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.operators.description import Dim, Dims, Monoid, Sizes
+from vnode.operators.description import Dim, Dims, Sizes
+from vnode.operators.monoid import Monoid
 
 
 @dataclasses.dataclass(frozen=True)

@@ -16,7 +16,7 @@ from vnode.analysis.narrow import is_narrow, unfinished, unrounded
 from vnode.analysis.program import Atom, Program, inline
 from vnode.analysis.states import Coupled, Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
-from vnode.operators import Monoid
+from vnode.operators import Algebra, Monoid
 from vnode.operators.control import Region, region_of
 
 SUM = Partial(Monoid.SUM)
@@ -146,7 +146,7 @@ def added_up(body: Program, carry: Var, out: Atom) -> set[Var]:
             return set()
         (eqn,) = users[carry]
         description = body.describe(eqn) if region_of(eqn) is None else None
-        if description is None or not description.adds:
+        if description is None or not description.has(Algebra.ADDS):
             return set()
         (carry,) = eqn.outvars
         added.add(carry)

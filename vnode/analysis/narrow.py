@@ -20,6 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import Partial
 from vnode.analysis.states import Flow, Step
+from vnode.operators import Algebra
 
 
 def after_sums(flow: Flow, rounded: dict[Var, Any]) -> set[Var]:
@@ -132,7 +133,9 @@ def overflowing(step: Step) -> bool:
 def only_moves(step: Step) -> bool:
     """Whether an equation gives elements as they are: also as the sum of one, over a dimension of size one."""
     description = step.description
-    return description is not None and (description.movement or (description.adds and len(step.eqn.invars) == 1))
+    return description is not None and (
+        description.has(Algebra.MOVES) or (description.has(Algebra.ADDS) and len(step.eqn.invars) == 1)
+    )
 
 
 def is_cast(step: Step) -> bool:

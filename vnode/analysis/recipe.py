@@ -19,7 +19,7 @@ from jax.extend.core import Var
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole, locate, project
 from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
-from vnode.operators import OperatorDescription
+from vnode.operators import Algebra, OperatorDescription
 from vnode.operators.control import Region
 
 Key = tuple[Var, Form]
@@ -51,7 +51,7 @@ class Evaluation:
 
     @property
     def times(self) -> int:
-        """How many times bodies run; a ``while`` counts as one iteration."""
+        """How many times bodies run; a ``while`` counts as one iteration where that is not written down."""
         return self.step.region.times if self.step.region is not None else 1
 
     @property
@@ -108,7 +108,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
     if not isinstance(step.results[result], Whole | Partial):
         return None
     description = flow.program.describe(step.eqn)
-    if description is None or description.contraction or description.reduced:
+    if description is None or description.has(Algebra.CONTRACTS) or description.reduced:
         return None
     location = locate(form, description.results[result], description.sizes)
     if location is None or location.factor in description.whole or node_size % location.ratio.denominator:

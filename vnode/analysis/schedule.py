@@ -26,6 +26,7 @@ from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulato
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation, evaluation, recipe
 from vnode.analysis.states import Flow, Step
+from vnode.operators import Algebra
 
 FOR_MEMORY = 1.0
 """The fraction of a step that is computed again at most for no other reason than to keep less."""
@@ -298,4 +299,4 @@ class Sweep:
             return True
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         gain = sum(size_of(var) for var in late) - cost
-        return bool(partial) and (gain > 0 if step.description.movement else gain >= 0)
+        return bool(partial) and (gain > 0 if step.description.has(Algebra.MOVES) else gain >= 0)

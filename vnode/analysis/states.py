@@ -23,7 +23,7 @@ from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
 from vnode.analysis.program import Atom, Program
 from vnode.operators import OperatorDescription
 from vnode.operators.control import Region
-from vnode.operators.cost import equation_flops
+from vnode.operators.program_cost import equation_cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Step:
     @functools.cached_property
     def flops(self) -> int:
         """Scalar operations of the whole equation."""
-        return equation_flops(self.eqn) if self.description is None else self.description.flops
+        return equation_cost(self.eqn).flops if self.description is None else self.description.flops
 
 
 @dataclasses.dataclass(eq=False)

@@ -18,22 +18,34 @@ from vnode.operators import (  # noqa: F401
     windows,
 )
 from vnode.operators.description import (
+    Algebra,
+    Factor,
     Factors,
-    Monoid,
     OperatorDescription,
-    advice,
-    cast,
-    describe,
-    evaluate,
-    evaluate_wide,
-    kind,
-    register,
+    Role,
+    Work,
 )
+from vnode.operators.evaluate import cast, evaluate, evaluate_wide
+from vnode.operators.monoid import Monoid
+from vnode.operators.registry import advice, describe, kind, register
+from vnode.operators.splits import Free, LookedUp, Move, Prefix, Reduced, Shifted, Whole, Windowed
 
 __all__ = [
+    "Algebra",
+    "Factor",
     "Factors",
+    "Free",
+    "LookedUp",
     "Monoid",
+    "Move",
     "OperatorDescription",
+    "Prefix",
+    "Reduced",
+    "Role",
+    "Shifted",
+    "Whole",
+    "Windowed",
+    "Work",
     "advice",
     "cast",
     "describe",

@@ -14,9 +14,12 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.description import Algebra, Dim, Factors, OperatorDescription, Positions, Sizes
 from vnode.operators.elementwise import keeps_sums
-from vnode.operators.windows import uncounted, window_dim
+from vnode.operators.monoid import Monoid
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE, Reduced
+from vnode.operators.windows import resized, window_dim
 
 
 def bilinear(eqn: JaxprEqn) -> tuple[frozenset[int], ...]:
@@ -51,13 +54,13 @@ def dot_general(eqn: JaxprEqn) -> OperatorDescription:
         *(dim for d, dim in enumerate(lhs) if d not in lhs_batch and d not in lhs_contract),
         *(dim for e, dim in enumerate(rhs) if e not in rhs_batch and e not in rhs_contract),
     )
+    f.change(*(lhs[d][0] for d in lhs_contract), split=Reduced(product_sum(eqn)))
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(lhs), tuple(rhs)),
         results=(result,),
-        reduced={lhs[d][0]: product_sum(eqn) for d in lhs_contract},
         linear=bilinear(eqn),
-        contraction=True,
+        algebra=Algebra.CONTRACTS,
         widen=with_type_of_sum,
     )
 
@@ -76,7 +79,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
     feature_groups, batch_groups = p["feature_group_count"], p["batch_group_count"]
     group: Dim = (f.new(feature_groups * batch_groups),) if feature_groups * batch_groups != 1 else ()
     batch = f.new(lhs_shape[lhs_spec[0]] // batch_groups)
-    inner = f.new(rhs_shape[rhs_spec[1]])
+    inner = f.new(rhs_shape[rhs_spec[1]], Reduced(product_sum(eqn)))
     outer = f.new(rhs_shape[rhs_spec[0]] // (feature_groups * batch_groups))
     windows = [
         window_dim(
@@ -89,6 +92,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
             p["lhs_dilation"][d],
             p["rhs_dilation"][d],
             kernel=True,
+            monoid=product_sum(eqn),
         )
         for d in range(len(lhs_spec) - 2)
     ]
@@ -107,24 +111,17 @@ def conv_general_dilated(eqn: JaxprEqn) -> OperatorDescription:
     out = place(out_spec, (batch,), (*group, outer), [w.result for w in windows])
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        strides = [
-            stride if w.stride is None else sizes[w.stride]
-            for stride, w in zip(e.params["window_strides"], windows, strict=True)
-        ]
         count = math.prod(sizes[factor] for factor in group)
         groups = {name: count for name in ("feature_group_count", "batch_group_count") if e.params[name] != 1}
-        return {**e.params, **groups, "window_strides": tuple(strides)}
+        return {**resized(windows, d, e, sizes), **groups}
 
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(lhs, rhs),
         results=(out,),
-        reduced={factor: product_sum(eqn) for factor in {inner}.union(*(w.reduced for w in windows))},
-        whole=frozenset().union(*(w.whole for w in windows)),
         linear=bilinear(eqn),
-        contraction=True,
+        algebra=Algebra.CONTRACTS,
         widen=with_type_of_sum,
-        uncounted=uncounted(windows),
         resize=resize,
         emit_on={"cpu": with_canonical_dimensions},
     )
@@ -177,6 +174,9 @@ def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
             whole.update(factor for dim in (*prefix, *lhs) for factor in dim)
     for e in numbers.rhs_group_dimensions:
         rhs[e] = count
+    f.change(*(lhs[d][0] for d in lhs_contract), split=Reduced(Monoid.SUM))
+    f.change(*whole, split=WHOLE)
+    f.change(*count, counted=False)
     result = (
         *((count,) if ragged in lhs_contract else ()),
         *(lhs[d] for d in lhs_batch),
@@ -184,15 +184,12 @@ def ragged_dot_general(eqn: JaxprEqn) -> OperatorDescription:
         *(rhs[e] for e in kept if e not in numbers.rhs_group_dimensions),
     )
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(lhs), tuple(rhs), (*prefix, count)),
         results=(result,),
-        reduced={lhs[d][0]: Monoid.SUM for d in lhs_contract if lhs[d][0] not in whole},
-        whole=frozenset(whole),
         linear=bilinear(eqn),
-        contraction=True,
+        algebra=Algebra.CONTRACTS,
         widen=with_type_of_sum,
-        uncounted=frozenset(count),
     )
 
 
@@ -208,26 +205,21 @@ def scaled_dot(eqn: JaxprEqn) -> OperatorDescription:
     for e, n in enumerate(eqn.invars[1].aval.shape):
         if e not in rhs_batch and e not in rhs_contract:
             rhs[e] = (f.new(n),)
-    whole = {lhs[d][0] for d in lhs_contract}
+    f.change(*(lhs[d][0] for d in lhs_contract), split=WHOLE)
     scales = []
     for dims, contract, atom in ((lhs, lhs_contract, eqn.invars[2]), (rhs, rhs_contract, eqn.invars[3])):
-        scale = [(f.new(n),) if d in contract else dims[d] for d, n in enumerate(atom.aval.shape)]
-        whole.update(scale[d][0] for d in contract)
-        scales.append(tuple(scale))
+        blocks = {d: (f.new(atom.aval.shape[d], WHOLE, counted=False),) for d in contract}
+        scales.append(tuple(blocks.get(d, dims[d]) for d in range(len(atom.aval.shape))))
     result = (
         *(lhs[d] for d in lhs_batch),
         *(dim for d, dim in enumerate(lhs) if d not in lhs_batch and d not in lhs_contract),
         *(dim for e, dim in enumerate(rhs) if e not in rhs_batch and e not in rhs_contract),
     )
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(lhs), tuple(rhs), *scales),
         results=(result,),
-        whole=frozenset(whole),
         linear=bilinear(eqn),
-        contraction=True,
+        algebra=Algebra.CONTRACTS,
         widen=with_type_of_sum,
-        uncounted=frozenset(
-            scale[d][0] for scale, c in zip(scales, (lhs_contract, rhs_contract), strict=True) for d in c
-        ),
     )

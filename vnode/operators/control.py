@@ -16,7 +16,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
-from vnode.operators.description import described
+from vnode.operators.cost import Cost
+from vnode.operators.registry import described
+from vnode.operators.turns import turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +121,7 @@ class Region:
         """For each body the operands that it is given, in order."""
         raise NotImplementedError
 
-    def work(self, costs: Sequence[int]) -> int:
+    def cost(self, costs: Sequence[Cost]) -> Cost:
         """What the equation costs, given what a run of each body does."""
         raise NotImplementedError
 
@@ -166,8 +168,8 @@ class Loop(Region):
     def inputs(self) -> tuple[tuple[int, ...], ...]:
         return (tuple(range(self.operands)),)
 
-    def work(self, costs: Sequence[int]) -> int:
-        return self.length * costs[0]
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return costs[0] * self.length
 
     def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
         (body,) = bodies
@@ -192,6 +194,8 @@ class While(Region):
 
     condition_constants: int
     body_constants: int
+    turns: int | None = None
+    """How often it turns, if that is written down."""
 
     tests: ClassVar[int] = 1
 
@@ -204,8 +208,12 @@ class While(Region):
         split, first = self.condition_constants, self.carried.start
         return (*range(split), *self.carried), (*range(split, first), *self.carried)
 
-    def work(self, costs: Sequence[int]) -> int:
-        return costs[1]
+    @property
+    def times(self) -> int:
+        return 1 if self.turns is None else self.turns
+
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return costs[0] * (self.times + 1) + costs[1] * self.times
 
     def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
         condition, body = bodies
@@ -228,8 +236,8 @@ class Branches(Region):
     def inputs(self) -> tuple[tuple[int, ...], ...]:
         return (tuple(self.passed),) * len(self.bodies)
 
-    def work(self, costs: Sequence[int]) -> int:
-        return max(costs)
+    def cost(self, costs: Sequence[Cost]) -> Cost:
+        return max(costs, key=lambda cost: cost.flops)
 
     def run(self, control: Control, bodies: Sequence[Run], operands: Sequence[Any]) -> list[Any]:
         return control.switch(operands[0], bodies, list(operands[1:]))
@@ -357,7 +365,9 @@ def region_of(eqn: JaxprEqn) -> Region | None:
             return Loop((body,), count, constants, carries, params["length"], params["reverse"], params["unroll"])
         case "while":
             bodies = body_of(params["cond_jaxpr"]), body_of(params["body_jaxpr"])
-            return While(bodies, count, params["cond_nconsts"], params["body_nconsts"])
+            constants = params["cond_nconsts"], params["body_nconsts"]
+            known = turns(bodies[0].jaxpr, bodies[1].jaxpr, eqn.invars, constants)
+            return While(bodies, count, *constants, known)
         case "cond":
             return Branches(tuple(body_of(branch) for branch in params["branches"]), count)
     return None

@@ -1,28 +1,105 @@
-"""What equations cost, calls, loops and branches included.
+"""What equations cost: operations by kind and bytes, amounts that add up.
 
-Knows descriptions and regions. Must not know batches, nor what else a cost is compared with.
+Knows descriptions, and the types of an equation's operands. Must not know regions, machines, nor what a cost is
+compared with.
 """
 
 from __future__ import annotations
 
-from jax.extend.core import JaxprEqn
+import dataclasses
+import math
+from collections.abc import Mapping, Set
+from typing import Any
 
-from vnode.operators.control import Body, call_of, region_of
-from vnode.operators.description import describe
+from jax.extend.core import JaxprEqn, Literal
 
-
-def equation_flops(eqn: JaxprEqn) -> int:
-    """Scalar operations of an equation; a ``while`` is counted as one iteration, branches as the dearest."""
-    call = call_of(eqn)
-    if call is not None:
-        return body_flops(call.body)
-    region = region_of(eqn)
-    if region is not None:
-        return region.work([body_flops(body) for body in region.bodies])
-    description = describe(eqn)
-    return 0 if description is None else description.flops
+from vnode.operators.description import Algebra, Dims, OperatorDescription, Role
+from vnode.operators.splits import LookedUp
 
 
-def body_flops(body: Body) -> int:
-    """Scalar operations of a jaxpr."""
-    return sum(equation_flops(eqn) for eqn in body.jaxpr.eqns)
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """What something costs, wherever it is run.
+
+    Attributes:
+      matrix: scalar operations of contractions, which units for matrices do, by the type of the operands.
+      vector: all other scalar operations.
+      transcendental: how many of those are exponentials, logarithms, roots and the like.
+      read: bytes of operands.
+      written: bytes of results.
+
+    Example:
+      >>> product = Cost(matrix={"bfloat16": 100}, read=60, written=20)
+      >>> (2 * product + Cost(vector=10)).flops
+      210
+    """
+
+    matrix: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    vector: int = 0
+    transcendental: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def flops(self) -> int:
+        """Scalar operations of all kinds."""
+        return sum(self.matrix.values()) + self.vector
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            {t: self.matrix.get(t, 0) + other.matrix.get(t, 0) for t in {**self.matrix, **other.matrix}},
+            self.vector + other.vector,
+            self.transcendental + other.transcendental,
+            self.read + other.read,
+            self.written + other.written,
+        )
+
+    def __mul__(self, times: int) -> Cost:
+        return Cost(
+            {t: n * times for t, n in self.matrix.items()},
+            self.vector * times,
+            self.transcendental * times,
+            self.read * times,
+            self.written * times,
+        )
+
+    __rmul__ = __mul__
+
+
+def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
+    """The cost of an equation, each operand being read once and each result written once.
+
+    Of an operand that is looked up in, only what is found is read; of a result in which places are looked up, only what
+    is put there is written, since a compiler updates it in place where it can.
+
+    Args:
+      eqn: no call, loop or branch.
+      description: its description.
+    """
+    counted, own = description.operations, {}
+    places = {f for f, x in enumerate(description.factors) if isinstance(x.split, LookedUp) and x.split.monoid is None}
+    results = sum(nbytes(var.aval) for var in eqn.outvars)
+    put = [i for i, dims in enumerate(description.operands) if places and not has_any(dims, places)]
+    terms = sum(nbytes(eqn.invars[i].aval) for i in put if description.roles.get(i) is not Role.INDEX)
+    for i, (atom, dims) in enumerate(zip(eqn.invars, description.operands, strict=True)):
+        looked_up = any(isinstance(description.factors[f].split, LookedUp) for dim in dims for f in dim)
+        found = (terms if places else results) if looked_up else nbytes(atom.aval)
+        key = i if isinstance(atom, Literal) else atom
+        own[key] = max(own.get(key, 0), min(found, nbytes(atom.aval)))
+    contracts = description.has(Algebra.CONTRACTS)
+    return Cost(
+        matrix={str(eqn.invars[0].aval.dtype): counted.operations} if contracts else {},
+        vector=0 if contracts else counted.operations,
+        transcendental=counted.transcendental,
+        read=sum(own.values()),
+        written=min(results, terms) if places else results,
+    )
+
+
+def has_any(dims: Dims, factors: Set[int]) -> bool:
+    return any(f in factors for dim in dims for f in dim)
+
+
+def nbytes(aval: Any) -> int:
+    """Bytes of an array of a type."""
+    return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

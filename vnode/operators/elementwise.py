@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Dims, Factors, OperatorDescription, Sizes, rule
+from vnode.operators.description import (
+    NOTHING,
+    Algebra,
+    Dims,
+    Factors,
+    OperatorDescription,
+    Sizes,
+    Work,
+)
+from vnode.operators.registry import rule
 
 # fmt: off
 NONLINEAR = (
@@ -57,6 +66,16 @@ CONTINUOUS = {
 # fmt: on
 """Nonlinear primitives that change little when their operands do."""
 
+# fmt: off
+TRANSCENDENTAL = {
+    "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "cos", "cosh",
+    "digamma", "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "igamma", "igamma_grad_a", "igammac", "lgamma", "log",
+    "log1p", "log2", "logistic", "polygamma", "pow", "regularized_incomplete_beta", "rsqrt", "sin", "sinh", "sqrt",
+    "tan", "tanh", "zeta",
+}
+# fmt: on
+"""Primitives that take more than one operation of an arithmetic unit: XLA counts them apart, and so does the cost."""
+
 MOVEMENT = {"copy", "name", "shard_alike", "stop_gradient", "xla_metadata_value"}
 
 
@@ -81,33 +100,31 @@ def broadcast(shapes: Sequence[Sizes], shape: Sizes) -> tuple[Factors, tuple[Dim
 def elementwise(
     eqn: JaxprEqn,
     linear: Sequence[AbstractSet[int]],
-    movement: bool = False,
-    continuous: bool = False,
-    adds: bool = False,
+    algebra: Algebra = NOTHING,
 ) -> OperatorDescription:
     """The description of an elementwise equation that is linear in the groups `linear`."""
     f, operands, result = broadcast(*shapes_of(eqn))
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=operands,
         results=(result,) * len(eqn.outvars),
         linear=tuple(frozenset(group) for group in linear),
-        movement=movement,
-        continuous=continuous,
-        adds=adds,
-        spreads=len(set(operands)) > 1,
+        algebra=algebra | (Algebra.SPREADS if len(set(operands)) > 1 else NOTHING),
+        work=Work(1, 1) if eqn.primitive.name in TRANSCENDENTAL else None,
     )
 
 
 @rule(*NONLINEAR)
 def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
-    return elementwise(eqn, (), continuous=eqn.primitive.name in CONTINUOUS)
+    return elementwise(eqn, (), Algebra.CONTINUOUS if eqn.primitive.name in CONTINUOUS else NOTHING)
 
 
 @rule(*LINEAR)
 def linear(eqn: JaxprEqn) -> OperatorDescription:
     name = eqn.primitive.name
-    return elementwise(eqn, LINEAR[name], movement=name in MOVEMENT, adds=name in ("add", "add_any"))
+    if name in MOVEMENT:
+        return elementwise(eqn, LINEAR[name], Algebra.MOVES)
+    return elementwise(eqn, LINEAR[name], Algebra.ADDS if name in ("add", "add_any") else NOTHING)
 
 
 @rule("div")
@@ -138,4 +155,4 @@ def convert_element_type(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("select_n")
 def select_n(eqn: JaxprEqn) -> OperatorDescription:
-    return elementwise(eqn, (set(range(1, len(eqn.invars))),), movement=True)
+    return elementwise(eqn, (set(range(1, len(eqn.invars))),), Algebra.MOVES)

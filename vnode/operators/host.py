@@ -16,12 +16,9 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import (
-    Factors,
-    OperatorDescription,
-    Sizes,
-    rule,
-)
+from vnode.operators.description import Factors, OperatorDescription, Sizes
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE
 
 ADDS_DIMENSIONS = ("expand_dims", "broadcast_all")
 
@@ -56,19 +53,16 @@ def mapped_call(eqn: JaxprEqn) -> OperatorDescription | None:
     f = Factors()
     extents = tuple(eqn.outvars[0].aval.shape[:added])
     leading = f.dims(extents)
-    whole: set[int] = set()
 
     def dims(shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        own = f.dims(shape[added:])
-        whole.update(factor for dim in own for factor in dim)
+        own = f.dims(shape[added:], WHOLE)
         spread = ((() if n == 1 and m != 1 else dim) for n, m, dim in zip(shape, extents, leading, strict=False))
         return (*spread, *own)
 
     return OperatorDescription(
         operands=tuple(map(dims, shapes)),
         results=tuple(dims(atom.aval.shape) for atom in eqn.outvars),
-        sizes=f.sizes,
-        whole=frozenset(whole),
+        factors=f.all,
         resize=resize,
     )
 

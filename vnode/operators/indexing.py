@@ -3,8 +3,9 @@
 Knows jax's dimension numbers, and the older form of batched indexing that writes the batch into the indices. Must not
 know what else the indices are.
 
-Dimensions that are indexed are whole. Dimensions of the index array are independent of each other: in a gather each
-gives elements of the result, in a scatter each contributes a term, so there they are reduced by the scatter's monoid.
+A dimension that is indexed is looked up in: a copy may have some of its places. Dimensions of the index array are
+independent of each other: in a gather each gives elements of the result, in a scatter each contributes a term, so there
+they are reduced by the scatter's monoid.
 A dimension that a window covers fully is not indexed, whatever the parameters say: only the index zero is in bounds.
 """
 
@@ -16,13 +17,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 from jax.lax import GatherScatterMode
 
-from vnode.operators.description import Dim, Factors, Monoid, OperatorDescription, Sizes, rule
+from vnode.operators.description import (
+    NOTHING,
+    Algebra,
+    Dim,
+    Factors,
+    OperatorDescription,
+    Positions,
+    Role,
+    Sizes,
+)
 from vnode.operators.known import Atom, known_value
+from vnode.operators.monoid import Monoid
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE, LookedUp, Reduced, Split
 
 FIRST = (frozenset({0}),)
+
+INDICES = {1: Role.INDEX}
+
+
+def found(dtype: Any) -> Split:
+    """How a dimension that is read from by index splits: what copies find is put together."""
+    if not (dtype == np.bool_ or jnp.issubdtype(dtype, np.number)):
+        return WHOLE  # there is no zero among keys
+    return LookedUp(Monoid.OR if dtype == np.bool_ else Monoid.SUM)
 
 
 @rule("gather")
@@ -32,7 +55,7 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
     operand_shape, indices_shape = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     result_shape = eqn.outvars[0].aval.shape
     indices = f.dims(indices_shape)
-    whole = {indices[-1][0]}
+    f.change(*indices[-1], split=WHOLE)
     result: list[Dim] = [()] * len(result_shape)
     batch = [d for d in range(len(result_shape)) if d not in numbers.offset_dims]
     for d, dim in zip(batch, indices[:-1], strict=True):
@@ -42,36 +65,81 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
         operand[d] = indices[e]
     offsets = iter(numbers.offset_dims)
     windows: list[int] = []
+    columns: dict[int, int] = {}  # of factors that are looked up: where the index array has their place
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
         operand[d] = (f.new(n),)
         if d in numbers.collapsed_slice_dims:
-            whole.update(operand[d])
+            split = found(eqn.outvars[0].aval.dtype) if d in numbers.start_index_map else WHOLE
+            f.change(*operand[d], split=split)
+            if isinstance(split, LookedUp):
+                columns[operand[d][0]] = numbers.start_index_map.index(d)
             continue
         e = next(offsets)
         if result_shape[e] == n:
             result[e] = operand[d]
             windows.append(d)
         else:
-            result[e] = (f.new(result_shape[e]),)
-            whole.update(operand[d], result[e])
+            f.change(*operand[d], split=WHOLE)
+            result[e] = (f.new(result_shape[e], WHOLE),)
 
-    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+    def resized(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         shape = d.operand_shape(0, sizes)
         slices = [shape[k] if k in windows else n for k, n in enumerate(e.params["slice_sizes"])]
         return {**e.params, "slice_sizes": tuple(slices)}
 
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """A copy that has some of the places finds zero for the others; beyond all places, the first one answers."""
+        params = resized(d, e, sizes)
+        cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
+        value, index = operands
+        if not cut:
+            return [e.primitive.bind(value, index, **params)]
+        own, here, valid, at_first = index, True, True, True
+        for column, (factor, start) in cut.items():
+            place = index[..., column]
+            if params["mode"] == GatherScatterMode.FILL_OR_DROP:
+                valid &= (place >= 0) & (place < d.sizes[factor])
+            else:
+                place = jnp.clip(place, 0, d.sizes[factor] - 1)
+            start = start.astype(place.dtype)
+            here &= (place >= start) & (place < start + sizes[factor])
+            own = own.at[..., column].set(jnp.clip(place - start, 0, sizes[factor] - 1))
+            at_first &= start == 0
+        result = e.primitive.bind(value, own, **{**params, "unique_indices": False, "indices_are_sorted": False})
+        along = tuple(k for k in range(result.ndim) if k not in params["dimension_numbers"].offset_dims)
+        here, valid = (
+            lax.broadcast_in_dim(jnp.broadcast_to(x, index.shape[:-1]), result.shape, along) for x in (here, valid)
+        )
+        nothing = jnp.zeros((), result.dtype)
+        beyond = jnp.where(at_first, filling(params["fill_value"], result.dtype), nothing)
+        return [jnp.where(valid, jnp.where(here, result, nothing), beyond)]
+
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(operand), indices),
         results=(tuple(result),),
-        whole=frozenset(whole),
         linear=FIRST if fills_with_zero_or_nan(eqn) else (),
-        movement=True,
-        indices=frozenset({1}),
-        resize=resize,
+        algebra=Algebra.MOVES,
+        roles=INDICES,
+        resize=resized,
+        emit=emit,
     )
+
+
+def filling(fill_value: Any, dtype: Any) -> Any:
+    """What a gather gives where it reads out of bounds, a scalar of type `dtype`."""
+    if fill_value is not None:
+        return jnp.asarray(fill_value, dtype)
+    if jnp.issubdtype(dtype, np.inexact):
+        return jnp.asarray(np.nan, dtype)
+    if dtype == np.bool_:
+        return jnp.asarray(True)
+    info = jnp.iinfo(dtype)
+    return jnp.asarray(info.min if jnp.issubdtype(dtype, np.signedinteger) else info.max, dtype)
 
 
 def fills_with_zero_or_nan(eqn: JaxprEqn) -> bool:
@@ -108,7 +176,7 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     numbers = eqn.params["dimension_numbers"]
     operand_shape, indices_shape, updates_shape = (atom.aval.shape for atom in eqn.invars)
     indices = f.dims(indices_shape)
-    searched = {indices[-1][0]}  # dimensions in which a place is looked up
+    f.change(*indices[-1], split=WHOLE, counted=False)
     updates: list[Dim] = [()] * len(updates_shape)
     terms = [d for d in range(len(updates_shape)) if d not in numbers.update_window_dims]
     for d, dim in zip(terms, indices[:-1], strict=True):
@@ -117,47 +185,80 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     for d, e in zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True):
         operand[d] = indices[e]
     windows = iter(numbers.update_window_dims)
-    whole: set[int] = set()
+    columns: dict[int, int] = {}  # of factors in which a place is looked up: where the index array has it
     for d, n in enumerate(operand_shape):
         if d in numbers.operand_batching_dims:
             continue
         operand[d] = (f.new(n),)
         if d in numbers.inserted_window_dims:
-            searched.update(operand[d])
+            searched = d in numbers.scatter_dims_to_operand_dims
+            f.change(*operand[d], split=LookedUp() if searched else WHOLE, counted=False)
+            if searched:
+                columns[operand[d][0]] = numbers.scatter_dims_to_operand_dims.index(d)
             continue
         e = next(windows)
         if updates_shape[e] == n:
             updates[e] = operand[d]
         else:
-            updates[e] = (f.new(updates_shape[e]),)
-            searched.update(operand[d])
-            whole.update(updates[e])
+            f.change(*operand[d], split=WHOLE, counted=False)
+            updates[e] = (f.new(updates_shape[e], WHOLE),)
     kept = {factor for dim in operand for factor in dim}
     combined = {factor for d in terms for factor in updates[d]} - kept
-    if monoid is None:
-        whole |= combined
+    f.change(*combined, split=WHOLE if monoid is None else Reduced(monoid))
 
-    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+    def resized(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         if all(sizes[factor] == d.sizes[factor] for factor in combined):
             return e.params
         # A part of the terms may come with padding, of which nothing is promised.
-        return {**e.params, "unique_indices": False, "indices_are_sorted": False}
+        return {**e.params, **UNORDERED}
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """A copy that has some of the places leaves out what goes to others."""
+        params = resized(d, e, sizes)
+        cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
+        value, index, update = operands
+        if not cut:
+            return [e.primitive.bind(value, index, update, **params)]
+        clips = params["mode"] == GatherScatterMode.CLIP
+        for column, dimension in enumerate(params["dimension_numbers"].scatter_dims_to_operand_dims):
+            place = index[..., column]
+            if clips:  # what is left out below must not be clipped
+                extent = updated_extent(params["dimension_numbers"], dimension, value.shape, update.shape)
+                full = d.operand_shape(0)[dimension] if column in cut else value.shape[dimension]
+                place = jnp.clip(place, 0, full - extent)
+            if column in cut:
+                factor, start = cut[column]
+                own = place - start.astype(place.dtype)
+                place = jnp.where((own >= 0) & (own < sizes[factor]), own, sizes[factor])
+            index = index.at[..., column].set(place)
+        drops = {"mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
+        return [e.primitive.bind(value, index, update, **{**params, **drops})]
 
     linear = {0, 2} if monoid is Monoid.SUM or (monoid is None and overwrites(eqn)) else set()
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(operand), indices, tuple(updates)),
         results=(tuple(operand),),
-        reduced={} if monoid is None else dict.fromkeys(combined, monoid),
-        whole=frozenset(whole | searched),
         linear=(frozenset(linear),) if linear else (),
-        movement=monoid is None and overwrites(eqn),
-        once=frozenset() if monoid is None else frozenset({0}),
-        indices=frozenset({1}),
-        uncounted=frozenset(searched),
-        resize=resize,
+        algebra=Algebra.MOVES if monoid is None and overwrites(eqn) else NOTHING,
+        roles=INDICES if monoid is None else {0: Role.ONCE, **INDICES},
+        resize=resized,
+        emit=emit,
         widen=with_wide_update,
     )
+
+
+UNORDERED = {"unique_indices": False, "indices_are_sorted": False}
+
+
+def updated_extent(numbers: Any, dimension: int, shape: Sequence[int], update: Sequence[int]) -> int:
+    """How many places of a dimension one update covers."""
+    if dimension in numbers.inserted_window_dims or dimension in numbers.operand_batching_dims:
+        return 1
+    windows = [d for d in range(len(shape)) if d not in (*numbers.inserted_window_dims, *numbers.operand_batching_dims)]
+    return update[numbers.update_window_dims[windows.index(dimension)]]
 
 
 def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
@@ -169,28 +270,49 @@ def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     return {**params, "update_jaxpr": traced.jaxpr, "update_consts": tuple(traced.consts)}
 
 
+def padded(value: Any, dimension: int, count: int) -> Any:
+    """Zeros before and behind an array's elements along a dimension."""
+    config = [(count, count, 0) if d == dimension else (0, 0, 0) for d in range(value.ndim)]
+    return lax.pad(value, jnp.zeros((), value.dtype), config)
+
+
 @rule("dynamic_slice")
 def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operand = f.dims(eqn.invars[0].aval.shape)
-    result = tuple(
-        dim if n == m else (f.new(m),)
-        for dim, n, m in zip(operand, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)
-    )
-    whole = {factor for a, b in zip(operand, result, strict=True) if a != b for factor in (*a, *b)}
+    split = found(eqn.outvars[0].aval.dtype)
+    result = list(operand)
+    for d, (n, m) in enumerate(zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, strict=True)):
+        if n != m:
+            f.change(*operand[d], split=split)
+            result[d] = (f.new(m, WHOLE),)
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
         return {**e.params, "slice_sizes": d.result_shape(0, sizes)}
 
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """A copy that has some of the places finds zero for the others."""
+        value, *starts = operands
+        for i, (n, m) in enumerate(zip(d.operand_shape(0), d.result_shape(0), strict=True)):
+            if n != m and operand[i][0] in positions:
+                own = sizes[operand[i][0]]
+                value = padded(value, i, m)
+                start = starts[i]
+                first = positions[operand[i][0]]()[0].astype(start.dtype)
+                starts[i] = jnp.clip(jnp.clip(start, 0, n - m) - first, -m, own) + m
+        return [e.primitive.bind(value, *starts, **resize(d, e, sizes))]
+
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(operand, *((),) * (len(eqn.invars) - 1)),
-        results=(result,),
-        whole=frozenset(whole),
+        results=(tuple(result),),
         linear=FIRST,
-        movement=True,
-        indices=frozenset(range(1, len(eqn.invars))),
+        algebra=Algebra.MOVES,
+        roles=dict.fromkeys(range(1, len(eqn.invars)), Role.INDEX),
         resize=resize,
+        emit=emit,
     )
 
 
@@ -198,19 +320,42 @@ def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
 def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operand = f.dims(eqn.invars[0].aval.shape)
-    update = tuple(
-        dim if n == m else (f.new(m),)
-        for dim, n, m in zip(operand, eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)
-    )
-    whole = {factor for a, b in zip(operand, update, strict=True) if a != b for factor in (*a, *b)}
+    update = list(operand)
+    for d, (n, m) in enumerate(zip(eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, strict=True)):
+        if n != m:
+            f.change(*operand[d], split=LookedUp())
+            update[d] = (f.new(m, WHOLE),)
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """A copy that has some of the places takes of the update what lies there."""
+        value, part, *starts = operands
+        there: Any = True
+        for i, (n, m) in enumerate(zip(d.operand_shape(0), d.operand_shape(1), strict=True)):
+            if n != m and operand[i][0] in positions:
+                place = positions[operand[i][0]]()
+                own, start = place.shape[0], jnp.clip(starts[i], 0, n - m).astype(place.dtype)
+                part = padded(part, i, own)
+                offset = jnp.clip(place[0] - start, -own, m) + own
+                part = lax.dynamic_slice_in_dim(part, offset, own, i)
+                inside = (place >= start) & (place < start + m)
+                there &= lax.broadcast_in_dim(inside, [own if k == i else 1 for k in range(part.ndim)], (i,))
+                starts[i] = jnp.zeros((), starts[i].dtype)
+        if there is True:
+            return [e.primitive.bind(value, part, *starts, **e.params)]
+        # Along the other dimensions the update is a part of the copy's: put it in place there, then choose.
+        placed = e.primitive.bind(value, part, *starts, **e.params)
+        return [jnp.where(there, placed, value)]
+
     return OperatorDescription(
-        sizes=f.sizes,
-        operands=(operand, update, *((),) * (len(eqn.invars) - 2)),
+        factors=f.all,
+        operands=(operand, tuple(update), *((),) * (len(eqn.invars) - 2)),
         results=(operand,),
-        whole=frozenset(whole),
         linear=(frozenset({0, 1}),),
-        movement=True,
-        indices=frozenset(range(2, len(eqn.invars))),
+        algebra=Algebra.MOVES,
+        roles=dict.fromkeys(range(2, len(eqn.invars)), Role.INDEX),
+        emit=emit,
     )
 
 

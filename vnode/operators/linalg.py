@@ -20,7 +20,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Factors, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.description import Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.registry import rule
+from vnode.operators.splits import FREE, WHOLE
 
 CORE: dict[str, tuple[int, ...]] = {
     "cholesky": (2,),
@@ -83,23 +85,21 @@ def stacked(eqn: JaxprEqn) -> OperatorDescription:
     name = eqn.primitive.name
     leading = len(eqn.invars[0].aval.shape) - CORE[name][0]
     stack = f.dims(eqn.invars[0].aval.shape[:leading])
-    operands = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.invars]
-    parallel = {factor for dim in stack for factor in dim}
+    operands = [stack + f.dims(atom.aval.shape[leading:], WHOLE) for atom in eqn.invars]
     if name in LINEAR:  # the solution has the shape of the right-hand sides, which are independent too
         results = [operands[LINEAR[name]]]
-        parallel.update(results[0][-1 if eqn.params.get("left_side", True) else -2])
+        f.change(*results[0][-1 if eqn.params.get("left_side", True) else -2], split=FREE)
     else:
-        results = [stack + f.dims(atom.aval.shape[leading:]) for atom in eqn.outvars]
-    counted = parallel.union(factor for dim in operands[0] for factor in dim)
+        results = [stack + f.dims(atom.aval.shape[leading:], WHOLE) for atom in eqn.outvars]
+    first = {factor for dim in operands[0] for factor in dim}
+    f.change(*(k for k in range(len(f.all)) if k not in first and f.split(k) is WHOLE), counted=False)
     core = eqn.invars[0].aval.shape[leading:]
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=tuple(operands),
         results=tuple(results),
-        whole=frozenset(range(len(f.sizes))) - parallel,
         linear=(frozenset({LINEAR[name]}),) if name in LINEAR else (),
-        uncounted=frozenset(range(len(f.sizes))) - counted,
-        work=max(1, *core) if len(core) == 2 and name not in LINEAR else 1,
+        work=Work(max(1, *core) if len(core) == 2 and name not in LINEAR else 1),
         replaced_on={"cpu": taken_apart},
     )
 
@@ -109,14 +109,13 @@ def fft(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     lengths = eqn.params["fft_lengths"]
     stack = f.dims(eqn.invars[0].aval.shape[: -len(lengths)] if lengths else eqn.invars[0].aval.shape)
-    before = f.dims(eqn.invars[0].aval.shape[len(stack) :])
-    after = f.dims(eqn.outvars[0].aval.shape[len(stack) :])
+    before = f.dims(eqn.invars[0].aval.shape[len(stack) :], WHOLE)
+    after = f.dims(eqn.outvars[0].aval.shape[len(stack) :], WHOLE)
+    f.change(*(factor for dim in after for factor in dim), counted=False)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(stack + before,),
         results=(stack + after,),
-        whole=frozenset(factor for dim in before + after for factor in dim),
         linear=(frozenset({0}),),
-        uncounted=frozenset(factor for dim in after for factor in dim),
-        work=5 * max(1, math.prod(lengths).bit_length() - 1),
+        work=Work(5 * max(1, math.prod(lengths).bit_length() - 1)),
     )

@@ -8,20 +8,22 @@ from __future__ import annotations
 
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Factors, OperatorDescription, rule
+from vnode.operators.description import Factors, OperatorDescription, Work
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE
 
 
 @rule("sort")
 def sort(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
-    axis = dims[eqn.params["dimension"]]
+    (axis,) = dims[eqn.params["dimension"]]
+    f.change(axis, split=WHOLE)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,) * len(eqn.invars),
         results=(dims,) * len(eqn.outvars),
-        whole=frozenset(axis),
-        work=f.sizes[axis[0]].bit_length() * len(eqn.invars),
+        work=Work(f.size(axis).bit_length() * len(eqn.invars)),
     )
 
 
@@ -31,13 +33,12 @@ def top_k(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
     axis = eqn.params["axis" if "axis" in eqn.params else "reduction_dimension"] % len(dims)
-    kept = f.new(eqn.outvars[0].aval.shape[axis])
+    f.change(*dims[axis], split=WHOLE)
+    kept = f.new(eqn.outvars[0].aval.shape[axis], WHOLE, counted=False)
     result = (*dims[:axis], (kept,), *dims[axis + 1 :])
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,),
         results=(result,) * len(eqn.outvars),
-        whole=frozenset({*dims[axis], kept}),
-        uncounted=frozenset({kept}),
-        work=f.sizes[kept].bit_length(),
+        work=Work(f.size(kept).bit_length()),
     )

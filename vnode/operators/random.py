@@ -16,8 +16,10 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from vnode.operators.description import Dims, Factors, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.description import Algebra, Dims, Factors, OperatorDescription, Positions, Sizes, Work
 from vnode.operators.elementwise import broadcast, shapes_of
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE
 
 COUNTER = {"key<fry>", "key<fry4>", "key<phx2>", "key<phx4>"}
 """Key types whose every operation, mapped over an array of keys, treats each key alone."""
@@ -39,22 +41,24 @@ def keywise(eqn: JaxprEqn, keys: Any) -> bool:
     return keys.aval.dtype.name in KEYWISE[eqn.primitive.name]
 
 
-def all_whole(f: Factors) -> frozenset[int]:
-    return frozenset(range(len(f.sizes)))
+def make_whole(f: Factors) -> None:
+    f.change(*range(len(f.all)), split=WHOLE)
 
 
 @rule("random_clone", "random_fold_in")
 def each_key(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
-    whole = frozenset() if keywise(eqn, eqn.invars[0]) else all_whole(f)
-    return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
+    if not keywise(eqn, eqn.invars[0]):
+        make_whole(f)
+    return OperatorDescription(factors=f.all, operands=operands, results=(result,))
 
 
 @rule("random_seed")
 def random_seed(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
-    whole = frozenset() if keywise(eqn, eqn.outvars[0]) else all_whole(f)
-    return OperatorDescription(sizes=f.sizes, operands=operands, results=(result,), whole=whole)
+    if not keywise(eqn, eqn.outvars[0]):
+        make_whole(f)
+    return OperatorDescription(factors=f.all, operands=operands, results=(result,))
 
 
 @rule("random_wrap", "random_unwrap")
@@ -63,12 +67,12 @@ def key_data(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     dims = f.dims(max(operand, result, key=len))
+    f.change(*(factor for dim in dims[min(len(operand), len(result)) :] for factor in dim), split=WHOLE)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims[: len(operand)],),
         results=(dims[: len(result)],),
-        whole=frozenset(factor for dim in dims[min(len(operand), len(result)) :] for factor in dim),
-        movement=True,
+        algebra=Algebra.MOVES,
     )
 
 
@@ -124,18 +128,19 @@ def per_key(eqn: JaxprEqn, emit: Any) -> OperatorDescription:
     keys = f.dims(eqn.invars[0].aval.shape)
     drawn = f.dims(eqn.params["shape"])
     counted = is_counted(eqn)
-    trailing = frozenset(factor for dim in drawn for factor in dim)
-    whole = frozenset() if counted else trailing
+    trailing = [factor for dim in drawn for factor in dim]
+    if counted:
+        f.change(*trailing, positional=True)
+    else:
+        f.change(*trailing, split=WHOLE)
     if not keywise(eqn, eqn.invars[0]):
-        whole = all_whole(f)
+        make_whole(f)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(keys,),
         results=((*keys, *drawn),),
-        whole=whole,
-        positional=trailing if counted else frozenset(),
         emit=emit if counted else None,
-        work=20,  # rounds of mixing for every word
+        work=Work(20),  # rounds of mixing for every word
     )
 
 
@@ -180,14 +185,8 @@ def iota_2x32_shape(eqn: JaxprEqn) -> OperatorDescription:
     ) -> list[jax.Array]:
         return list(slice_counters(dims, e.params["shape"], sizes, positions))
 
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=(),
-        results=(dims, dims),
-        positional=all_whole(f),
-        movement=True,
-        emit=emit,
-    )
+    f.change(*range(len(f.all)), positional=True)
+    return OperatorDescription(factors=f.all, operands=(), results=(dims, dims), algebra=Algebra.MOVES, emit=emit)
 
 
 @rule("random_gamma")
@@ -196,16 +195,10 @@ def random_gamma(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     keys, alphas = (atom.aval.shape for atom in eqn.invars)
     dims = f.dims(alphas)
-    whole = frozenset(factor for dim in dims[len(keys) :] for factor in dim)
+    f.change(*(factor for dim in dims[len(keys) :] for factor in dim), split=WHOLE)
     if not keywise(eqn, eqn.invars[0]):
-        whole = all_whole(f)
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=(dims[: len(keys)], dims),
-        results=(dims,),
-        whole=whole,
-        work=200,
-    )
+        make_whole(f)
+    return OperatorDescription(factors=f.all, operands=(dims[: len(keys)], dims), results=(dims,), work=Work(200))
 
 
 @rule("rng_bit_generator", "rng_uniform")
@@ -214,4 +207,5 @@ def opaque_generator(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
     results = tuple(f.dims(atom.aval.shape) for atom in eqn.outvars)
-    return OperatorDescription(sizes=f.sizes, operands=operands, results=results, whole=all_whole(f))
+    make_whole(f)
+    return OperatorDescription(factors=f.all, operands=operands, results=results)

@@ -8,7 +8,10 @@ from __future__ import annotations
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Factors, Monoid, OperatorDescription, rule
+from vnode.operators.description import NOTHING, Algebra, Factors, OperatorDescription
+from vnode.operators.monoid import Monoid
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE, Reduced
 
 MONOIDS = {
     "reduce_sum": Monoid.SUM,
@@ -30,14 +33,15 @@ def over_axes(eqn: JaxprEqn, monoid: Monoid) -> OperatorDescription:
     operands = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
     axes = {int(axis) for axis in eqn.params["axes"]}
     reduced = [factor for dims in operands for d, dim in enumerate(dims) if d in axes for factor in dim]
+    f.change(*reduced, split=Reduced(monoid))
     linear = monoid is Monoid.SUM and len(operands) == 1
+    adds = linear and all(f.size(factor) == 1 for factor in reduced)  # a gradient of what was spread
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=operands,
         results=tuple(tuple(dim for d, dim in enumerate(dims) if d not in axes) for dims in operands),
-        reduced=dict.fromkeys(reduced, monoid),
         linear=(frozenset({0}),) if linear else (),
-        adds=linear and all(f.sizes[factor] == 1 for factor in reduced),  # a gradient of what was spread
+        algebra=Algebra.ADDS if adds else NOTHING,
     )
 
 
@@ -64,14 +68,8 @@ UNVMAP = {"unvmap_any": Monoid.OR, "unvmap_all": Monoid.AND, "unvmap_max": Monoi
 def unvmap(eqn: JaxprEqn) -> OperatorDescription:
     """Equinox asks so whether any example still needs a branch or another turn of a loop."""
     f = Factors()
-    dims = f.dims(eqn.invars[0].aval.shape)
-    monoid = UNVMAP[eqn.primitive.name]
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=(dims,),
-        results=((),),
-        reduced={factor: monoid for dim in dims for factor in dim},
-    )
+    dims = f.dims(eqn.invars[0].aval.shape, Reduced(UNVMAP[eqn.primitive.name]))
+    return OperatorDescription(factors=f.all, operands=(dims,), results=((),))
 
 
 @rule("argmax", "argmin")
@@ -79,11 +77,11 @@ def argument(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
     axes = {int(axis) for axis in eqn.params["axes"]}
+    f.change(*(dims[d][0] for d in axes), split=WHOLE)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,),
         results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),),
-        whole=frozenset(dims[d][0] for d in axes),
     )
 
 
@@ -94,9 +92,9 @@ def reduce(eqn: JaxprEqn) -> OperatorDescription:
     count = len(eqn.outvars)
     dims = f.dims(eqn.invars[0].aval.shape)
     axes = set(eqn.params["dimensions"])
+    f.change(*(factor for d in axes for factor in dims[d]), split=WHOLE)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,) * count + ((),) * (len(eqn.invars) - count),
         results=(tuple(dim for d, dim in enumerate(dims) if d not in axes),) * count,
-        whole=frozenset(factor for d in axes for factor in dims[d]),
     )

@@ -5,24 +5,28 @@ Knows how the dimensions of operand and result correspond. Must not know which o
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import (
+    Algebra,
     Dim,
     Dims,
+    Factor,
     Factors,
     OperatorDescription,
     Positions,
-    Resize,
     Sizes,
-    rule,
     shape_resize,
 )
+from vnode.operators.registry import rule
+from vnode.operators.splits import FREE, WHOLE, Move, Shifted
 
 FIRST = (frozenset({0}),)
 
@@ -37,7 +41,12 @@ def broadcast_in_dim(eqn: JaxprEqn) -> OperatorDescription:
         for n, d in zip(shape, eqn.params["broadcast_dimensions"], strict=True)
     )
     return OperatorDescription(
-        sizes=f.sizes, operands=(operand,), results=(result,), linear=FIRST, movement=True, resize=shape_resize("shape")
+        factors=f.all,
+        operands=(operand,),
+        results=(result,),
+        linear=FIRST,
+        algebra=Algebra.MOVES,
+        resize=shape_resize("shape"),
     )
 
 
@@ -114,20 +123,17 @@ def reshape(eqn: JaxprEqn) -> OperatorDescription:
     operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     if 0 in operand:
         f = Factors()
-        dims, out = f.dims(operand), f.dims(result)
-        return OperatorDescription(
-            sizes=f.sizes, operands=(dims,), results=(out,), whole=frozenset(range(len(f.sizes)))
-        )
+        dims, out = f.dims(operand, WHOLE), f.dims(result, WHOLE)
+        return OperatorDescription(factors=f.all, operands=(dims,), results=(out,))
     order = eqn.params["dimensions"] or range(len(operand))  # the operand is transposed first
     sizes, ordered, out, whole = common_refinement([operand[d] for d in order], result)
     dims = dict(zip(order, ordered, strict=True))
     return OperatorDescription(
-        sizes=tuple(sizes),
+        factors=tuple(Factor(n, WHOLE if k in whole else FREE) for k, n in enumerate(sizes)),
         operands=(tuple(dims[d] for d in range(len(operand))),),
         results=(tuple(out),),
-        whole=frozenset(whole),
         linear=FIRST,
-        movement=True,
+        algebra=Algebra.MOVES,
         resize=lambda d, e, s: {**e.params, "new_sizes": d.result_shape(0, s)},
     )
 
@@ -137,7 +143,9 @@ def transpose(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     operand = f.dims(eqn.invars[0].aval.shape)
     result = tuple(operand[d] for d in eqn.params["permutation"])
-    return OperatorDescription(sizes=f.sizes, operands=(operand,), results=(result,), linear=FIRST, movement=True)
+    return OperatorDescription(
+        factors=f.all, operands=(operand,), results=(result,), linear=FIRST, algebra=Algebra.MOVES
+    )
 
 
 @rule("squeeze")
@@ -146,126 +154,171 @@ def squeeze(eqn: JaxprEqn) -> OperatorDescription:
     gone = set(eqn.params["dimensions"])
     operand = tuple(() if d in gone else (f.new(n),) for d, n in enumerate(eqn.invars[0].aval.shape))
     result = tuple(dim for d, dim in enumerate(operand) if d not in gone)
-    return OperatorDescription(sizes=f.sizes, operands=(operand,), results=(result,), linear=FIRST, movement=True)
+    return OperatorDescription(
+        factors=f.all, operands=(operand,), results=(result,), linear=FIRST, algebra=Algebra.MOVES
+    )
 
 
 @rule("concatenate")
 def concatenate(eqn: JaxprEqn) -> OperatorDescription:
-    """Operands of sizes 2n and n join to a dimension of 3 blocks of n; the blocks themselves cannot be split."""
+    """Operands of sizes 2n and n join to a dimension of 3 blocks of n, which move to their places."""
     f = Factors()
     axis = eqn.params["dimension"]
     shape = eqn.outvars[0].aval.shape
     shared = (*f.dims(shape[:axis]), (), *f.dims(shape[axis + 1 :]))
     sizes = [atom.aval.shape[axis] for atom in eqn.invars]
-    block = f.new(math.gcd(*sizes))
-    unit = f.sizes[block]
-    counts = [f.new(n // unit) if unit else f.new(1) for n in sizes]
-    total = f.new(sum(f.sizes[c] for c in counts))
+    unit = math.gcd(*sizes)
+    block = f.new(unit)
+    counts = [f.new(n // unit if unit else 1) for n in sizes]
+    total = f.new(sum(f.size(c) for c in counts))
+    starts = [0, *itertools.accumulate(sizes)]
+    tie = Shifted(
+        tuple(Move(c, total, -(start // max(unit, 1))) for c, start in zip(counts, starts, strict=False)), block
+    )
+    f.change(*counts, total, split=tie if unit else WHOLE)
 
-    def at_axis(dim: Dim) -> tuple[Dim, ...]:
+    def at_axis(dim: Dim) -> Dims:
         return (*shared[:axis], dim, *shared[axis + 1 :])
 
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """At places of the result's own, elements of whichever operand lies there."""
+        if total not in positions:
+            return [e.primitive.bind(*operands, **e.params)]
+        place = lax.broadcast_in_dim(positions[total](), d.result_shape(0, sizes), (axis,))
+        made = operands[0]
+        for start, operand in zip(starts[1:], operands[1:], strict=False):
+            made = lax.select(place >= start, operand, made)
+        return [made]
+
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=tuple(at_axis((c, block)) for c in counts),
         results=(at_axis((total, block)),),
-        whole=frozenset({*counts, total}),
         linear=(frozenset(range(len(sizes))),),
-        movement=True,
+        algebra=Algebra.MOVES,
+        emit=emit,
     )
 
 
 @rule("pad")
 def pad(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
-    operand, result, whole = [], [], set()
-    for n, m, config in zip(
-        eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params["padding_config"], strict=True
+    operand, result, moved = [], [], {}
+    configs = eqn.params["padding_config"]
+    for i, (n, m, (low, high, interior)) in enumerate(
+        zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, configs, strict=True)
     ):
-        if tuple(config) == (0, 0, 0):
-            operand.append((f.new(n),))
+        operand.append((f.new(n),))
+        if (low, high, interior) == (0, 0, 0):
             result.append(operand[-1])
-        else:
-            operand.append((f.new(n),))
-            result.append((f.new(m),))
-            whole |= {*operand[-1], *result[-1]}
+            continue
+        result.append((f.new(m),))
+        before, after = operand[-1][0], result[-1][0]
+        f.change(before, after, split=Shifted((Move(before, after, -low, spread=interior + 1),)))
+        moved[after] = i
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """Along what moves, the elements are in place: what is there instead where none is, is the padding."""
+        value, padding = operands
+        cut = [factor for factor in moved if factor in positions]
+        own = [(0, 0, 0) if d.results[0][i][0] in cut else tuple(config) for i, config in enumerate(configs)]
+        value = e.primitive.bind(value, padding, padding_config=tuple(own))
+        for factor in cut:
+            i = moved[factor]
+            low, _, interior = configs[i]
+            place = positions[factor]() - low
+            there = (place >= 0) & (place < d.sizes[operand[i][0]] * (interior + 1)) & (place % (interior + 1) == 0)
+            there = lax.broadcast_in_dim(there, value.shape, (i,))
+            value = lax.select(there, value, lax.broadcast_in_dim(padding, value.shape, ()))
+        return [value]
+
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(tuple(operand), ()),
         results=(tuple(result),),
-        whole=frozenset(whole),
         linear=(frozenset({0, 1}),),
-        movement=True,
+        algebra=Algebra.MOVES,
+        emit=emit,
     )
 
 
 @rule("rev")
 def rev(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
-    dims = f.dims(eqn.invars[0].aval.shape)
-    whole = frozenset(dims[d][0] for d in eqn.params["dimensions"])
+    operand = f.dims(eqn.invars[0].aval.shape)
+    result = list(operand)
+    for d in eqn.params["dimensions"]:
+        (before,) = operand[d]
+        after = f.new(f.size(before))
+        result[d] = (after,)
+        f.change(before, after, split=Shifted((Move(before, after, f.size(before) - 1, -1),)))
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """What comes in the result's order stays in it."""
+        rest = tuple(k for k in e.params["dimensions"] if result[k][0] not in positions)
+        return [e.primitive.bind(operands[0], dimensions=rest)] if rest else [operands[0]]
+
     return OperatorDescription(
-        sizes=f.sizes, operands=(dims,), results=(dims,), whole=whole, linear=FIRST, movement=True
+        factors=f.all, operands=(operand,), results=(tuple(result),), linear=FIRST, algebra=Algebra.MOVES, emit=emit
     )
 
 
 @rule("slice")
 def slice_(eqn: JaxprEqn) -> OperatorDescription:
-    """A dimension is (blocks, element) where the slice begins and ends between blocks; blocks cannot be split."""
+    """A dimension is (blocks, element) where the slice begins and ends between blocks, which move."""
     f = Factors()
     p = eqn.params
-    operand, result, blocks, units = [], [], set(), []
+    operand, result = [], []
+    units: list[tuple[int, int]] = []
     strides = p["strides"] or (1,) * len(p["start_indices"])
     shape = eqn.invars[0].aval.shape
     for n, start, limit, stride in zip(shape, p["start_indices"], p["limit_indices"], strides, strict=True):
         unit = math.gcd(n, start, limit) if stride == 1 and limit > start else 1
-        units.append((f.new(unit), unit))
-        have, keep = f.new(n // unit), f.new(-(-(limit - start) // (stride * unit)))
-        if n // unit == 1:
-            operand.append((units[-1][0],))
-            result.append(operand[-1])
-            blocks |= {have, keep}
+        element = f.new(unit)
+        units.append((element, unit))
+        if n == unit:
+            operand.append((element,))
+            result.append((element,))
             continue
-        operand.append((have, units[-1][0]))
-        result.append((keep, units[-1][0]))
-        blocks |= {have, keep}
+        have, keep = f.new(n // unit), f.new(-(-(limit - start) // (stride * unit)))
+        f.change(have, keep, split=Shifted((Move(have, keep, start // unit, stride),), element))
+        operand.append((have, element))
+        result.append((keep, element))
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        def scaled(positions: Sequence[int]) -> tuple[int, ...]:
-            return tuple(k // unit * sizes[f] for k, (f, unit) in zip(positions, units, strict=True))
-
-        starts, limits = scaled(e.params["start_indices"]), scaled(e.params["limit_indices"])
-        return {**e.params, "start_indices": starts, "limit_indices": limits}
-
-    return described_blocks(f, (tuple(operand),), (tuple(result),), blocks, resize)
-
-
-def described_blocks(
-    f: Factors, operands: tuple[Dims, ...], results: tuple[Dims, ...], blocks: set[int], resize: Resize
-) -> OperatorDescription:
-    """The description of an equation that takes blocks out of dimensions; factors that nothing has are dropped."""
-    used = sorted({factor for dims in (*operands, *results) for dim in dims for factor in dim})
-    new = {factor: k for k, factor in enumerate(used)}
-
-    def renamed(dims: Dims) -> Dims:
-        return tuple(tuple(new[factor] for factor in dim) for dim in dims)
-
-    def resized(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        return resize(d, e, tuple(sizes[new[k]] if k in new else n for k, n in enumerate(f.sizes)))
+        """Blocks of other sizes; or, along what comes in the result's order, all of it."""
+        starts, limits, steps = [], [], list(strides)
+        for i, (element, unit) in enumerate(units):
+            have, keep = operand[i][0], result[i][0]
+            if have != keep and sizes[have] == sizes[keep] != d.sizes[have]:
+                starts.append(0)
+                limits.append(sizes[have] * sizes[element])
+                steps[i] = 1
+            else:
+                starts.append(p["start_indices"][i] // unit * sizes[element])
+                limits.append(p["limit_indices"][i] // unit * sizes[element])
+        named = {"start_indices": tuple(starts), "limit_indices": tuple(limits)}
+        return {**e.params, **named, "strides": tuple(steps) if e.params["strides"] else None}
 
     return OperatorDescription(
-        sizes=tuple(f.sizes[k] for k in used),
-        operands=tuple(map(renamed, operands)),
-        results=tuple(map(renamed, results)),
-        whole=frozenset(new[k] for k in blocks if k in new),
+        factors=f.all,
+        operands=(tuple(operand),),
+        results=(tuple(result),),
         linear=FIRST,
-        movement=True,
-        resize=resized,
+        algebra=Algebra.MOVES,
+        resize=resize,
     )
 
 
 @rule("split")
 def split(eqn: JaxprEqn) -> OperatorDescription:
+    """The opposite of a concatenation."""
     f = Factors()
     axis = eqn.params["axis"]
     shape = eqn.invars[0].aval.shape
@@ -273,12 +326,21 @@ def split(eqn: JaxprEqn) -> OperatorDescription:
     before, after = f.dims(shape[:axis]), f.dims(shape[axis + 1 :])
     unit, total = f.new(unit_size), f.new(shape[axis] // unit_size)
     parts = [f.new(n // unit_size) for n in eqn.params["sizes"]]
+    starts = itertools.accumulate(parts, lambda start, part: start + f.size(part), initial=0)
+    tie = Shifted(tuple(Move(total, part, start) for part, start in zip(parts, starts, strict=False)), unit)
+    f.change(total, *parts, split=tie)
 
     def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        return {**e.params, "sizes": tuple(n // unit_size * sizes[unit] for n in e.params["sizes"])}
+        return {**e.params, "sizes": tuple(sizes[part] * sizes[unit] for part in parts)}
 
-    operand, results = (*before, (total, unit), *after), tuple((*before, (part, unit), *after) for part in parts)
-    return described_blocks(f, (operand,), results, {total, *parts}, resize)
+    return OperatorDescription(
+        factors=f.all,
+        operands=((*before, (total, unit), *after),),
+        results=tuple((*before, (part, unit), *after) for part in parts),
+        linear=FIRST,
+        algebra=Algebra.MOVES,
+        resize=resize,
+    )
 
 
 @rule("stack")
@@ -286,14 +348,13 @@ def stack(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     axis = eqn.params["axis"]
     dims = f.dims(eqn.invars[0].aval.shape)
-    count = f.new(len(eqn.invars))
+    count = f.new(len(eqn.invars), WHOLE)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,) * len(eqn.invars),
         results=((*dims[:axis], (count,), *dims[axis:]),),
-        whole=frozenset({count}),
         linear=(frozenset(range(len(eqn.invars))),),
-        movement=True,
+        algebra=Algebra.MOVES,
     )
 
 
@@ -302,14 +363,14 @@ def unstack(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     axis = eqn.params["axis"]
     operand = f.dims(eqn.invars[0].aval.shape)
+    f.change(*operand[axis], split=WHOLE)
     result = (*operand[:axis], *operand[axis + 1 :])
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(operand,),
         results=(result,) * len(eqn.outvars),
-        whole=frozenset(operand[axis]),
         linear=FIRST,
-        movement=True,
+        algebra=Algebra.MOVES,
     )
 
 
@@ -318,6 +379,7 @@ def iota(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     result = f.dims(eqn.outvars[0].aval.shape)
     axis = eqn.params["dimension"]
+    f.change(*result[axis], positional=True)
 
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
@@ -328,14 +390,7 @@ def iota(eqn: JaxprEqn) -> OperatorDescription:
             return [jax.lax.broadcasted_iota(dtype, shape, axis)]
         return [jax.lax.broadcast_in_dim(positions[factor]().astype(dtype), shape, (axis,))]
 
-    return OperatorDescription(
-        sizes=f.sizes,
-        operands=(),
-        results=(result,),
-        positional=frozenset(result[axis]) if result else frozenset(),
-        movement=True,
-        emit=emit,
-    )
+    return OperatorDescription(factors=f.all, operands=(), results=(result,), algebra=Algebra.MOVES, emit=emit)
 
 
 @rule("bitcast_convert_type")
@@ -345,14 +400,13 @@ def bitcast_convert_type(eqn: JaxprEqn) -> OperatorDescription:
     operand, result = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     shared = f.dims(min(operand, result, key=len))
     if len(operand) == len(result):
-        return OperatorDescription(sizes=f.sizes, operands=(shared,), results=(shared,))
-    last = f.new(max(operand, result, key=len)[-1])
+        return OperatorDescription(factors=f.all, operands=(shared,), results=(shared,))
+    last = f.new(max(operand, result, key=len)[-1], WHOLE)
     wide = (*shared, (last,))
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(wide if len(operand) > len(result) else shared,),
         results=(wide if len(result) > len(operand) else shared,),
-        whole=frozenset({last}),
     )
 
 
@@ -367,10 +421,10 @@ def tile(eqn: JaxprEqn) -> OperatorDescription:
         return {**e.params, "reps": tuple(sizes[r] for (r,) in repeats)}
 
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(operand,),
         results=(tuple((*r, *i) for r, i in zip(repeats, operand, strict=True)),),
         linear=FIRST,
-        movement=True,
+        algebra=Algebra.MOVES,
         resize=resize,
     )

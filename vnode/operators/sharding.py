@@ -20,7 +20,8 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec, Sharding
 
-from vnode.operators.description import Factors, OperatorDescription, Positions, Sizes, rule
+from vnode.operators.description import Algebra, Factors, OperatorDescription, Positions, Sizes
+from vnode.operators.registry import rule
 
 ASKED = ("sharding", "dst_sharding")
 """Parameters that say which layout is asked for."""
@@ -38,11 +39,11 @@ def constraint(eqn: JaxprEqn) -> OperatorDescription:
     dims = f.dims(eqn.invars[0].aval.shape)
     asked = next((eqn.params[name] for name in ASKED if name in eqn.params), None)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,),
         results=(dims,),
         linear=(frozenset({0}),),
-        movement=True,
+        algebra=Algebra.MOVES,
         layout=axes_of(asked, len(dims), eqn.params.get("unconstrained_dims", ())),
         emit=constrained,
     )

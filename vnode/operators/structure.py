@@ -14,13 +14,14 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import (
+    Algebra,
     Factors,
     OperatorDescription,
     Positions,
     Sizes,
-    rule,
     shape_resize,
 )
+from vnode.operators.registry import rule
 
 
 def pass_through(
@@ -35,11 +36,11 @@ def identities(eqn: JaxprEqn, emit: Any = None) -> OperatorDescription:
     f = Factors()
     dims = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=dims,
         results=dims,
         linear=(frozenset(range(len(dims))),),
-        movement=True,
+        algebra=Algebra.MOVES,
         part=part_of,
         emit=emit,
     )
@@ -80,7 +81,7 @@ def tie(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     first, second = (f.dims(atom.aval.shape) for atom in eqn.invars)
     return OperatorDescription(
-        sizes=f.sizes, operands=(first, second), results=(second,), linear=(frozenset({1}),), movement=True
+        factors=f.all, operands=(first, second), results=(second,), linear=(frozenset({1}),), algebra=Algebra.MOVES
     )
 
 
@@ -89,10 +90,10 @@ def empty(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.outvars[0].aval.shape)
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(),
         results=(dims,),
-        movement=True,
+        algebra=Algebra.MOVES,
         resize=shape_resize("shape") if dims else None,
     )
 
@@ -100,4 +101,4 @@ def empty(eqn: JaxprEqn) -> OperatorDescription:
 @rule("platform_index")
 def platform_index(eqn: JaxprEqn) -> OperatorDescription:
     """Which of several platforms the program is compiled for."""
-    return OperatorDescription(sizes=(), operands=(), results=((),), movement=True)
+    return OperatorDescription(factors=(), operands=(), results=((),), algebra=Algebra.MOVES)

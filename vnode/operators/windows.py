@@ -1,19 +1,24 @@
-"""Sliding windows and running sums along a dimension.
+"""Sliding windows and running reductions along a dimension.
 
-Knows how a window's parameters tie a dimension of the operand to one of the result. Windows that overlap, have gaps
-inside, or reach into padding can only be taken whole; windows that tile the dimension are a reshape of it. Also used
-by the convolutions. Must not know what is split.
+Knows how a window's parameters tie a dimension of the operand to one of the result: windows that tile the dimension are
+a reshape of it, others need their neighbours (`Windowed`). Also used by the convolutions. Must not know what is split.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+from jax import lax
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import Dim, Dims, Factors, Monoid, OperatorDescription, Sizes, rule
+from vnode.operators.description import Dim, Dims, Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.monoid import Monoid
+from vnode.operators.registry import rule
+from vnode.operators.splits import WHOLE, Prefix, Reduced, Windowed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,17 +29,17 @@ class Window:
       operand: factors of the operand's dimension.
       result: factors of the result's dimension.
       window: factors of the window's extent, as far as an array has it.
-      whole: factors that must be whole.
-      reduced: factors that are reduced over the window.
-      stride: the factor whose size is the stride, if the windows tile the operand.
+      inside: the factor of the places in a window, if the windows tile the operand; its size is the stride.
+      tie: how the factors hang together, if the windows overlap, have gaps, or reach into padding.
+      repeats: operations per index that no factor counts.
     """
 
     operand: Dim
     result: Dim
     window: Dim
-    whole: frozenset[int] = frozenset()
-    reduced: frozenset[int] = frozenset()
-    stride: int | None = None
+    inside: int | None = None
+    tie: Windowed | None = None
+    repeats: int = 1
 
 
 def window_dim(
@@ -48,6 +53,9 @@ def window_dim(
     window_dilation: int,
     *,
     kernel: bool,
+    monoid: Monoid | None,
+    around: tuple[Monoid, ...] | None = (),
+    back: bool = False,
 ) -> Window:
     """Describes one dimension that a window slides along.
 
@@ -61,31 +69,48 @@ def window_dim(
       base_dilation: distance of the operand's elements.
       window_dilation: distance of the window's elements.
       kernel: the window's extent is a dimension of an operand.
+      monoid: by which a window is reduced; None if by no monoid.
+      around: what lies around each operand, as in `Windowed`; None if nothing is known to be neutral.
+      back: a result has the operand's places, as in `Windowed`; it may have them of factors of its own.
     """
     reach = (window - 1) * window_dilation + 1
     plain = tuple(padding) == (0, 0) and base_dilation == 1
+    vanishing = WHOLE if monoid is None else Reduced(monoid)
     if plain and window == 1 and stride == 1:
         position = f.new(result)
         return Window((position,), (position,), ())
     if plain and reach == window and window == operand and result == 1:  # one window covers everything
-        inside = f.new(window)
-        return Window((inside,), (), (inside,), reduced=frozenset({inside}), stride=inside)
+        inside = f.new(window, vanishing)
+        return Window((inside,), (), (inside,), inside)
     if plain and reach <= stride and operand == result * stride:
-        position, inside = f.new(result), f.new(stride)
+        position = f.new(result)
         if reach == window == stride:
-            return Window((position, inside), (position,), (inside,), reduced=frozenset({inside}), stride=inside)
-        extent: Dim = (f.new(window),) if kernel else ()
-        return Window((position, inside), (position,), extent, whole=frozenset({inside, *extent}))
+            inside = f.new(stride, vanishing)
+            return Window((position, inside), (position,), (inside,), inside)
+        inside = f.new(stride, WHOLE, counted=False)
+        extent: Dim = (f.new(window, WHOLE),) if kernel else ()
+        return Window((position, inside), (position,), extent, repeats=1 if kernel else window)
     before, after = f.new(operand), f.new(result)
-    extent = (f.new(window),) if kernel else ()
-    return Window((before,), (after,), extent, whole=frozenset({before, after, *extent}))
+    element = f.new(window) if kernel else None
+    there = f.new(operand) if back else None
+    size = window, stride, *padding, base_dilation, window_dilation
+    tied = [factor for factor in (before, after, element, there) if factor is not None]
+    if around is None and not plain:
+        f.change(*tied, split=WHOLE)
+        f.change(before, counted=False)
+        return Window((before,), (after,), (), repeats=window)
+    tie = Windowed(before, after, element, *size, monoid, around or (), there)
+    f.change(*tied, split=tie)
+    return Window((before,), (after,), () if element is None else (element,), tie=tie)
 
 
-def window_dims(f: Factors, operand: tuple[int, ...], result: tuple[int, ...], params: dict[str, Any]) -> list[Window]:
+def window_dims(
+    f: Factors, operand: tuple[int, ...], result: tuple[int, ...], params: dict[str, Any], **options: Any
+) -> list[Window]:
     """The windows of a ``reduce_window``-like equation, one for every dimension."""
     ones = (1,) * len(operand)
     return [
-        window_dim(f, *each, kernel=False)
+        window_dim(f, *each, kernel=False, **options)
         for each in zip(
             operand,
             result,
@@ -99,40 +124,36 @@ def window_dims(f: Factors, operand: tuple[int, ...], result: tuple[int, ...], p
     ]
 
 
-def uncounted(windows: list[Window]) -> frozenset[int]:
-    """Factors of the operand that are no part of ``result x window``, which is what windows cost."""
-    return frozenset(f for w in windows for f in w.operand if f not in w.result and f not in w.window)
+def resized(windows: Sequence[Window], d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
+    """The parameters that speak of windows, for a copy with factor sizes `sizes`."""
+    extent, stride = list(e.params.get("window_dimensions", ())), list(e.params["window_strides"])
+    padding = list(e.params["padding"])
+    for i, w in enumerate(windows):
+        if w.inside is not None:
+            stride[i] = sizes[w.inside]
+            if extent:
+                extent[i] = sizes[w.inside]
+        if w.tie is not None:
+            padding[i] = w.tie.padding(sizes, d.sizes)
+    of_windows = {"window_strides": tuple(stride), "padding": tuple(padding)}
+    return {**e.params, **of_windows, **({"window_dimensions": tuple(extent)} if extent else {})}
 
 
-def work(windows: list[Window], params: dict[str, Any]) -> int:
-    """Operations for each index of the counted factors: the extents of the windows that have no factor."""
-    return math.prod(n for w, n in zip(windows, params["window_dimensions"], strict=True) if not w.window)
-
-
-def windowed(eqn: JaxprEqn, operands: int, monoid: Monoid | None) -> OperatorDescription:
+def windowed(
+    eqn: JaxprEqn, operands: int, monoid: Monoid | None, around: tuple[Monoid, ...] | None
+) -> OperatorDescription:
     """A reduction over windows of the first `operands` operands; those that follow are scalars."""
     f = Factors()
-    windows = window_dims(f, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, eqn.params)
+    shapes = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    windows = window_dims(f, *shapes, eqn.params, monoid=monoid, around=around)
     dims: Dims = tuple(w.operand for w in windows)
-    inside = frozenset().union(*(w.reduced for w in windows))
-
-    def resize(d: OperatorDescription, e: JaxprEqn, sizes: Sizes) -> dict[str, Any]:
-        window, strides = list(e.params["window_dimensions"]), list(e.params["window_strides"])
-        for i, w in enumerate(windows):
-            if w.stride is not None:
-                window[i] = strides[i] = sizes[w.stride]
-        return {**e.params, "window_dimensions": tuple(window), "window_strides": tuple(strides)}
-
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,) * operands + ((),) * (len(eqn.invars) - operands),
         results=(tuple(w.result for w in windows),) * len(eqn.outvars),
-        reduced={} if monoid is None else dict.fromkeys(inside, monoid),
-        whole=frozenset().union(*(w.whole for w in windows), inside if monoid is None else ()),
         linear=(frozenset({0}),) if monoid is Monoid.SUM else (),
-        uncounted=uncounted(windows),
-        work=work(windows, eqn.params),
-        resize=resize,
+        work=Work(math.prod(w.repeats for w in windows)),
+        resize=lambda d, e, sizes: resized(windows, d, e, sizes),
     )
 
 
@@ -145,19 +166,25 @@ WINDOW_MONOIDS = {
 
 @rule(*WINDOW_MONOIDS)
 def reduce_window_monoid(eqn: JaxprEqn) -> OperatorDescription:
-    return windowed(eqn, 1, WINDOW_MONOIDS[eqn.primitive.name])
+    monoid = WINDOW_MONOIDS[eqn.primitive.name]
+    return windowed(eqn, 1, monoid, (monoid,))
 
 
 @rule("reduce_window")
 def reduce_window(eqn: JaxprEqn) -> OperatorDescription:
-    """Any computation; its initial values are scalar operands."""
-    return windowed(eqn, len(eqn.outvars), None)
+    """Any computation, from initial values that are scalar operands, and need not be neutral."""
+    return windowed(eqn, len(eqn.outvars), None, None)
+
+
+def furthest(eqn: JaxprEqn) -> Monoid:
+    """The monoid whose identity a comparison never selects."""
+    return Monoid.MAX if eqn.params["select_prim"].name == "ge" else Monoid.MIN
 
 
 @rule("select_and_gather_add")
 def select_and_gather_add(eqn: JaxprEqn) -> OperatorDescription:
     """From each window the tangent at the place where the second operand is extreme."""
-    description = windowed(eqn, 2, None)
+    description = windowed(eqn, 2, None, (Monoid.SUM, furthest(eqn)))
     return dataclasses.replace(description, linear=(frozenset({0}),))
 
 
@@ -165,27 +192,51 @@ def select_and_gather_add(eqn: JaxprEqn) -> OperatorDescription:
 def select_and_scatter_add(eqn: JaxprEqn) -> OperatorDescription:
     """Adds each element of the first operand to the place of its window where the second operand is extreme."""
     f = Factors()
-    windows = window_dims(f, eqn.invars[1].aval.shape, eqn.invars[0].aval.shape, eqn.params)
-    operand = tuple(w.operand for w in windows)
+    shapes = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
+    around = (Monoid.SUM, furthest(eqn))
+    windows = window_dims(f, *shapes, eqn.params, monoid=None, around=around, back=True)
+    places = tuple(w.operand if w.tie is None or w.tie.back is None else (w.tie.back,) for w in windows)
+    f.change(*(w.tie.back for w in windows if w.tie is not None and w.tie.back is not None), counted=False)
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[Any]:
+        """A copy collects over all that its windows cover; of that its own places are kept."""
+        made = e.primitive.bind(*operands, **resized(windows, d, e, sizes))
+        for i, w in enumerate(windows):
+            if w.tie is not None and w.tie.back is not None and w.tie.back in positions:
+                made = lax.slice_in_dim(made, w.tie.before, w.tie.before + sizes[w.tie.back], axis=i)
+        return [made]
+
     return OperatorDescription(
-        sizes=f.sizes,
-        operands=(tuple(w.result for w in windows), operand),
-        results=(operand,),
-        whole=frozenset().union(*(w.whole | w.reduced for w in windows)),
+        factors=f.all,
+        operands=(tuple(w.result for w in windows), tuple(w.operand for w in windows)),
+        results=(places,),
         linear=(frozenset({0}),),
-        uncounted=uncounted(windows),
-        work=work(windows, eqn.params),
+        work=Work(math.prod(w.repeats for w in windows)),
+        emit=emit,
     )
 
 
-@rule("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+PREFIXES = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
+}
+
+
+@rule(*PREFIXES)
 def cumulative(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
+    name = eqn.primitive.name
+    f.change(*dims[eqn.params["axis"]], split=Prefix(PREFIXES[name], eqn.params["reverse"]))
     return OperatorDescription(
-        sizes=f.sizes,
+        factors=f.all,
         operands=(dims,),
         results=(dims,),
-        whole=frozenset(dims[eqn.params["axis"]]),
-        linear=(frozenset({0}),) if eqn.primitive.name == "cumsum" else (),
+        linear=(frozenset({0}),) if name == "cumsum" else (),
+        work=Work(1, 1) if name == "cumlogsumexp" else None,
     )

@@ -21,7 +21,7 @@ from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_i
 from vnode.analysis.narrow import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.operators import Monoid, OperatorDescription, cast, evaluate_wide
+from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Loop, Region, Run, bind_while
 from vnode.runtime.node import Node, Once, leading, mask_dim
@@ -64,7 +64,7 @@ class Known:
         if eqn.effects:
             return run(operands)
         description = self.describe(eqn)
-        if description is not None and description.spreads:
+        if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
             operands = [self._spread(value, shape) for value in operands]
         settings = eqn.ctx.threefry_partitionable
@@ -224,7 +224,7 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: An
     sizes = node.sizes(description.sizes, location)
     monoid = description.reduced.get(location.factor)
     if monoid is not None:
-        for i in description.once:
+        for i in description.role(Role.ONCE):
             if not stands_in(location.factor, description.operands[i]):
                 operands[i] = node.at_first(operands[i], monoid)
         if node.padded(location.batch):
@@ -244,8 +244,8 @@ def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: 
     masked = list(operands)
     for i, dims in enumerate(description.operands):
         for d, dim in enumerate(dims):
-            if location.factor in dim and i not in description.indices:
-                fill = description.fill.get(location.factor, monoid.identity(operands[i].dtype))
+            if location.factor in dim and i not in description.role(Role.INDEX):
+                fill = description.fill(location.factor, operands[i].dtype)
                 masked[i] = mask_dim(masked[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
     return masked
 

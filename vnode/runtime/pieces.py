@@ -17,6 +17,7 @@ from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Program
 from vnode.analysis.recipe import Evaluation
+from vnode.operators import Algebra
 
 Key = tuple[str, Any]
 """Something that a group holds: ``("whole", var)``; ``("full", var)``, all of a batched value; ``("batched", var)``,
@@ -141,7 +142,9 @@ def cheap(action: Evaluation, program: Program) -> bool:
     """Whether a compiler might compute something again rather than read it."""
     eqn = action.step.eqn
     description = program.describe(eqn) if action.step.region is None and not eqn.effects else None
-    return description is not None and not (description.contraction or description.reduced or description.whole)
+    return description is not None and not (
+        description.has(Algebra.CONTRACTS) or description.reduced or description.whole
+    )
 
 
 class ProgramPlan:

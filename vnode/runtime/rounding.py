@@ -26,7 +26,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.program import context_of
-from vnode.operators import Monoid, OperatorDescription, describe
+from vnode.operators import Algebra, Monoid, OperatorDescription, describe
 from vnode.operators.control import Body, Region, body_of, call_of, region_of
 from vnode.runtime.evaluate import InProgram, as_array, bind
 
@@ -109,7 +109,7 @@ def terms_of(description: OperatorDescription | None) -> int:
     sums = [f for f, monoid in description.reduced.items() if monoid in (Monoid.SUM, Monoid.PROD)]
     selects = bool(description.reduced) and not sums
     orders = bool(description.whole) and not description.linear and not description.reduced
-    if description.movement or selects or orders:
+    if description.has(Algebra.MOVES) or selects or orders:
         return 0
     added = {*sums, *description.whole} if description.linear else sums
     return max(1, math.prod(description.sizes[f] for f in added))

@@ -1,0 +1,139 @@
+"""The registry: one rule per primitive, that gives the description of its equations.
+
+Knows equations' primitives by name, and descriptions. Must not know any particular primitive: the families beside this
+file do, each for its own primitives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+
+from jax.extend.core import JaxprEqn, Primitive
+
+from vnode.operators.description import OperatorDescription
+
+Rule = Callable[[JaxprEqn], OperatorDescription | None]
+_rules: dict[str, Rule] = {}
+_unshared: set[str] = set()
+"""Primitives of which two equations with equal parameters and types may have different descriptions."""
+_users: set[str] = set()
+"""Primitives that users describe, of which no more is known than they say."""
+_advice: dict[str, tuple[str, ...]] = {}
+
+
+def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
+    """Registers a rule for the primitives called `names`; for the families of this package.
+
+    Names, not objects: some primitives have no public home in jax, and some exist in one supported version only.
+
+    Args:
+      *names: of the primitives.
+      alike: whether the description depends on nothing but parameters and types.
+      advice: what a user may do where the rule gives no description.
+
+    Returns:
+      A decorator for the rule.
+    """
+
+    def add(fun: Rule) -> Rule:
+        for name in names:
+            if name in _rules:
+                raise ValueError(f"two descriptions of primitive {name!r}")
+            _rules[name] = fun
+            _advice[name] = advice
+            if not alike:
+                _unshared.add(name)
+        return fun
+
+    return add
+
+
+def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
+    """Describes a primitive of the user's own (a Pallas kernel, an FFI call); replaces an earlier description.
+
+    Args:
+      primitive: the primitive, or its name.
+
+    Returns:
+      A decorator for the rule: a function from a `JaxprEqn` to its `OperatorDescription`. What it returns is checked
+      against the equation's shapes each time.
+
+    Example:
+      >>> from jax.extend.core import Primitive
+      >>> from vnode.operators.description import Factors
+      >>> twice_p = Primitive("twice")
+      >>> @register(twice_p)
+      ... def twice(eqn):
+      ...     f = Factors()
+      ...     dims = f.dims(eqn.invars[0].aval.shape)
+      ...     return OperatorDescription(
+      ...         factors=f.all, operands=(dims,), results=(dims,), linear=(frozenset({0}),))
+    """
+    name = primitive if isinstance(primitive, str) else primitive.name
+
+    def add(fun: Rule) -> Rule:
+        def checked(eqn: JaxprEqn) -> OperatorDescription | None:
+            description = fun(eqn)
+            if description is not None:
+                description.check(eqn)
+            return description
+
+        _rules[name] = checked
+        _unshared.add(name)
+        _users.add(name)
+        return fun
+
+    return add
+
+
+def describe(eqn: JaxprEqn) -> OperatorDescription | None:
+    """The description of an equation, or None if its primitive has none.
+
+    Args:
+      eqn: an equation of any jaxpr.
+
+    Returns:
+      The description.
+    """
+    fun = _rules.get(eqn.primitive.name)
+    return None if fun is None else fun(eqn)
+
+
+def described(eqn: JaxprEqn) -> bool:
+    """Whether there is a rule for an equation's primitive."""
+    return eqn.primitive.name in _rules
+
+
+def is_users(eqn: JaxprEqn) -> bool:
+    """Whether a user described an equation's primitive, so that no more is known of it than that."""
+    return eqn.primitive.name in _users
+
+
+def advice(eqn: JaxprEqn) -> tuple[str, ...]:
+    """What a user may do about an equation that has no description."""
+    return _advice.get(eqn.primitive.name) or (
+        "describe it with vnode.operators.register (docs/registering-a-primitive.md)",
+        "or write the operation with primitives that jax.lax documents",
+    )
+
+
+def kind(eqn: JaxprEqn) -> Hashable | None:
+    """What the description of an equation depends on: equations of a kind share theirs.
+
+    Args:
+      eqn: an equation of any jaxpr.
+
+    Returns:
+      The kind; None if there is no telling, because the rule is a user's or reads more of the equation, or a parameter
+      cannot be hashed.
+    """
+    name = eqn.primitive.name
+    if name in _unshared:
+        return None
+    types = [(getattr(a.aval, "shape", None), getattr(a.aval, "dtype", None)) for a in (*eqn.invars, *eqn.outvars)]
+    made = (name, eqn.ctx.threefry_partitionable, tuple(eqn.params.items()), tuple(types))
+    try:
+        hash(made)
+    except TypeError:
+        return None
+    return made

@@ -1,0 +1,322 @@
+"""How an equation can be cut along its factors: what a copy of it on some of the indices is given, and gives.
+
+Knows index arithmetic: windows, shifts, places that are looked up. Must not know primitives, nor who cuts: batch flow
+(contiguous ranges of examples, nothing exchanged) and the partitioner (blocks over a mesh axis, with explicit
+exchange) read the same words.
+
+A factor has one of these. Alone: `Free`, `Reduced`, `LookedUp`, `Prefix`, `Whole`. Tied to others, so that a range of
+one needs some range of another: `Windowed`, `Shifted`. All that a cut needs to know is said by `Split.leads` (which
+factors are cut, together), `Split.parts` (which indices each part has then), and `Split.partial` (how the parts'
+results combine). Free and reduced factors are those of Tofu (Wang et al., EuroSys 2019, section 4), where all others
+are opaque.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from vnode.operators.monoid import Monoid
+
+Lead = tuple[int, ...]
+"""Factors that are cut together, each into blocks of its own."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """The indices of a factor that each of several parts has.
+
+    Element j of part i is index ``(starts[i] + j * stride) / spread``. Where that is no whole number, or no index of
+    the factor, there is no such element, and the part has something else in its place.
+
+    Attributes:
+      starts: for each part.
+      length: elements of every part.
+      stride: from element to element.
+      spread: the distance that was put between neighbouring indices.
+
+    Example:
+      >>> Interval((-1, 1), 4).indices(0, 4).tolist()  # two blocks of two, with a halo of one
+      [-1, 0, 1, 2]
+      >>> Interval((0, 3), 3, spread=2).indices(1, 3).tolist()  # every other place is empty
+      [-1, 2, -1]
+    """
+
+    starts: tuple[int, ...]
+    length: int
+    stride: int = 1
+    spread: int = 1
+
+    def indices(self, part: int, size: int) -> np.ndarray:
+        """The index of every element of a part, int64 of shape ``[length]``; -1 where there is none."""
+        places = self.starts[part] + self.stride * np.arange(self.length)
+        index = places // self.spread
+        return np.where((places % self.spread == 0) & (index >= 0) & (index < size), index, -1)
+
+
+def blocks(size: int, count: int) -> Interval:
+    """Equal blocks of consecutive indices, the last ones reaching beyond the end where `count` does not divide.
+
+    >>> blocks(10, 4)
+    Interval(starts=(0, 3, 6, 9), length=3, stride=1, spread=1)
+    """
+    length = -(-size // count)
+    return Interval(tuple(i * length for i in range(count)), length)
+
+
+class Split:
+    """How a copy of an equation may have some of a factor's indices."""
+
+    alone: ClassVar[bool] = True
+    """Whether a range of the factor concerns no other factor."""
+
+    def leads(self, factor: int) -> tuple[Lead, ...]:
+        """The ways to cut, given one of the factors that have this split."""
+        return ((factor,),)
+
+    def partial(self, lead: Lead) -> Monoid | None:
+        """The monoid by which the parts' results combine where they lack the factor; None if they are independent."""
+        return None
+
+    def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
+        """The indices of every factor concerned that each of `count` parts has.
+
+        Args:
+          lead: one of `leads`.
+          count: how many parts.
+          sizes: the size of every factor of the equation.
+
+        Returns:
+          For each factor one interval, or several that lie one behind the other. None if parts would differ in more
+          than where they begin.
+        """
+        return {factor: (blocks(sizes[factor], count),) for factor in lead}
+
+
+@dataclasses.dataclass(frozen=True)
+class Free(Split):
+    """Each index is computed for itself."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduced(Split):
+    """The factor vanishes: a copy on some indices gives a partial result.
+
+    Attributes:
+      monoid: combines partial results.
+      fill: the value that takes an index out of the reduction when every operand that has the factor is overwritten
+        with it there; by default the identity of the monoid.
+    """
+
+    monoid: Monoid
+    fill: Any = None
+
+    def partial(self, lead: Lead) -> Monoid | None:
+        return self.monoid
+
+
+@dataclasses.dataclass(frozen=True)
+class LookedUp(Split):
+    """An index operand says which places of the factor are read or written; a copy has some of the places.
+
+    The copy is told which (it is evaluated with positions), and leaves out what is looked up elsewhere.
+
+    Attributes:
+      monoid: where places are read: the result is what the copies found, combined, each of the others giving the
+        identity; None where they are written, and the result has the factor.
+    """
+
+    monoid: Monoid | None = None
+
+    def partial(self, lead: Lead) -> Monoid | None:
+        return self.monoid
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefix(Split):
+    """A running reduction: a copy gives the running values within its range, less what lies before it.
+
+    Attributes:
+      combine: an associative function of two arrays, applied to the last running values of all ranges before and to
+        those of the range.
+      reverse: it runs from the end: "before" means behind.
+    """
+
+    combine: Callable[[Any, Any], Any]
+    reverse: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole(Split):
+    """A copy needs all indices: a sorted dimension, the sides of a matrix that is inverted."""
+
+    def leads(self, factor: int) -> tuple[Lead, ...]:
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Windowed(Split):
+    """A window slides along an operand's dimension.
+
+    Element k of the window of result t lies at the operand's index ``(stride * t + dilation * k - low) / base``. A
+    copy on a range of results, or of the window's elements, is given all of the operand that these windows cover,
+    with the neutral value where there is nothing, and its own padding (`padding`): so the copies differ in nothing.
+
+    Attributes:
+      operand: the factor of the operand's dimension.
+      result: the factor of the result's.
+      extent: the factor of the window's elements, where an operand (a kernel) has them as a dimension.
+      window: how many elements it has.
+      stride: how far it moves.
+      low: padding before the operand.
+      high: padding behind it.
+      base: distance of the operand's elements.
+      dilation: distance of the window's elements.
+      monoid: by which results of parts of the window combine.
+      around: for each operand the monoid whose identity lies around it; if empty, zeros do.
+      back: the factor of a result that has the operand's places again, and collects from all windows that cover one;
+        a copy is then cut along it.
+    """
+
+    operand: int
+    result: int
+    extent: int | None
+    window: int
+    stride: int
+    low: int
+    high: int
+    base: int = 1
+    dilation: int = 1
+    monoid: Monoid | None = None
+    around: tuple[Monoid, ...] = ()
+    back: int | None = None
+
+    alone: ClassVar[bool] = False
+
+    def leads(self, factor: int) -> tuple[Lead, ...]:
+        if self.back is not None:
+            return ((self.back,),)
+        return ((self.result,),) if self.extent is None else ((self.result,), (self.extent,))
+
+    def partial(self, lead: Lead) -> Monoid | None:
+        return self.monoid if lead == (self.extent,) else None
+
+    def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
+        (factor,) = lead
+        cut = blocks(sizes[factor], count)
+        if factor == self.back:
+            return self._parts_back(cut)
+        moved = cut.length * (self.stride if factor == self.result else self.dilation)
+        if moved % self.base:
+            return None
+        results = cut.length if factor == self.result else sizes[self.result]
+        elements = cut.length if factor == self.extent else self.window
+        return {factor: (cut,), self.operand: (self._covered(moved, count, results, elements),)}
+
+    def _covered(self, moved: int, count: int, results: int, elements: int) -> Interval:
+        """What `results` windows of `elements` cover, in parts that lie `moved` places apart."""
+        first = -(self.low // self.base)  # the first element at or behind where the first window begins
+        last = ((results - 1) * self.stride + (elements - 1) * self.dilation - self.low) // self.base
+        step = moved // self.base
+        return Interval(tuple(i * step + first for i in range(count)), max(last - first + 1, 1))
+
+    def _parts_back(self, cut: Interval) -> Mapping[int, tuple[Interval, ...]] | None:
+        if self.base != 1 or cut.length % self.stride:
+            return None
+        count, reach = len(cut.starts), (self.window - 1) * self.dilation
+        first = -((reach - self.low) // self.stride)  # the first window that covers the first place
+        last = (cut.length - 1 + self.low) // self.stride
+        windows = Interval(tuple(start // self.stride + first for start in cut.starts), last - first + 1)
+        begin = first * self.stride - self.low
+        covered = Interval(tuple(start + begin for start in cut.starts), (last - first) * self.stride + reach + 1)
+        assert self.back is not None and len(cut.starts) == count
+        return {self.back: (cut,), self.result: (windows,), self.operand: (covered,)}
+
+    @property
+    def before(self) -> int:
+        """With `back`: how many places a copy has before the first of its own."""
+        reach = (self.window - 1) * self.dilation
+        return ((reach - self.low) // self.stride) * self.stride + self.low
+
+    def padding(self, sizes: Sequence[int], full: Sequence[int]) -> tuple[int, int]:
+        """The padding of a copy with factor sizes `sizes` of an equation with factor sizes `full`."""
+        own = [f for f in (self.operand, self.result, self.extent) if f is not None]
+        if all(sizes[f] == full[f] for f in own):
+            return self.low, self.high
+        if self.back is not None:
+            return 0, 0
+        low = self.low % self.base
+        elements = self.window if self.extent is None else sizes[self.extent]
+        end = (sizes[self.result] - 1) * self.stride + (elements - 1) * self.dilation
+        return low, end - low - (sizes[self.operand] - 1) * self.base
+
+    def pairs(self, size: int, results: int) -> int:
+        """How many elements of all windows lie on the operand, not on padding or between its elements."""
+        if self.base == self.stride == self.dilation == 1 and self.low == self.high == 0:
+            return results * self.window
+        places = np.arange(results)[:, None] * self.stride - self.low
+        return sum(
+            int(((part >= 0) & (part % self.base == 0) & (part // self.base < size)).sum())
+            for k in range(0, self.window, 4096)
+            for part in [places + np.arange(k, min(k + 4096, self.window)) * self.dilation]
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    """Index t of a result's factor holds the operand's index ``(t * stride + start) / spread``, where there is one."""
+
+    operand: int
+    result: int
+    start: int
+    stride: int = 1
+    spread: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Shifted(Split):
+    """Elements move along a dimension: a slice, padding, a concatenation, a reversal.
+
+    A copy on a range of the results' indices is given, of every operand, what moves there, in the results' order, and
+    anything at all where nothing does. It is told the indices (it is evaluated with positions).
+
+    Attributes:
+      moves: what moves where.
+      unit: a free factor that stands beside each of the factors as their minor part, if elements move in such blocks.
+        They are cut by elements then, not by blocks.
+    """
+
+    moves: tuple[Move, ...]
+    unit: int | None = None
+
+    alone: ClassVar[bool] = False
+
+    def leads(self, factor: int) -> tuple[Lead, ...]:
+        return (tuple(dict.fromkeys(move.result for move in self.moves)),)
+
+    def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
+        unit = 1 if self.unit is None else sizes[self.unit]
+        if unit != 1:
+            raise ValueError("blocks move: ask for the parts of `by_elements`")
+        made: dict[int, tuple[Interval, ...]] = {f: (blocks(sizes[f], count),) for f in lead}
+        for move in self.moves:
+            cut = made[move.result][0]
+            starts = tuple(start * move.stride + move.start for start in cut.starts)
+            taken = Interval(starts, cut.length, move.stride, move.spread)
+            made[move.operand] = (*made.get(move.operand, ()), taken)
+        return made
+
+    @property
+    def factors(self) -> set[int]:
+        """All that are tied."""
+        return {f for move in self.moves for f in (move.operand, move.result)}
+
+    def scaled(self, unit: int) -> Shifted:
+        """The same by elements, each of a block of `unit`."""
+        return Shifted(tuple(dataclasses.replace(move, start=move.start * unit) for move in self.moves), None)
+
+
+FREE, WHOLE = Free(), Whole()
