@@ -146,7 +146,7 @@ def together(d, factors):
     for f in factors:
         split = d.factors[f].split
         if isinstance(split, Shifted):
-            found |= split.factors | ({split.unit} if split.unit is not None else set())
+            found |= split.concerned(()) | ({split.unit} if split.unit is not None else set())
         if isinstance(split, Windowed):
             found |= {g for g in (split.operand, split.result, split.extent, split.back) if g is not None}
     return found

@@ -235,7 +235,7 @@ class OperatorDescription:
             return self
         unit, finer = self.factors[shifted.unit].size, shifted.scaled(self.factors[shifted.unit].size)
         factors = [
-            dataclasses.replace(x, size=x.size * unit, split=finer) if f in shifted.factors else x
+            dataclasses.replace(x, size=x.size * unit, split=finer) if x.split == shifted else x
             for f, x in enumerate(self.factors)
         ]
         factors[shifted.unit] = dataclasses.replace(factors[shifted.unit], size=1)

@@ -77,6 +77,10 @@ class Split:
         """The ways to cut, given one of the factors that have this split."""
         return ((factor,),)
 
+    def concerned(self, lead: Lead) -> frozenset[int]:
+        """The factors of which parts have some of the indices only."""
+        return frozenset(lead)
+
     def partial(self, lead: Lead) -> Monoid | None:
         """The monoid by which the parts' results combine where they lack the factor; None if they are independent."""
         return None
@@ -148,6 +152,11 @@ class Prefix(Split):
     combine: Callable[[Any, Any], Any]
     reverse: bool = False
 
+    def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
+        if self.reverse and sizes[lead[0]] % count:
+            return None  # what runs first would begin behind the end
+        return super().parts(lead, count, sizes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Split):
@@ -200,6 +209,9 @@ class Windowed(Split):
         if self.back is not None:
             return ((self.back,),)
         return ((self.result,),) if self.extent is None else ((self.result,), (self.extent,))
+
+    def concerned(self, lead: Lead) -> frozenset[int]:
+        return frozenset((*lead, self.operand, *(() if self.back is None else (self.result,))))
 
     def partial(self, lead: Lead) -> Monoid | None:
         return self.monoid if lead == (self.extent,) else None
@@ -309,10 +321,8 @@ class Shifted(Split):
             made[move.operand] = (*made.get(move.operand, ()), taken)
         return made
 
-    @property
-    def factors(self) -> set[int]:
-        """All that are tied."""
-        return {f for move in self.moves for f in (move.operand, move.result)}
+    def concerned(self, lead: Lead) -> frozenset[int]:
+        return frozenset(f for move in self.moves for f in (move.operand, move.result))
 
     def scaled(self, unit: int) -> Shifted:
         """The same by elements, each of a block of `unit`."""

@@ -1,0 +1,273 @@
+"""How one equation is cut over the axes of a mesh, given how its operands lie.
+
+Knows descriptions and layouts, and what moves between layouts cost in bytes. Must not know programs, nor how a copy is
+evaluated.
+
+An axis is given to one of the ways in which the equation can be cut (`OperatorDescription.leads`), or to none: then
+every device along it computes the same. The choice follows the operands: only ways that divide what some operand is
+already divided by are looked at, and of them the one is taken that moves the fewest bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from vnode.operators import Algebra, Monoid, OperatorDescription
+from vnode.operators.description import Dims, Sizes
+from vnode.operators.splits import Interval, Lead, Shifted, Split
+from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
+from vnode.spmd.route import route
+
+OPERATIONS_PER_BYTE = 50
+"""How many scalar operations take as long as to send a byte: weighs work that is repeated against exchange."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """An equation's split over axes.
+
+    Attributes:
+      lead: the factors that are cut together.
+      split: how they split.
+      axes: the axes that divide them, major to minor.
+    """
+
+    lead: Lead
+    split: Split
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """How one equation is carried out.
+
+    Attributes:
+      description: of the equation, with moving dimensions by elements where they are cut so.
+      ways: the axes that divide it.
+      operands: how each operand has to lie.
+      results: how each result lies then.
+      parts: for each factor that is concerned, the indices of each part, and the axes that number the parts.
+      passed: axes over which operands are partial and results stay so.
+    """
+
+    description: OperatorDescription
+    ways: tuple[Way, ...]
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    parts: Mapping[int, tuple[tuple[Interval, ...], Way]]
+    passed: tuple[tuple[str, Monoid], ...] = ()
+
+    def sizes(self) -> Sizes:
+        """The factor sizes of a copy."""
+        lengths = {f: sum(each.length for each in several) for f, (several, _) in self.parts.items()}
+        return tuple(lengths.get(f, n) for f, n in enumerate(self.description.sizes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """What is known of an operand.
+
+    Attributes:
+      layout: how it lies.
+      anyhow: it can be made in any layout where it is needed, so that nothing is moved.
+      zero: all of its elements are zero, so that it may be added once or any number of times.
+    """
+
+    layout: Layout
+    anyhow: bool = False
+    zero: bool = False
+
+
+def choose(
+    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], axes: Axes, wishes: Sequence[Layout | None]
+) -> Choice:
+    """How an equation is cut.
+
+    Args:
+      eqn: the equation.
+      description: of it.
+      given: what is known of each operand.
+      axes: of the mesh.
+      wishes: for each result the layout that it should have, if somebody says so.
+
+    Returns:
+      The choice.
+    """
+    passed = stays_partial(eqn, description, given)
+    layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
+    ways: tuple[Way, ...] = ()
+    for axis in axes:
+        if any(axis == name for name, _ in passed):
+            continue
+        best = cost_of(eqn, description, ways, given, axes, passed, axis)
+        for more in candidates(description, layouts, given, wishes, ways, axis, axes):
+            cost = cost_of(eqn, description, more, given, axes, passed, axis)
+            if cost is not None and (best is None or cost < best):
+                best, ways = cost, more
+    choice = carried_out(eqn, description, ways, given, axes, passed)
+    assert choice is not None
+    return choice
+
+
+def candidates(
+    description: OperatorDescription,
+    layouts: Sequence[Layout],
+    given: Sequence[Given],
+    wishes: Sequence[Layout | None],
+    ways: tuple[Way, ...],
+    axis: str,
+    axes: Axes,
+) -> Iterator[tuple[Way, ...]]:
+    """Ways in which an axis can divide the equation as well, as some operand (or a wish) has it."""
+    places = [(description.operands[i], layout) for i, layout in enumerate(layouts) if not given[i].anyhow] + [
+        (description.results[i], wish) for i, wish in enumerate(wishes) if wish is not None
+    ]
+    wanted: set[int] = set()
+    for dims, layout in places:
+        d = layout.cut_axes.get(axis)
+        if d is not None:
+            wanted.update(dims[d])
+    for lead, split in description.leads:
+        if wanted & split.concerned(lead):
+            yield with_axis(ways, lead, split, axis)
+
+
+def with_axis(ways: tuple[Way, ...], lead: Lead, split: Split, axis: str) -> tuple[Way, ...]:
+    """The ways with one more axis for one of them."""
+    for k, way in enumerate(ways):
+        if way.lead == lead and way.split == split:
+            return (*ways[:k], Way(lead, split, (*way.axes, axis)), *ways[k + 1 :])
+    return (*ways, Way(lead, split, (axis,)))
+
+
+def stays_partial(
+    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given]
+) -> tuple[tuple[str, Monoid], ...]:
+    """The axes over which results are partial because operands are: pieces of a sum pass through what is linear."""
+    passed = []
+    size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
+    for axis, monoid in dict.fromkeys(p for each in given for p in each.layout.partial):
+        having = {i for i, each in enumerate(given) if (axis, monoid) in each.layout.partial}
+        if any(dict(each.layout.partial).get(axis, monoid) is not monoid for each in given):
+            continue
+        if size > sum(math.prod(eqn.invars[i].aval.shape) for i in having):
+            continue  # rather combine what is smaller
+        if any(
+            is_narrow(var.aval.dtype) and not is_narrow(eqn.invars[i].aval.dtype) for var in eqn.outvars for i in having
+        ):
+            continue  # rather combine before it is rounded
+        alone = len(given) == 1 and description.reduced and set(description.reduced.values()) == {monoid}
+        movable = monoid is Monoid.SUM or description.has(Algebra.MOVES)
+        joined = movable and any(
+            having <= group and all(i in having or (given[i].zero and monoid is Monoid.SUM) for i in group)
+            for group in description.linear
+        )
+        if alone or joined:
+            passed.append((axis, monoid))
+    return tuple(passed)
+
+
+def is_narrow(dtype: object) -> bool:
+    """Whether a sum in pieces of this type would be rounded more than the sum itself."""
+    return bool(jnp.issubdtype(dtype, np.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[arg-type]
+
+
+def carried_out(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    ways: tuple[Way, ...],
+    given: Sequence[Given],
+    axes: Axes,
+    passed: tuple[tuple[str, Monoid], ...],
+) -> Choice | None:
+    """What it takes to divide an equation so; None if it cannot be."""
+    finer = description
+    for way in ways:
+        if isinstance(way.split, Shifted):
+            finer = finer.by_elements(way.split)
+    resolved = [dataclasses.replace(way, split=finer.factors[way.lead[0]].split) for way in ways]
+    parts: dict[int, tuple[tuple[Interval, ...], Way]] = {}
+    for way in resolved:
+        concerned = finer.parts(way.lead, way.split, count(way.axes, axes))
+        if concerned is None or concerned.keys() & parts.keys():
+            return None
+        parts.update({f: (several, way) for f, several in concerned.items()})
+    operands, results = [], []
+    for dims, each in zip(finer.operands, given, strict=True):
+        layout = wanted_layout(dims, finer.sizes, parts, each.layout, axes)
+        if layout is None:
+            return None
+        operands.append(Layout(layout.dims, tuple(p for p in each.layout.partial if p in passed)))
+    for dims in finer.results:
+        layout = wanted_layout(dims, finer.sizes, parts, None, axes)
+        if layout is None:
+            return None
+        factors = {f for dim in dims for f in dim}
+        partial = list(passed)
+        for way in resolved:
+            monoid = way.split.partial(way.lead)
+            if monoid is not None and not factors & set(way.lead):
+                partial += [(name, monoid) for name in way.axes]
+        results.append(Layout(layout.dims, tuple(sorted(partial, key=lambda p: list(axes).index(p[0])))))
+    return Choice(finer, tuple(resolved), tuple(operands), tuple(results), parts, passed)
+
+
+def wanted_layout(
+    dims: Dims,
+    sizes: Sizes,
+    parts: Mapping[int, tuple[tuple[Interval, ...], Way]],
+    have: Layout | None,
+    axes: Axes,
+) -> Layout | None:
+    """How a value has to lie so that each part has its indices, or can fetch them; None if it cannot.
+
+    What follows a factor that is cut is fetched: from blocks, or from a value that every device has.
+    """
+    found: list[Cut | None] = []
+    for dim in dims:
+        concerned = [f for f in dim if f in parts]
+        if len(concerned) > 1:
+            return None
+        cut = None
+        for factor in concerned:
+            _, way = parts[factor]
+            at_hand = have is not None and not set(way.axes) & have.cut_axes.keys()
+            if factor in way.lead or not at_hand:
+                cut = cut_along(way.axes, factor, dim, sizes, axes)
+        found.append(cut)
+    return Layout(tuple(found))
+
+
+def cost_of(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    ways: tuple[Way, ...],
+    given: Sequence[Given],
+    axes: Axes,
+    passed: tuple[tuple[str, Monoid], ...],
+    axis: str,
+) -> float | None:
+    """What it costs to divide an equation so, in bytes that each device sends; None if it cannot be."""
+    choice = carried_out(eqn, description, ways, given, axes, passed)
+    if choice is None:
+        return None
+    total = 0.0
+    for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
+        if not each.anyhow:
+            moves = route(each.layout, want, atom.aval.shape, axes)
+            total += sum(move.sent(axes) for move in moves) * itemsize(atom.aval.dtype)
+    for var, layout in zip(eqn.outvars, choice.results, strict=True):
+        size = math.prod(layout.local(var.aval.shape, axes)) * itemsize(var.aval.dtype)
+        total += sum(2 * size * (axes[name] - 1) / axes[name] for name, _ in layout.partial if (name, _) not in passed)
+    divided = count([name for way in choice.ways for name in way.axes], axes)
+    return total + description.flops / divided / OPERATIONS_PER_BYTE
+
+
+def itemsize(dtype: object) -> int:
+    return getattr(dtype, "itemsize", 4)

@@ -1,0 +1,222 @@
+"""Carrying out moves between layouts, on one device's arrays, inside a program that is manual over all axes.
+
+Knows layouts and jax's collectives. Must not know equations, nor why values move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vnode.operators import Monoid
+from vnode.operators.splits import Interval
+from vnode.spmd.layout import Axes, Cut, Layout, count
+from vnode.spmd.route import Move, route
+
+
+def index_along(names: Sequence[str]) -> jax.Array:
+    """Which part this device has of something that axes divide, int32."""
+    return lax.axis_index(tuple(names))
+
+
+def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> Any:
+    """One device's array of a value, from one layout to another.
+
+    Args:
+      value: array of the shape that `start` has on one device.
+      start: how the value lies.
+      end: how it shall lie.
+      shape: of the whole value.
+      axes: of the mesh.
+    """
+    before = start
+    for move in route(start, end, shape, axes):
+        value = carry_out(value, before, move, shape, axes)
+        before = move.after
+    return value
+
+
+def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
+    """One move."""
+    match move.kind:
+        case "all-reduce":
+            return combine(value, move.axes, move.monoid)
+        case "reduce-scatter":
+            return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
+        case "all-to-all":
+            return lax.all_to_all(value, move.axes, split_axis=move.other, concat_axis=move.dim, tiled=True)
+        case "all-gather":
+            cut = before.dims[move.dim]
+            assert cut is not None
+            return gather(value, move.dim, cut, move.after.dims[move.dim], shape[move.dim], axes)
+    after = move.after.dims[move.dim]
+    assert after is not None
+    return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes)
+
+
+def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
+    """The pieces of a value on all devices along axes, combined."""
+    match monoid:
+        case Monoid.SUM:
+            return lax.psum(value, names)
+        case Monoid.MAX | Monoid.MIN if value.dtype.kind != "c":
+            return (lax.pmax if monoid is Monoid.MAX else lax.pmin)(value, names)
+        case Monoid.AND | Monoid.OR if value.dtype == np.bool_:
+            most = lax.pmin if monoid is Monoid.AND else lax.pmax
+            return most(value.astype(jnp.int8), names).astype(np.bool_)
+    pieces = lax.all_gather(value, names)
+    result = pieces[0]
+    for piece in range(1, pieces.shape[0]):
+        result = monoid.combine(result, pieces[piece])
+    return result.astype(value.dtype)
+
+
+def opened(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
+    """A dimension as three: ``outer``, one device's block, ``inner``."""
+    assert cut is not None
+    shape, inner = value.shape, n // (cut.outer * cut.size)
+    return value.reshape(*shape[:dim], cut.outer, cut.block(axes), inner, *shape[dim + 1 :])
+
+
+def closed(value: Any, dim: int) -> Any:
+    """Undoes `opened`."""
+    shape = value.shape
+    return value.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
+
+
+def gather(value: Any, dim: int, cut: Cut, rest: Cut | None, n: int, axes: Axes) -> Any:
+    """Puts the blocks of a dimension together, all of them or those over the minor axes."""
+    names = cut.axes[len(rest.axes) if rest is not None else 0 :]
+    size = cut.size if rest is None else rest.block(axes)
+    if cut.outer == 1 and n == cut.size:
+        together = lax.all_gather(value, names, axis=dim, tiled=True)
+        return lax.slice_in_dim(together, 0, size, axis=dim) if together.shape[dim] != size else together
+    parts = lax.all_gather(opened(value, dim, cut, n, axes), names, axis=dim + 1, tiled=True)
+    return closed(lax.slice_in_dim(parts, 0, size, axis=dim + 1), dim)
+
+
+def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes) -> Any:
+    """One device's block of what it has more of."""
+    names = after.axes[len(before.axes) if before is not None else 0 :]
+    block, parts = after.block(axes), count(names, axes)
+    have, inner = after.size if before is None else before.block(axes), n // (after.outer * after.size)
+    whole = value.reshape(*value.shape[:dim], after.outer, have, inner, *value.shape[dim + 1 :])
+    missing = block * parts - have
+    if missing:
+        whole = extended(whole, dim + 1, 0, missing)
+    start = index_along(names) * block
+    return closed(lax.dynamic_slice_in_dim(whole, start, block, axis=dim + 1), dim)
+
+
+def extended(value: Any, dim: int, before: int, behind: int) -> Any:
+    """An array with something more along a dimension, whatever."""
+    if not before and not behind:
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.extended):
+        return jnp.take(
+            value, np.clip(np.arange(-before, value.shape[dim] + behind), 0, value.shape[dim] - 1), axis=dim
+        )
+    config = [(before, behind, 0) if d == dim else (0, 0, 0) for d in range(value.ndim)]
+    return lax.pad(value, jnp.zeros((), value.dtype), config)
+
+
+def fetch(
+    value: Any, dim: int, cut: Cut, lies_cut: bool, n: int, intervals: Sequence[Interval], fill: Any, axes: Axes
+) -> Any:
+    """The indices of a dimension that each device needs, wherever they lie.
+
+    Args:
+      value: one device's array.
+      dim: the dimension.
+      cut: along which axes parts are counted; how the dimension is cut, if it is.
+      lies_cut: whether it is; else every device has all of it.
+      n: its whole size.
+      intervals: which indices each part needs, one interval behind the other.
+      fill: what stands where there is no such index, a scalar; None for anything.
+      axes: of the mesh.
+
+    Returns:
+      The device's array with what it needs along the dimension.
+    """
+    block = cut.block(axes) if lies_cut else cut.size
+    shape = value.shape
+    inner = n // (cut.outer * cut.size)
+    value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
+    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill) for each in intervals]
+    return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
+
+
+def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any) -> Any:
+    parts = len(interval.starts)
+    index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
+    there = index >= 0
+    if block is None:
+        base = np.zeros(parts, int)
+        near = value
+    else:
+        near, base = _neighbourhood(value, dim, cut.axes, block, index)
+    me = index_along(cut.axes)
+    own = np.where(there, index - base[:, None], 0)
+    result = _select(near, dim, own, there, me)
+    if fill is not None and not there.all():
+        mask = jnp.asarray(there)[me]
+        mask = lax.broadcast_in_dim(mask, result.shape, (dim,))
+        result = jnp.where(mask, result, jnp.asarray(fill, result.dtype))
+    return result
+
+
+def _neighbourhood(
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray
+) -> tuple[Any, np.ndarray]:
+    """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
+
+    What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
+    """
+    parts = len(index)
+    needed: dict[int, tuple[int, int]] = {}  # of blocks at a distance: the first and last element that anyone needs
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for part in range(parts):
+        wanted = index[part][index[part] >= 0]
+        for source in np.unique(wanted // block):
+            inside = wanted[wanted // block == source] - source * block
+            distance = int(source) - part
+            low, high = needed.get(distance, (block, -1))
+            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
+            pairs.setdefault(distance, set()).add((int(source), part))
+    first, last = min(needed, default=0), max(needed, default=0)
+    pieces = []
+    begin = 0
+    for distance in range(first, last + 1):
+        low, high = needed.get(distance, (0, block - 1))
+        low = low if distance == first else 0
+        high = high if distance == last else block - 1
+        if distance == first:
+            begin = low
+        piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
+        if distance:
+            piece = lax.ppermute(piece, names, sorted(pairs.get(distance, ())))
+        pieces.append(piece)
+    near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
+    return near, (np.arange(parts) + first) * block + begin
+
+
+def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Array) -> Any:
+    """Elements ``own[part]`` along a dimension; anything where none is there."""
+    length = own.shape[1]
+    steps = [row[ok] - np.flatnonzero(ok) for row, ok in zip(own, there, strict=True)]
+    if all((s == s[0]).all() for s in steps if len(s)):  # neighbours stay neighbours
+        starts = np.array([s[0] if len(s) else 0 for s in steps])
+        before = max(0, -int(starts.min()))
+        behind = max(0, int(starts.max()) + length - value.shape[dim])
+        value = extended(value, dim, before, behind)
+        starts = starts + before
+        if (starts == starts[0]).all():
+            return lax.slice_in_dim(value, int(starts[0]), int(starts[0]) + length, axis=dim)
+        return lax.dynamic_slice_in_dim(value, jnp.asarray(starts, jnp.int32)[me], length, axis=dim)
+    return jnp.take(value, jnp.asarray(own, jnp.int32)[me], axis=dim, mode="clip")

@@ -1,0 +1,253 @@
+"""Layouts through a program: how every value lies, and how every equation is cut.
+
+Knows programs, loops and branches, and the choice for one equation. Must not know devices, virtual nodes, nor how
+anything is carried out.
+
+Layouts flow forward from the inputs; each equation follows its operands. Inside loops they run to a fixpoint over what
+is carried. What is made from nothing (constants, iotas, broadcasts of scalars, random bits of a key) has no layout: it
+is made in whatever layout it is needed in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, Program, inline, message_about
+from vnode.errors import UnsupportedPrimitiveError
+from vnode.operators import Algebra, Monoid
+from vnode.operators.control import Region, region_of
+from vnode.spmd.choice import Choice, Given, choose, is_narrow
+from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+
+TURNS = 4
+"""How often a loop's body is followed until what it carries keeps its layout; then layouts stay what they are."""
+
+CHEAP = 30
+"""Operations per element up to which a value from nothing is made where it is needed, rather than once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """How one equation is carried out.
+
+    Attributes:
+      eqn: the equation.
+      operands: how each operand has to lie; None for one that is not read.
+      results: how each result lies.
+      choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
+      region: the loop or branch that it is.
+      bodies: layouts through each body.
+      anyhow: it is evaluated wherever its result is needed, in that layout.
+    """
+
+    eqn: JaxprEqn
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    choice: Choice | None = None
+    region: Region | None = None
+    bodies: tuple[Flow, ...] = ()
+    anyhow: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Flow:
+    """Layouts through a program.
+
+    Attributes:
+      program: what was followed.
+      inputs: how each input lies.
+      steps: one per equation, in order.
+      outputs: how each output lies where it is handed on.
+    """
+
+    program: Program
+    inputs: tuple[Layout, ...]
+    steps: tuple[Step, ...]
+    outputs: tuple[Layout, ...]
+
+
+def follow(
+    program: Program,
+    inputs: Sequence[Layout],
+    axes: Axes,
+    *,
+    outputs: Sequence[Layout | None] | None = None,
+    wishes: Mapping[Var, Layout] | None = None,
+) -> Flow:
+    """Finds how every value of a program lies.
+
+    Args:
+      program: the program.
+      inputs: how each of its inputs lies.
+      axes: of the mesh, those longer than one.
+      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
+      wishes: how single variables shall lie.
+
+    Returns:
+      The flow.
+
+    Raises:
+      UnsupportedPrimitiveError: an equation has an effect, which every device would have.
+    """
+    made = _Follower(program, axes, wishes or {}).follow([Given(layout) for layout in inputs])
+    asked = outputs if outputs is not None else [None] * len(program.outputs)
+    ends = tuple(state.layout.complete if ask is None else ask for state, ask in zip(made.ends, asked, strict=True))
+    return Flow(program, tuple(inputs), tuple(made.steps), ends)
+
+
+class _Follower:
+    """Follows one program once; `steps` and `ends` are what it finds."""
+
+    def __init__(self, program: Program, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
+        self.program, self.axes, self.wishes = program, axes, wishes
+        self.states: dict[Var, Given] = {}
+        self.steps: list[Step] = []
+        self.ends: list[Given] = []
+
+    def follow(self, inputs: Sequence[Given]) -> _Follower:
+        self.states.update(zip(self.program.inputs, inputs, strict=True))
+        for var in self.program.constants:
+            self.states[var] = Given(replicated(len(var.aval.shape)))
+        for eqn in self.program.equations:
+            self.steps.append(self.step(eqn))
+        self.ends = [self.state(atom) for atom in self.program.outputs]
+        return self
+
+    def state(self, atom: Atom) -> Given:
+        if isinstance(atom, Literal):
+            shape = getattr(atom.aval, "shape", ())
+            return Given(replicated(len(shape)), anyhow=True, zero=not shape and atom.val == 0)
+        return self.states[atom]
+
+    def step(self, eqn: JaxprEqn) -> Step:
+        given = [self.state(atom) for atom in eqn.invars]
+        region = region_of(eqn)
+        if region is not None:
+            return self.region_step(eqn, region, given)
+        description = self.program.describe(eqn)
+        if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
+            raise UnsupportedPrimitiveError(
+                message_about(
+                    eqn,
+                    f"{eqn.primitive.name!r} has an effect, and every device of a mesh that splits more than the batch "
+                    "would have it.",
+                    remedies=["return the value from the step and use it there", "or split the batch only"],
+                )
+            )
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
+            anyhow = description is not None and self.from_nothing(eqn, given)
+            operands = tuple(replicated(len(each.layout.dims)) for each in given)
+            results = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
+            zero = anyhow and description.has(Algebra.MOVES) and all(each.zero for each in given) and bool(given)
+            self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
+            return Step(eqn, operands, results, anyhow=anyhow)
+        if description.layout is not None:
+            return self.constraint_step(eqn, description.layout, given[0])
+        choice = choose(eqn, description, given, self.axes, wishes)
+        results = tuple(
+            layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
+            for var, layout in zip(eqn.outvars, choice.results, strict=True)
+        )
+        results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))
+        self.states.update((var, Given(r)) for var, r in zip(eqn.outvars, results, strict=True))
+        return Step(eqn, choice.operands, results, choice)
+
+    def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
+        """What asks for a layout gets it, over the axes that there are."""
+        (var,) = eqn.outvars
+        dims = list(given.layout.dims)
+        for d, (names, n) in enumerate(zip(asked, var.aval.shape, strict=True)):
+            if names is not None:
+                names = tuple(name for name in names if name in self.axes)
+                dims[d] = cut_of(names, 1, n, n, self.axes) if names and n > 1 else None
+        taken = [name for names in asked for name in names or ()]
+        for d, cut in enumerate(dims):  # an axis cuts one dimension
+            if asked[d] is None and cut is not None and set(cut.axes) & set(taken):
+                dims[d] = None
+        layout = Layout(tuple(dims))
+        self.states[var] = Given(layout)
+        return Step(eqn, (layout,), (layout,))
+
+    def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
+        """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
+        description = self.program.describe(eqn)
+        assert description is not None
+        if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
+            return False
+        size = math.prod(eqn.outvars[0].aval.shape)
+        read = sum(
+            math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow
+        )
+        return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
+
+    # Loops and branches
+
+    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given]) -> Step:
+        programs = [inline(body.jaxpr, body.constants, eqn) for body in region.bodies]
+        layouts = [each.layout.complete for each in given]
+        for i in range(len(layouts)):
+            if i == region.chooser:
+                layouts[i] = replicated(len(layouts[i].dims))
+            elif i in region.scanned:
+                layouts[i] = Layout((None, *layouts[i].dims[1:]))
+        carried = list(region.carried)
+        flows, ends = self.bodies(region, programs, layouts)
+        for turn in range(TURNS):
+            before = [layouts[i] for i in carried]
+            after = [
+                end.layout if region.stacks and self.may_be_partial(end.layout, given[i]) else end.layout.complete
+                for i, end in zip(carried, ends[-1], strict=False)
+            ]
+            if before == after or turn == TURNS - 1:
+                break
+            for i, layout in zip(carried, after, strict=True):
+                layouts[i] = layout
+            flows, ends = self.bodies(region, programs, layouts)
+        results = self.results_of(region, ends[region.tests :], [layouts[i] for i in carried])
+        bodies = []
+        for k, flow in enumerate(flows):
+            if k < region.tests:
+                outputs = tuple(replicated(len(each.layout.dims)) for each in ends[k])
+            else:
+                outputs = tuple(
+                    Layout(layout.dims[1:], layout.partial) if region.stacks and j >= len(carried) else layout
+                    for j, layout in enumerate(results)
+                )
+            bodies.append(dataclasses.replace(flow, outputs=outputs))
+        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        return Step(eqn, tuple(layouts), results, region=region, bodies=tuple(bodies))
+
+    @staticmethod
+    def may_be_partial(layout: Layout, given: Given) -> bool:
+        """Whether what begins as given may become pieces of a sum: nothing is added more than once."""
+        return given.zero and all(monoid is Monoid.SUM for _, monoid in layout.partial)
+
+    def bodies(
+        self, region: Region, programs: Sequence[Program], layouts: Sequence[Layout]
+    ) -> tuple[list[Flow], list[list[Given]]]:
+        """Follows each body once."""
+        flows, ends = [], []
+        for program, inputs in zip(programs, region.inputs, strict=True):
+            given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
+            follower = _Follower(program, self.axes, self.wishes).follow(given)
+            flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
+            ends.append(follower.ends)
+        return flows, ends
+
+    def results_of(
+        self, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]
+    ) -> tuple[Layout, ...]:
+        """How a region's results lie: what is carried as it is carried, others as the bodies agree."""
+        results = list(carried)
+        for several in list(zip(*ends, strict=True))[len(carried) :]:
+            layouts = {end.layout for end in several if not end.anyhow} or {several[0].layout}
+            layout = layouts.pop() if len(layouts) == 1 else next(iter(sorted(layouts, key=str))).complete
+            if len({end.layout for end in several}) > 1:
+                layout = layout.complete
+            results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
+        return tuple(results)

@@ -1,0 +1,141 @@
+"""How a value lies on a mesh: which dimensions are cut over which axes, and over which axes it is partial.
+
+Knows shapes and the sizes of mesh axes. Must not know equations, nor how a value gets from one layout to another.
+
+A dimension is ``outer x size x inner``, and the part between is cut into equal blocks of consecutive indices, one for
+each device along the axes; `outer` is one unless a dimension was made of several by a reshape. Where the axes do not
+divide `size`, the last blocks reach beyond the end, and hold anything there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from vnode.operators import Monoid
+from vnode.operators.description import Dim, Sizes
+
+Axes = Mapping[str, int]
+"""The mesh axes that there are, each with its size."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How a dimension is divided.
+
+    Attributes:
+      axes: the mesh axes, major to minor.
+      outer: how often the part that is cut repeats.
+      size: how many indices it has.
+    """
+
+    axes: tuple[str, ...]
+    outer: int
+    size: int
+
+    def block(self, axes: Axes) -> int:
+        """Indices of one device's block."""
+        return -(-self.size // count(self.axes, axes))
+
+
+def count(names: Sequence[str], axes: Axes) -> int:
+    """Into how many parts some axes divide something."""
+    return math.prod(axes[name] for name in names)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How a value lies on a mesh.
+
+    Attributes:
+      dims: for each dimension how it is cut; None where every device has all of it.
+      partial: axes over which devices hold pieces of the value, with the monoid that combines them.
+    """
+
+    dims: tuple[Cut | None, ...]
+    partial: tuple[tuple[str, Monoid], ...] = ()
+
+    @property
+    def cut_axes(self) -> dict[str, int]:
+        """For each axis that cuts a dimension, which one."""
+        return {name: d for d, cut in enumerate(self.dims) if cut is not None for name in cut.axes}
+
+    @property
+    def whole(self) -> bool:
+        """Whether every device has the whole value."""
+        return not self.partial and not any(self.dims)
+
+    @property
+    def complete(self) -> Layout:
+        """The layout with pieces combined."""
+        return Layout(self.dims) if self.partial else self
+
+    def local(self, shape: Sequence[int], axes: Axes) -> tuple[int, ...]:
+        """The shape of one device's array of a value of shape `shape`."""
+        return tuple(
+            n if cut is None else cut.outer * cut.block(axes) * (n // (cut.outer * cut.size))
+            for n, cut in zip(shape, self.dims, strict=True)
+        )
+
+    def __str__(self) -> str:
+        dims = ", ".join("-" if cut is None else "*".join(cut.axes) for cut in self.dims)
+        return f"[{dims}]" + "".join(f" partial({monoid.value}, {name})" for name, monoid in self.partial)
+
+
+def replicated(ndim: int) -> Layout:
+    """Every device has the whole value."""
+    return Layout((None,) * ndim)
+
+
+def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) -> Cut:
+    """A cut of a dimension of `n`, in the one form that equal cuts have.
+
+    >>> cut_of(("x",), 1, 8, 24, {"x": 4})  # blocks of 2 threes are blocks of 6
+    Cut(axes=('x',), outer=1, size=24)
+    >>> cut_of(("x",), 1, 6, 24, {"x": 4})  # of two fours each, padded: not the same as blocks of 6
+    Cut(axes=('x',), outer=1, size=6)
+    """
+    return Cut(names, outer, size if size % count(names, axes) else n // outer)
+
+
+def factor_of(cut: Cut, dim: Dim, sizes: Sizes, axes: Axes) -> int | None:
+    """The factor of a dimension that a cut divides, or None if it divides none of them."""
+    parts, outer = count(cut.axes, axes), 1
+    total = math.prod(sizes[f] for f in dim)
+    for f in dim:
+        if outer == cut.outer and sizes[f] > 1:
+            same = sizes[f] == cut.size and total == outer * cut.size * math.prod(sizes[g] for g in after(dim, f))
+            even = sizes[f] % parts == 0 and cut.outer * cut.size == total
+            return f if same or even else None
+        outer *= sizes[f]
+    return None
+
+
+def after(dim: Dim, factor: int) -> Dim:
+    """The factors minor to one."""
+    return dim[dim.index(factor) + 1 :]
+
+
+def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes: Axes) -> Cut:
+    """The cut of a dimension that divides one of its factors."""
+    outer = math.prod(sizes[f] for f in dim[: dim.index(factor)])
+    return cut_of(names, outer, sizes[factor], math.prod(sizes[f] for f in dim), axes)
+
+
+def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
+    """The layout that a `PartitionSpec` means, over those of its axes that there are and that are longer than one.
+
+    >>> str(from_spec(PartitionSpec(None, ("data", "model")), (4, 8), {"model": 2}))
+    '[-, model]'
+    """
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    dims: list[Cut | None] = []
+    for n, entry in zip(shape, entries, strict=True):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        names = tuple(name for name in names if axes.get(name, 1) > 1)
+        dims.append(cut_of(names, 1, n, n, axes) if names and n > 1 else None)
+    return Layout(tuple(dims))

@@ -1,0 +1,258 @@
+"""Carrying out a program by its layouts: one device's part of it, with explicit collectives.
+
+Knows flows, descriptions and exchange. Must not know how layouts were found, virtual nodes, nor which devices there
+are. What it makes runs inside `jax.shard_map` that is manual over all axes, or in a loop or branch of one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Atom, bind, context_of
+from vnode.operators import Algebra, Monoid, OperatorDescription, Prefix, Reduced, Role, Windowed, evaluate, evaluate_wide
+from vnode.operators.in_program import InProgram, as_array
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow
+from vnode.spmd.exchange import combine, convert, fetch, index_along
+from vnode.spmd.flow import Flow, Step
+from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
+from vnode.spmd.route import route
+
+
+def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[Any]:
+    """Evaluates a program on one device of a mesh.
+
+    Args:
+      flow: layouts through it.
+      values: this device's arrays of its inputs, as `flow.inputs` says.
+      axes: of the mesh, those longer than one.
+      platform: what is compiled for.
+
+    Returns:
+      This device's arrays of the outputs, as `flow.outputs` says.
+    """
+    return _Run(flow, axes, platform).all(values)
+
+
+class _Run:
+    """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
+
+    def __init__(self, flow: Flow, axes: Axes, platform: str) -> None:
+        self.flow, self.axes, self.platform = flow, axes, platform
+        self.held: dict[Var, dict[Layout, Any]] = {}
+        self.anyhow: dict[Var, JaxprEqn] = {}
+
+    def all(self, values: Sequence[Any]) -> list[Any]:
+        program = self.flow.program
+        for var, value, layout in zip(program.inputs, values, self.flow.inputs, strict=True):
+            self.held[var] = {layout: value}
+        for var, value in program.constants.items():
+            self.held[var] = {replicated(len(var.aval.shape)): value}
+        for step in self.flow.steps:
+            if step.anyhow:
+                self.anyhow.update(dict.fromkeys(step.eqn.outvars, step.eqn))
+                continue
+            with context_of(step.eqn):
+                results = self.step(step)
+            for var, value, layout in zip(step.eqn.outvars, results, step.results, strict=True):
+                self.held[var] = {layout: value}
+        return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
+
+    def read(self, atom: Atom, layout: Layout) -> Any:
+        """A value in a layout."""
+        shape = getattr(atom.aval, "shape", ())
+        if isinstance(atom, Literal):
+            value = jnp.asarray(atom.val, atom.aval.dtype) if not layout.whole else atom.val
+            return convert(value, replicated(len(shape)), layout.complete, shape, self.axes)
+        if atom in self.anyhow and layout.complete not in self.held.setdefault(atom, {}):
+            self.held[atom][layout.complete] = self.made(self.anyhow[atom], layout.complete)
+        held = self.held[atom]
+        if atom in self.anyhow:
+            return held[layout.complete]
+        if layout not in held:
+            if layout.partial and not any(start.partial for start in held):
+                return self.read(atom, layout.complete)  # zero is a piece of zero
+            start = min(
+                (start for start in held if set(layout.partial) <= set(start.partial)),
+                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
+            )
+            held[layout] = convert(held[start], start, layout, shape, self.axes)
+        return held[layout]
+
+    def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
+        """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
+        description = self.flow.program.describe(eqn)
+        assert description is not None
+        with context_of(eqn):
+            ways = ways_to(description, 0, layout, self.axes)
+            given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+            choice = None if ways is None else carried_out(eqn, description, ways, given, self.axes, ())
+            if choice is not None and choice.results[0] == layout:
+                return self.evaluated(eqn, choice)[0]
+            whole = replicated(len(layout.dims))
+            operands = [self.read(atom, replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+            (value,) = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
+            return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
+
+    def step(self, step: Step) -> list[Any]:
+        if step.region is not None:
+            return self.region(step)
+        if step.choice is None:
+            operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
+            description = self.flow.program.describe(step.eqn)
+            if description is not None and description.layout is not None:
+                return operands
+            if description is not None and self.platform in description.replaced_on:
+                return evaluate(description, step.eqn, operands, description.sizes, {}, self.platform)
+            return bind(step.eqn, operands)
+        results = self.evaluated(step.eqn, step.choice)
+        return [
+            convert(value, have, want, var.aval.shape, self.axes)
+            for value, var, have, want in zip(
+                results, step.eqn.outvars, self.reached(step.eqn, step.choice), step.results, strict=True
+            )
+        ]
+
+    @staticmethod
+    def reached(eqn: JaxprEqn, choice: Choice) -> list[Layout]:
+        """How the results of an evaluated equation lie: pieces of narrow sums have been combined."""
+        return [
+            layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
+            for var, layout in zip(eqn.outvars, choice.results, strict=True)
+        ]
+
+    def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:
+        """A device's copy of an equation."""
+        d, sizes = choice.description, choice.sizes()
+        operands = [self.operand(eqn, choice, i) for i in range(len(eqn.invars))]
+        positions = {
+            f: functools.partial(places, way, choice.parts[f][0][0].length) for way in choice.ways for f in way.lead
+        }
+        partial = any(way.split.partial(way.lead) is not None for way in choice.ways)
+        narrow = partial and not choice.passed and any(is_narrow(var.aval.dtype) for var in eqn.outvars)
+        if narrow:
+            results = evaluate_wide(d, eqn, operands, sizes, positions, self.platform)
+        else:
+            results = evaluate(d, eqn, operands, sizes, positions, self.platform)
+        for way in choice.ways:
+            if isinstance(way.split, Prefix):
+                results = [self.continued(value, way, choice, d.results[i]) for i, value in enumerate(results)]
+        if narrow:
+            results = [
+                self.rounded(value, var, layout) for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
+            ]
+        return results
+
+    def rounded(self, value: Any, var: Var, layout: Layout) -> Any:
+        """A sum in pieces, combined before it is rounded."""
+        for monoid in dict.fromkeys(monoid for _, monoid in layout.partial):
+            value = combine(value, tuple(name for name, m in layout.partial if m is monoid), monoid)
+        return value.astype(var.aval.dtype)
+
+    def operand(self, eqn: JaxprEqn, choice: Choice, i: int) -> Any:
+        """What a device's copy is given of an operand."""
+        atom, want, d = eqn.invars[i], choice.operands[i], choice.description
+        value = self.read(atom, want)
+        dims = d.operands[i]
+        factors = {f for dim in dims for f in dim}
+        for k, dim in enumerate(dims):
+            for f in dim:
+                if f not in choice.parts:
+                    continue
+                intervals, way = choice.parts[f]
+                n, cut = atom.aval.shape[k], cut_along(way.axes, f, dim, d.sizes, self.axes)
+                cut = dataclasses.replace(cut, size=d.sizes[f])
+                if f not in way.lead:
+                    value = fetch(value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes)
+                elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
+                    value = self.masked(value, k, cut, n, way, choice, i)
+        for way in choice.ways:
+            monoid = way.split.partial(way.lead)
+            if d.roles.get(i) is Role.ONCE and monoid is not None and not factors & set(way.lead):
+                value = jnp.where(index_along(way.axes) == 0, value, monoid.identity(jnp.result_type(value)))
+        return value
+
+    def masked(self, value: Any, k: int, cut: Cut, n: int, way: Way, choice: Choice, i: int) -> Any:
+        """Overwrites what lies behind the end of a factor, where it would count."""
+        d, (f, *_) = choice.description, way.lead
+        if d.roles.get(i) is Role.INDEX or jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            return value
+        if isinstance(way.split, Reduced):
+            fill = d.fill(f, value.dtype)
+        elif d.has(Algebra.CONTRACTS):
+            fill = Monoid.SUM.identity(value.dtype)
+        else:
+            return value
+        length, inner = cut.block(self.axes), n // (cut.outer * cut.size)
+        real = places(way, length) < cut.size
+        shape = value.shape
+        value = value.reshape(*shape[:k], cut.outer, length, inner, *shape[k + 1 :])
+        real = lax.broadcast_in_dim(real, value.shape, (k + 1,))
+        return jnp.where(real, value, jnp.asarray(fill, value.dtype)).reshape(shape)
+
+    def continued(self, value: Any, way: Way, choice: Choice, dims: Any) -> Any:
+        """Running values, with those of the parts before taken up."""
+        split, (factor,) = way.split, way.lead
+        assert isinstance(split, Prefix)
+        axis = next(k for k, dim in enumerate(dims) if factor in dim)
+        ends = lax.slice_in_dim(value, 0, 1, axis=axis) if split.reverse else lax.slice_in_dim(
+            value, value.shape[axis] - 1, value.shape[axis], axis=axis
+        )
+        ends = lax.all_gather(ends, way.axes)
+        me, order = index_along(way.axes), list(range(ends.shape[0]))[:: -1 if split.reverse else 1]
+        before = ends[order[0]]
+        taken = before
+        for last, part in zip(order[1:], order[2:], strict=False):
+            before = split.combine(before, ends[last]).astype(value.dtype)
+            taken = jnp.where(me == part, before, taken)
+        return jnp.where(me == order[0], value, split.combine(taken, value).astype(value.dtype))
+
+    def region(self, step: Step) -> list[Any]:
+        """A loop or branch, each device running its own part of the bodies."""
+        eqn, region = step.eqn, step.region
+        assert region is not None
+        operands = [self.read(atom, layout) for atom, layout in zip(eqn.invars, step.operands, strict=True)]
+        for i in region.carried:
+            operands[i] = as_array(operands[i], eqn.invars[i])
+        bodies = [functools.partial(self.body, flow) for flow in step.bodies]
+        return list(region.run(InProgram(eqn), bodies, operands))
+
+    def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
+        made = run(flow, values, self.axes, self.platform)
+        return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def places(way: Way, length: int) -> jax.Array:
+    """The indices of this device's block of what a way cuts, int32."""
+    return index_along(way.axes) * length + jnp.arange(length, dtype=jnp.int32)
+
+
+def around(way: Way, operand: int, value: Any) -> Any:
+    """What stands where a window reaches beyond an operand; None for anything."""
+    if not isinstance(way.split, Windowed):
+        return None
+    return way.split.around[operand].identity(value.dtype) if way.split.around else np.zeros((), value.dtype)
+
+
+def ways_to(description: OperatorDescription, result: int, layout: Layout, axes: Axes) -> tuple[Way, ...] | None:
+    """Ways in which an equation gives a result in a layout; None if there are none."""
+    ways = []
+    for dim, cut in zip(description.results[result], layout.dims, strict=True):
+        if cut is None:
+            continue
+        for lead, split in description.leads:
+            if len(lead) == 1 and lead[0] in dim and split.partial(lead) is None:
+                if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
+                    ways.append(Way(lead, split, cut.axes))
+                    break
+        else:
+            return None
+    return tuple(ways)
