@@ -132,6 +132,11 @@ class Array:
         """The part at the indices `where` of `factor`."""
         return self.like(self.data[self.index(factor, where)]) if factor in self.factors else self
 
+    def longer(self, factor: int, length: int) -> Array:
+        """Anything of another length, where there was nothing."""
+        shape = [length if f == factor else n for f, n in zip(self.factors, self.data.shape, strict=False)]
+        return self.like(np.zeros(shape, self.data.dtype))
+
     def overwrite(self, factor: int, where: np.ndarray, value: Any) -> Array:
         """Another value at the indices `where` of `factor`."""
         if factor not in self.factors:
@@ -175,8 +180,13 @@ class Copy:
     results: list[Array] = dataclasses.field(default_factory=list)
 
 
-def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform: str) -> None:
+Batch = tuple[OperatorDescription, Sequence[Copy]]
+"""Copies of an equation, and the description by which they were made."""
+
+
+def run(eqn: JaxprEqn, batches: Sequence[Batch], platform: str) -> None:
     """Evaluates copies in one program, as on `platform`; checks every shape against the description."""
+    pairs = [(d, copy) for d, copies in batches for copy in copies]
 
     def positions(copy: Copy) -> dict[int, Callable[[], Any]]:
         return {f: lambda p=p: jnp.asarray(p) for f, p in copy.positions.items()}
@@ -184,13 +194,13 @@ def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform:
     def program(operands: list[list[Any]]) -> list[list[Any]]:
         return [
             evaluate(d, eqn, given, copy.sizes, positions(copy), platform)
-            for given, copy in zip(operands, copies, strict=True)
+            for given, (d, copy) in zip(operands, pairs, strict=True)
         ]
 
-    operands = [[x.value() for x in copy.operands] for copy in copies]
-    for given, copy in zip(operands, copies, strict=True):
+    operands = [[x.value() for x in copy.operands] for _, copy in pairs]
+    for given, (d, copy) in zip(operands, pairs, strict=True):
         assert [x.shape for x in given] == [d.operand_shape(i, copy.sizes) for i in range(len(given))], eqn
-    for results, copy in zip(jax.jit(program)(operands), copies, strict=True):
+    for results, (d, copy) in zip(jax.jit(program)(operands), pairs, strict=True):
         assert [x.shape for x in results] == [d.result_shape(i, copy.sizes) for i in range(len(results))], eqn
         copy.results = [Array.of(x, dims, copy.sizes) for x, dims in zip(results, d.results, strict=True)]
 
@@ -243,7 +253,7 @@ def cut(d: OperatorDescription, operands: Sequence[Array], lead: Lead, split: Sp
             part = x
             for factor in set(x.factors) & set(intervals):
                 index = np.concatenate([each.indices(number, d.sizes[factor]) for each in intervals[factor]])
-                part = part.take(factor, np.maximum(index, 0) if d.sizes[factor] else index[:0])
+                part = part.take(factor, np.maximum(index, 0)) if d.sizes[factor] else part.longer(factor, len(index))
                 fill = around(split, i, x.data.dtype)
                 part = part.overwrite(factor, index < 0, fill)
             given.append(part)
@@ -256,6 +266,8 @@ def cut(d: OperatorDescription, operands: Sequence[Array], lead: Lead, split: Sp
 
 def around(split: Split, operand: int, dtype: Any) -> Any:
     """What a part is given where an operand has no element."""
+    if isinstance(split, Prefix):
+        return split.around.identity(dtype)
     if not isinstance(split, Windowed):
         return garbage(dtype)
     if not split.around:
@@ -371,9 +383,9 @@ def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> list[tuple[Operato
     """The equation in two and in three parts, in every way that is more than to take a range of a factor."""
     made = []
     for lead, split in d.leads:
-        if isinstance(split, Free | Reduced) or all(d.sizes[factor] < 2 for factor in lead):
-            continue
         finer = d.by_elements(split) if isinstance(split, Shifted) else d
+        if isinstance(split, Free | Reduced) or all(finer.sizes[factor] < 2 for factor in lead):
+            continue
         finer_split = finer.factors[lead[0]].split
         operands = [Array.of(x, dims, finer.sizes) for x, dims in zip(values, finer.operands, strict=True)]
         for count in (2, 3):
@@ -397,13 +409,13 @@ def check(instance: Instance) -> OperatorDescription:
     copies = [part for parts in splits.values() for part in parts]
     copies += [copy for group in combined.values() for copy in group.values()]
     for platform in ("", *d.emit_on):
-        run(d, eqn, [whole, *copies] if not platform else copies, platform)
+        cut_copies = [(finer, parts) for finer, _, _, parts in cuts]
+        run(eqn, [(d, [whole, *copies] if not platform else copies), *cut_copies], platform)
         for factor, parts in splits.items():
             compare_split(d, eqn, factor, parts, whole)
         for group, several in combined.items():
             compare_combined(d, eqn, group, several, whole)
         for finer, lead, way, parts in cuts:
-            run(finer, eqn, parts, platform)
             compare_cut(finer, eqn, lead, way, parts, whole)
     if d.has(Algebra.ADDS):
         total = sum(np.broadcast_to(x, whole.results[0].value().shape) for x in instance.operands)
