@@ -379,19 +379,34 @@ def check_parts(d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], 
         assert_same(Array.of(alone, d.results[i], d.sizes).data, want.data, 0.0, f"{eqn.primitive.name}: part {i}")
 
 
+COUNTS = 2, 3
+"""Into how many parts an equation is cut."""
+
+
+def ways(d: OperatorDescription) -> list[tuple[Lead, Split, OperatorDescription]]:
+    """Every way to cut an equation into as many parts, and the description that says how, by elements of blocks."""
+    found = []
+    for lead, split in d.leads:
+        finer = d.by_elements(split) if isinstance(split, Shifted) else d
+        finer_split = finer.factors[lead[0]].split
+        if any(finer.sizes[factor] > 1 for factor in lead) and any(
+            finer.parts(lead, finer_split, count) is not None for count in COUNTS
+        ):
+            found.append((lead, finer_split, finer))
+    return found
+
+
 def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> list[tuple[OperatorDescription, Lead, Split, list[Copy]]]:
     """The equation in two and in three parts, in every way that is more than to take a range of a factor."""
     made = []
-    for lead, split in d.leads:
-        finer = d.by_elements(split) if isinstance(split, Shifted) else d
-        if isinstance(split, Free | Reduced) or all(finer.sizes[factor] < 2 for factor in lead):
+    for lead, split, finer in ways(d):
+        if isinstance(split, Free | Reduced):
             continue
-        finer_split = finer.factors[lead[0]].split
         operands = [Array.of(x, dims, finer.sizes) for x, dims in zip(values, finer.operands, strict=True)]
-        for count in (2, 3):
-            parts = cut(finer, operands, lead, finer_split, count)
+        for count in COUNTS:
+            parts = cut(finer, operands, lead, split, count)
             if parts is not None:
-                made.append((finer, lead, finer_split, parts))
+                made.append((finer, lead, split, parts))
     return made
 
 
