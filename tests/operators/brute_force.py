@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -237,31 +238,44 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
 PADDING = 2
 
 
-def cut(d: OperatorDescription, operands: Sequence[Array], lead: Lead, split: Split, count: int) -> list[Copy] | None:
+Way = tuple[Lead, Split, int]
+"""Factors that are cut together, how, and into how many parts."""
+
+
+def cut(d: OperatorDescription, operands: Sequence[Array], ways: Sequence[Way]) -> list[Copy] | None:
     """The equation in equal parts along factors that are tied to others, or need more done than to be cut.
 
     Each part is given what the description says: the indices of every factor concerned, around a windowed operand its
-    neutral value, and garbage wherever nothing is promised.
+    neutral value, and garbage wherever nothing is promised. Of several ways, each part along one is cut along the next.
+    None if a factor is concerned by two of them, or a way gives no equal parts.
     """
-    intervals = d.parts(lead, split, count)
-    if intervals is None:
+    made = [d.parts(lead, split, count) for lead, split, count in ways]
+    factors = [factor for intervals in made for factor in intervals or ()]
+    if None in made or len(set(factors)) != len(factors):
         return None
     copies = []
-    for number in range(count):
-        given = []
-        for i, x in enumerate(operands):
-            part = x
-            for factor in set(x.factors) & set(intervals):
-                index = np.concatenate([each.indices(number, d.sizes[factor]) for each in intervals[factor]])
-                part = part.take(factor, np.maximum(index, 0)) if d.sizes[factor] else part.longer(factor, len(index))
-                fill = around(split, i, x.data.dtype)
-                part = part.overwrite(factor, index < 0, fill)
-            given.append(part)
-        lengths = {factor: sum(each.length for each in several) for factor, several in intervals.items()}
-        sizes = tuple(lengths.get(factor, n) for factor, n in enumerate(d.sizes))
-        places = {factor: intervals[factor][0] for factor in lead}
-        copies.append(Copy(given, sizes, {f: at.starts[number] + np.arange(at.length) for f, at in places.items()}))
+    for numbers in itertools.product(*(range(count) for _, _, count in ways)):
+        given = list(operands)
+        lengths: dict[int, int] = {}
+        positions = {}
+        for number, (lead, split, _), intervals in zip(numbers, ways, made, strict=True):
+            for factor, several in (intervals or {}).items():
+                index = np.concatenate([each.indices(number, d.sizes[factor]) for each in several])
+                given = [part_of(x, factor, index, around(split, i, x.data.dtype)) for i, x in enumerate(given)]
+                lengths[factor] = len(index)
+                if factor in lead:
+                    positions[factor] = several[0].starts[number] + np.arange(several[0].length)
+        copies.append(Copy(given, tuple(lengths.get(f, n) for f, n in enumerate(d.sizes)), positions))
     return copies
+
+
+def part_of(x: Array, factor: int, index: np.ndarray, fill: Any) -> Array:
+    """The elements at some indices of a factor, and `fill` where an index is -1."""
+    if factor not in x.factors:
+        return x
+    size = x.data.shape[x.factors.index(factor)]
+    part = x.take(factor, np.maximum(index, 0)) if size else x.longer(factor, len(index))
+    return part.overwrite(factor, index < 0, fill)
 
 
 def around(split: Split, operand: int, dtype: Any) -> Any:
@@ -275,28 +289,35 @@ def around(split: Split, operand: int, dtype: Any) -> Any:
     return split.around[operand].identity(dtype)
 
 
-def compare_cut(
-    d: OperatorDescription, eqn: JaxprEqn, lead: Lead, split: Split, parts: Sequence[Copy], whole: Copy
-) -> None:
-    """The results of the parts make up the whole results, as the way of splitting says."""
+def compare_cut(d: OperatorDescription, eqn: JaxprEqn, ways: Sequence[Way], parts: Sequence[Copy], whole: Copy) -> None:
+    """The results of the parts make up the whole results, as the ways of splitting say."""
     limit = tolerance(d, [*whole.operands, *whole.results])
     for i, result in enumerate(whole.results):
         want = Array.of(result.value(), d.results[i], d.sizes)
-        context = f"{eqn.primitive.name}: result {i}, {lead} of {d}"
         made = [part.results[i].data for part in parts]
-        cut_here = [factor for factor in lead if factor in want.factors]
-        if not cut_here:
-            monoid = split.partial(lead)
-            assert monoid is not None, context
-            assert_same(functools.reduce(COMBINE[monoid], made), want.data, limit, context)
-            continue
-        (factor,) = cut_here
-        axis = want.factors.index(factor)
-        if isinstance(split, Prefix):
-            made = running(split, made, axis, d.sizes[factor])
-        got = np.concatenate(made, axis)
-        beyond = np.arange(d.sizes[factor], got.shape[axis])
-        assert_same(np.delete(got, beyond, axis), want.data, limit, context)
+        for way in reversed(ways):
+            made = [joined(d, way, want.factors, several) for several in chunks(made, way[2])]
+        assert_same(made[0], want.data, limit, f"{eqn.primitive.name}: result {i}, {ways} of {d}")
+
+
+def chunks(made: list[Any], size: int) -> list[list[Any]]:
+    return [made[i : i + size] for i in range(0, len(made), size)]
+
+
+def joined(d: OperatorDescription, way: Way, factors: Sequence[int], made: Sequence[np.ndarray]) -> np.ndarray:
+    """What a result with some factors is, of which the parts along one way were made."""
+    lead, split, _ = way
+    cut_here = [factor for factor in lead if factor in factors]
+    if not cut_here:
+        monoid = split.partial(lead)
+        assert monoid is not None, f"{lead} of {d}"
+        return functools.reduce(COMBINE[monoid], made)
+    (factor,) = cut_here
+    axis = factors.index(factor)
+    if isinstance(split, Prefix):
+        made = running(split, made, axis, d.sizes[factor])
+    got = np.concatenate(made, axis)
+    return np.delete(got, np.arange(d.sizes[factor], got.shape[axis]), axis)
 
 
 def running(split: Prefix, made: Sequence[np.ndarray], axis: int, size: int) -> list[np.ndarray]:
@@ -396,18 +417,29 @@ def ways(d: OperatorDescription) -> list[tuple[Lead, Split, OperatorDescription]
     return found
 
 
-def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> list[tuple[OperatorDescription, Lead, Split, list[Copy]]]:
-    """The equation in two and in three parts, in every way that is more than to take a range of a factor."""
-    made = []
-    for lead, split, finer in ways(d):
-        if isinstance(split, Free | Reduced):
-            continue
+Cut = tuple[OperatorDescription, list[Way], list[Copy]]
+
+
+def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> Iterator[Cut]:
+    """The equation in two and in three parts in every way that is more than to take a range of a factor.
+
+    And in two by two along every two of these.
+    """
+
+    def made(finer: OperatorDescription, *ways: Way) -> Iterator[Cut]:
         operands = [Array.of(x, dims, finer.sizes) for x, dims in zip(values, finer.operands, strict=True)]
+        parts = cut(finer, operands, ways)
+        if parts is not None:
+            yield finer, list(ways), parts
+
+    found = [each for each in ways(d) if not isinstance(each[1], Free | Reduced)]
+    for lead, split, finer in found:
         for count in COUNTS:
-            parts = cut(finer, operands, lead, split, count)
-            if parts is not None:
-                made.append((finer, lead, split, parts))
-    return made
+            yield from made(finer, (lead, split, count))
+    for (first, split, finer), (second, _, _) in itertools.combinations(found, 2):
+        other = d.factors[second[0]].split
+        finest = finer.by_elements(other) if isinstance(other, Shifted) else finer
+        yield from made(finest, (first, split, 2), (second, finest.factors[second[0]].split, 2))
 
 
 def check(instance: Instance) -> OperatorDescription:
@@ -419,19 +451,19 @@ def check(instance: Instance) -> OperatorDescription:
     operands = [Array.of(x, dims, d.sizes) for x, dims in zip(instance.operands, d.operands, strict=True)]
     whole = Copy(operands, d.sizes)
     splits = {f: split(d, operands, f) for f, size in enumerate(d.sizes) if f not in d.whole and size > 1}
-    cuts = cuts_of(d, instance.operands)
+    cuts = list(cuts_of(d, instance.operands))
     combined = {group: combine(d, group, operands) for group in d.linear}
     copies = [part for parts in splits.values() for part in parts]
     copies += [copy for group in combined.values() for copy in group.values()]
     for platform in ("", *d.emit_on):
-        cut_copies = [(finer, parts) for finer, _, _, parts in cuts]
+        cut_copies = [(finer, parts) for finer, _, parts in cuts]
         run(eqn, [(d, [whole, *copies] if not platform else copies), *cut_copies], platform)
         for factor, parts in splits.items():
             compare_split(d, eqn, factor, parts, whole)
         for group, several in combined.items():
             compare_combined(d, eqn, group, several, whole)
-        for finer, lead, way, parts in cuts:
-            compare_cut(finer, eqn, lead, way, parts, whole)
+        for finer, way, parts in cuts:
+            compare_cut(finer, eqn, way, parts, whole)
     if d.has(Algebra.ADDS):
         total = sum(np.broadcast_to(x, whole.results[0].value().shape) for x in instance.operands)
         np.testing.assert_allclose(np.asarray(total), np.asarray(whole.results[0].value()), rtol=1e-10)
