@@ -35,12 +35,13 @@ turns = itertools.count()
 def wobbles(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
+    f.change(*dims[0], positional=True)
 
     def emit(description: Any, eqn: Any, operands: Any, sizes: Any, positions: Any) -> list[Any]:
         turn = next(turns)
         return [operands[0] * (1 + turn * (-1) ** turn * 1e-5)]
 
-    return OperatorDescription(sizes=f.sizes, operands=(dims,), results=(dims,), positional=frozenset({0}), emit=emit)
+    return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), emit=emit)
 
 
 def wobble(x: jax.Array) -> jax.Array:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -132,6 +133,11 @@ class Array:
         """The part at the indices `where` of `factor`."""
         return self.like(self.data[self.index(factor, where)]) if factor in self.factors else self
 
+    def longer(self, factor: int, length: int) -> Array:
+        """Anything of another length, where there was nothing."""
+        shape = [length if f == factor else n for f, n in zip(self.factors, self.data.shape, strict=False)]
+        return self.like(np.zeros(shape, self.data.dtype))
+
     def overwrite(self, factor: int, where: np.ndarray, value: Any) -> Array:
         """Another value at the indices `where` of `factor`."""
         if factor not in self.factors:
@@ -157,11 +163,12 @@ def tolerance(d: OperatorDescription, arrays: Sequence[Array]) -> float:
 
 def assert_same(got: np.ndarray, want: np.ndarray, limit: float, context: str) -> None:
     assert got.shape == want.shape and got.dtype == want.dtype, f"{context}: {got.dtype}{got.shape} {want.dtype}"
-    if not limit or not jnp.issubdtype(want.dtype, np.inexact):
+    inexact = jnp.issubdtype(want.dtype, np.inexact)
+    if inexact and got.dtype.kind not in "fc":  # bfloat16 and smaller: NumPy does not know their NaN
+        got, want = got.astype(np.float64), want.astype(np.float64)
+    if not limit or not inexact:
         np.testing.assert_array_equal(got, want, err_msg=context)
         return
-    if got.dtype.kind not in "fc":  # bfloat16 and smaller
-        got, want = got.astype(np.float64), want.astype(np.float64)
     np.testing.assert_allclose(got, want, rtol=limit, atol=limit, err_msg=context)
 
 
@@ -175,8 +182,13 @@ class Copy:
     results: list[Array] = dataclasses.field(default_factory=list)
 
 
-def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform: str) -> None:
+Batch = tuple[OperatorDescription, Sequence[Copy]]
+"""Copies of an equation, and the description by which they were made."""
+
+
+def run(eqn: JaxprEqn, batches: Sequence[Batch], platform: str) -> None:
     """Evaluates copies in one program, as on `platform`; checks every shape against the description."""
+    pairs = [(d, copy) for d, copies in batches for copy in copies]
 
     def positions(copy: Copy) -> dict[int, Callable[[], Any]]:
         return {f: lambda p=p: jnp.asarray(p) for f, p in copy.positions.items()}
@@ -184,13 +196,13 @@ def run(d: OperatorDescription, eqn: JaxprEqn, copies: Sequence[Copy], platform:
     def program(operands: list[list[Any]]) -> list[list[Any]]:
         return [
             evaluate(d, eqn, given, copy.sizes, positions(copy), platform)
-            for given, copy in zip(operands, copies, strict=True)
+            for given, (d, copy) in zip(operands, pairs, strict=True)
         ]
 
-    operands = [[x.value() for x in copy.operands] for copy in copies]
-    for given, copy in zip(operands, copies, strict=True):
+    operands = [[x.value() for x in copy.operands] for _, copy in pairs]
+    for given, (d, copy) in zip(operands, pairs, strict=True):
         assert [x.shape for x in given] == [d.operand_shape(i, copy.sizes) for i in range(len(given))], eqn
-    for results, copy in zip(jax.jit(program)(operands), copies, strict=True):
+    for results, (d, copy) in zip(jax.jit(program)(operands), pairs, strict=True):
         assert [x.shape for x in results] == [d.result_shape(i, copy.sizes) for i in range(len(results))], eqn
         copy.results = [Array.of(x, dims, copy.sizes) for x, dims in zip(results, d.results, strict=True)]
 
@@ -227,35 +239,50 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
 PADDING = 2
 
 
-def cut(d: OperatorDescription, operands: Sequence[Array], lead: Lead, split: Split, count: int) -> list[Copy] | None:
+Way = tuple[Lead, Split, int]
+"""Factors that are cut together, how, and into how many parts."""
+
+
+def cut(d: OperatorDescription, operands: Sequence[Array], ways: Sequence[Way]) -> list[Copy] | None:
     """The equation in equal parts along factors that are tied to others, or need more done than to be cut.
 
     Each part is given what the description says: the indices of every factor concerned, around a windowed operand its
-    neutral value, and garbage wherever nothing is promised.
+    neutral value, and garbage wherever nothing is promised. Of several ways, each part along one is cut along the next.
+    None if a factor is concerned by two of them, or a way gives no equal parts.
     """
-    intervals = d.parts(lead, split, count)
-    if intervals is None:
+    made = [d.parts(lead, split, count) for lead, split, count in ways]
+    factors = [factor for intervals in made for factor in intervals or ()]
+    if None in made or len(set(factors)) != len(factors):
         return None
     copies = []
-    for number in range(count):
-        given = []
-        for i, x in enumerate(operands):
-            part = x
-            for factor in set(x.factors) & set(intervals):
-                index = np.concatenate([each.indices(number, d.sizes[factor]) for each in intervals[factor]])
-                part = part.take(factor, np.maximum(index, 0) if d.sizes[factor] else index[:0])
-                fill = around(split, i, x.data.dtype)
-                part = part.overwrite(factor, index < 0, fill)
-            given.append(part)
-        lengths = {factor: sum(each.length for each in several) for factor, several in intervals.items()}
-        sizes = tuple(lengths.get(factor, n) for factor, n in enumerate(d.sizes))
-        places = {factor: intervals[factor][0] for factor in lead}
-        copies.append(Copy(given, sizes, {f: at.starts[number] + np.arange(at.length) for f, at in places.items()}))
+    for numbers in itertools.product(*(range(count) for _, _, count in ways)):
+        given = list(operands)
+        lengths: dict[int, int] = {}
+        positions = {}
+        for number, (lead, split, _), intervals in zip(numbers, ways, made, strict=True):
+            for factor, several in (intervals or {}).items():
+                index = np.concatenate([each.indices(number, d.sizes[factor]) for each in several])
+                given = [part_of(x, factor, index, around(split, i, x.data.dtype)) for i, x in enumerate(given)]
+                lengths[factor] = len(index)
+                if factor in lead:
+                    positions[factor] = several[0].starts[number] + np.arange(several[0].length)
+        copies.append(Copy(given, tuple(lengths.get(f, n) for f, n in enumerate(d.sizes)), positions))
     return copies
+
+
+def part_of(x: Array, factor: int, index: np.ndarray, fill: Any) -> Array:
+    """The elements at some indices of a factor, and `fill` where an index is -1."""
+    if factor not in x.factors:
+        return x
+    size = x.data.shape[x.factors.index(factor)]
+    part = x.take(factor, np.maximum(index, 0)) if size else x.longer(factor, len(index))
+    return part.overwrite(factor, index < 0, fill)
 
 
 def around(split: Split, operand: int, dtype: Any) -> Any:
     """What a part is given where an operand has no element."""
+    if isinstance(split, Prefix):
+        return split.around.identity(dtype)
     if not isinstance(split, Windowed):
         return garbage(dtype)
     if not split.around:
@@ -263,28 +290,35 @@ def around(split: Split, operand: int, dtype: Any) -> Any:
     return split.around[operand].identity(dtype)
 
 
-def compare_cut(
-    d: OperatorDescription, eqn: JaxprEqn, lead: Lead, split: Split, parts: Sequence[Copy], whole: Copy
-) -> None:
-    """The results of the parts make up the whole results, as the way of splitting says."""
+def compare_cut(d: OperatorDescription, eqn: JaxprEqn, ways: Sequence[Way], parts: Sequence[Copy], whole: Copy) -> None:
+    """The results of the parts make up the whole results, as the ways of splitting say."""
     limit = tolerance(d, [*whole.operands, *whole.results])
     for i, result in enumerate(whole.results):
         want = Array.of(result.value(), d.results[i], d.sizes)
-        context = f"{eqn.primitive.name}: result {i}, {lead} of {d}"
         made = [part.results[i].data for part in parts]
-        cut_here = [factor for factor in lead if factor in want.factors]
-        if not cut_here:
-            monoid = split.partial(lead)
-            assert monoid is not None, context
-            assert_same(functools.reduce(COMBINE[monoid], made), want.data, limit, context)
-            continue
-        (factor,) = cut_here
-        axis = want.factors.index(factor)
-        if isinstance(split, Prefix):
-            made = running(split, made, axis, d.sizes[factor])
-        got = np.concatenate(made, axis)
-        beyond = np.arange(d.sizes[factor], got.shape[axis])
-        assert_same(np.delete(got, beyond, axis), want.data, limit, context)
+        for way in reversed(ways):
+            made = [joined(d, way, want.factors, several) for several in chunks(made, way[2])]
+        assert_same(made[0], want.data, limit, f"{eqn.primitive.name}: result {i}, {ways} of {d}")
+
+
+def chunks(made: list[Any], size: int) -> list[list[Any]]:
+    return [made[i : i + size] for i in range(0, len(made), size)]
+
+
+def joined(d: OperatorDescription, way: Way, factors: Sequence[int], made: Sequence[np.ndarray]) -> np.ndarray:
+    """What a result with some factors is, of which the parts along one way were made."""
+    lead, split, _ = way
+    cut_here = [factor for factor in lead if factor in factors]
+    if not cut_here:
+        monoid = split.partial(lead)
+        assert monoid is not None, f"{lead} of {d}"
+        return functools.reduce(COMBINE[monoid], made)
+    (factor,) = cut_here
+    axis = factors.index(factor)
+    if isinstance(split, Prefix):
+        made = running(split, made, axis, d.sizes[factor])
+    got = np.concatenate(made, axis)
+    return np.delete(got, np.arange(d.sizes[factor], got.shape[axis]), axis)
 
 
 def running(split: Prefix, made: Sequence[np.ndarray], axis: int, size: int) -> list[np.ndarray]:
@@ -367,20 +401,46 @@ def check_parts(d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], 
         assert_same(Array.of(alone, d.results[i], d.sizes).data, want.data, 0.0, f"{eqn.primitive.name}: part {i}")
 
 
-def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> list[tuple[OperatorDescription, Lead, Split, list[Copy]]]:
-    """The equation in two and in three parts, in every way that is more than to take a range of a factor."""
-    made = []
+COUNTS = 2, 3
+"""Into how many parts an equation is cut."""
+
+
+def ways(d: OperatorDescription) -> list[tuple[Lead, Split, OperatorDescription]]:
+    """Every way to cut an equation into as many parts, and the description that says how, by elements of blocks."""
+    found = []
     for lead, split in d.leads:
-        if isinstance(split, Free | Reduced) or all(d.sizes[factor] < 2 for factor in lead):
-            continue
         finer = d.by_elements(split) if isinstance(split, Shifted) else d
         finer_split = finer.factors[lead[0]].split
+        if any(finer.sizes[factor] > 1 for factor in lead) and any(
+            finer.parts(lead, finer_split, count) is not None for count in COUNTS
+        ):
+            found.append((lead, finer_split, finer))
+    return found
+
+
+Cut = tuple[OperatorDescription, list[Way], list[Copy]]
+
+
+def cuts_of(d: OperatorDescription, values: Sequence[Any]) -> Iterator[Cut]:
+    """The equation in two and in three parts in every way that is more than to take a range of a factor.
+
+    And in two by two along every two of these.
+    """
+
+    def made(finer: OperatorDescription, *ways: Way) -> Iterator[Cut]:
         operands = [Array.of(x, dims, finer.sizes) for x, dims in zip(values, finer.operands, strict=True)]
-        for count in (2, 3):
-            parts = cut(finer, operands, lead, finer_split, count)
-            if parts is not None:
-                made.append((finer, lead, finer_split, parts))
-    return made
+        parts = cut(finer, operands, ways)
+        if parts is not None:
+            yield finer, list(ways), parts
+
+    found = [each for each in ways(d) if not isinstance(each[1], Free | Reduced)]
+    for lead, split, finer in found:
+        for count in COUNTS:
+            yield from made(finer, (lead, split, count))
+    for (first, split, finer), (second, _, _) in itertools.combinations(found, 2):
+        other = d.factors[second[0]].split
+        finest = finer.by_elements(other) if isinstance(other, Shifted) else finer
+        yield from made(finest, (first, split, 2), (second, finest.factors[second[0]].split, 2))
 
 
 def check(instance: Instance) -> OperatorDescription:
@@ -392,19 +452,19 @@ def check(instance: Instance) -> OperatorDescription:
     operands = [Array.of(x, dims, d.sizes) for x, dims in zip(instance.operands, d.operands, strict=True)]
     whole = Copy(operands, d.sizes)
     splits = {f: split(d, operands, f) for f, size in enumerate(d.sizes) if f not in d.whole and size > 1}
-    cuts = cuts_of(d, instance.operands)
+    cuts = list(cuts_of(d, instance.operands))
     combined = {group: combine(d, group, operands) for group in d.linear}
     copies = [part for parts in splits.values() for part in parts]
     copies += [copy for group in combined.values() for copy in group.values()]
     for platform in ("", *d.emit_on):
-        run(d, eqn, [whole, *copies] if not platform else copies, platform)
+        cut_copies = [(finer, parts) for finer, _, parts in cuts]
+        run(eqn, [(d, [whole, *copies] if not platform else copies), *cut_copies], platform)
         for factor, parts in splits.items():
             compare_split(d, eqn, factor, parts, whole)
         for group, several in combined.items():
             compare_combined(d, eqn, group, several, whole)
-        for finer, lead, way, parts in cuts:
-            run(finer, eqn, parts, platform)
-            compare_cut(finer, eqn, lead, way, parts, whole)
+        for finer, way, parts in cuts:
+            compare_cut(finer, eqn, way, parts, whole)
     if d.has(Algebra.ADDS):
         total = sum(np.broadcast_to(x, whole.results[0].value().shape) for x in instance.operands)
         np.testing.assert_allclose(np.asarray(total), np.asarray(whole.results[0].value()), rtol=1e-10)

@@ -401,6 +401,8 @@ def windows() -> Iterator[Example]:
     for window in [(2, 2, "VALID"), (3, 2, "SAME")]:
         fun = pool(lambda a, b: a * b + b, 0.5, *window)
         yield Example(f"any_pool_{window}", fun, (x,), of)
+    yield Example("any_pool_overlapping", pool(lambda a, b: a * b, 1.0, 3, 1, "VALID"), (x,), of)
+    yield Example("min_pool_overlapping", pool(lax.min, np.inf, 3, 2, "SAME"), (x,), of)
     for name in ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]:
         fun = getattr(lax, name)
         reverse = name == "cumsum"
@@ -425,6 +427,7 @@ def indexing() -> Iterator[Example]:
         yield one(f"put_{mode}", lambda x, i, u, m=mode: x.at[:, i].add(u, mode=m), x, i, array(4, 4, 3))
     yield one("take_filled_with_one", lambda x, i: x.at[i].get(mode="fill", fill_value=1.0), x, i)
     yield one("take_integers", lambda x, i: x.at[i].get(mode="fill"), integers(4, 6), i)
+    yield one("take_booleans", lambda x, i: x.at[i].get(mode="clip"), booleans(6, 3), i)
     yield one("take_keys", lambda i: jax.random.split(jax.random.key(0), 6)[i], i)
     for update in ["add", "subtract", "multiply", "min", "max", "set"]:
         put = lambda x, i, u, update=update: getattr(x.at[jnp.arange(4), i], update)(u)  # noqa: E731

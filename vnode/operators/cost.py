@@ -55,6 +55,8 @@ class Cost:
         )
 
     def __mul__(self, times: int) -> Cost:
+        if times == 0:
+            return Cost()
         return Cost(
             {t: n * times for t, n in self.matrix.items()},
             self.vector * times,
@@ -69,8 +71,8 @@ class Cost:
 def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
     """The cost of an equation, each operand being read once and each result written once.
 
-    Of an operand that is looked up in, only what is found is read; of a result in which places are looked up, only what
-    is put there is written, since a compiler updates it in place where it can.
+    Of an operand that is looked up in, or sliced, only what is found is read; of a result in which places are looked
+    up, only what is put there is written, since a compiler updates it in place where it can.
 
     Args:
       eqn: no call, loop or branch.
@@ -83,7 +85,8 @@ def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
     terms = sum(nbytes(eqn.invars[i].aval) for i in put if description.roles.get(i) is not Role.INDEX)
     for i, (atom, dims) in enumerate(zip(eqn.invars, description.operands, strict=True)):
         looked_up = any(isinstance(description.factors[f].split, LookedUp) for dim in dims for f in dim)
-        found = (terms if places else results) if looked_up else nbytes(atom.aval)
+        moved = description.has(Algebra.MOVES) and not places  # and then each element of a result is one of an operand
+        found = terms if looked_up and places else results if looked_up or moved else nbytes(atom.aval)
         key = i if isinstance(atom, Literal) else atom
         own[key] = max(own.get(key, 0), min(found, nbytes(atom.aval)))
     contracts = description.has(Algebra.CONTRACTS)

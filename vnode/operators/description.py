@@ -63,8 +63,8 @@ class Factors:
 
     >>> f = Factors()
     >>> i, j = f.new(4), f.new(3, Reduced(Monoid.SUM))
-    >>> f.all
-    (Factor(size=4), Factor(size=3, split=Reduced(monoid=<Monoid.SUM: 'sum'>)))
+    >>> [(factor.size, factor.split) for factor in f.all]
+    [(4, Free()), (3, Reduced(monoid=<Monoid.SUM: 'sum'>, fill=None))]
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from vnode.operators.description import OperatorDescription, Positions, Sizes
+from vnode.operators.description import Algebra, OperatorDescription, Positions, Sizes
 from vnode.operators.registry import is_users
 
 
@@ -83,7 +83,7 @@ def evaluate_wide(
     if is_users(eqn):
         narrow = [cast(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
         return [cast(value, dtype) for value in evaluate(description, eqn, narrow, sizes, positions, platform)]
-    if not description.contraction or any(getattr(value, "dtype", None) == dtype for value in operands):
+    if not description.has(Algebra.CONTRACTS) or any(getattr(value, "dtype", None) == dtype for value in operands):
         operands = [cast(value, dtype) for value in operands]
     if description.widen is not None:
         eqn = eqn.replace(params=description.widen(eqn.params, dtype))

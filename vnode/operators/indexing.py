@@ -100,14 +100,13 @@ def gather(eqn: JaxprEqn) -> OperatorDescription:
             return [e.primitive.bind(value, index, **params)]
         own, here, valid, at_first = index, True, True, True
         for column, (factor, start) in cut.items():
-            place = index[..., column]
+            place, last = index[..., column], d.sizes[factor] - 1
             if params["mode"] == GatherScatterMode.FILL_OR_DROP:
-                valid &= (place >= 0) & (place < d.sizes[factor])
-            else:
-                place = jnp.clip(place, 0, d.sizes[factor] - 1)
-            start = start.astype(place.dtype)
+                valid &= in_bounds(place, last)
+            place = moved_in(place, last, start.dtype)
             here &= (place >= start) & (place < start + sizes[factor])
-            own = own.at[..., column].set(jnp.clip(place - start, 0, sizes[factor] - 1))
+            place = jnp.clip(place - start, 0, sizes[factor] - 1)
+            own = own.at[..., column].set(place.astype(index.dtype))
             at_first &= start == 0
         result = e.primitive.bind(value, own, **{**params, "unique_indices": False, "indices_are_sorted": False})
         along = tuple(k for k in range(result.ndim) if k not in params["dimension_numbers"].offset_dims)
@@ -221,18 +220,19 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
         value, index, update = operands
         if not cut:
             return [e.primitive.bind(value, index, update, **params)]
-        clips = params["mode"] == GatherScatterMode.CLIP
+        ((_, first), *_) = cut.values()
+        places = []
         for column, dimension in enumerate(params["dimension_numbers"].scatter_dims_to_operand_dims):
-            place = index[..., column]
-            if clips:  # what is left out below must not be clipped
-                extent = updated_extent(params["dimension_numbers"], dimension, value.shape, update.shape)
-                full = d.operand_shape(0)[dimension] if column in cut else value.shape[dimension]
-                place = jnp.clip(place, 0, full - extent)
-            if column in cut:
-                factor, start = cut[column]
-                own = place - start.astype(place.dtype)
-                place = jnp.where((own >= 0) & (own < sizes[factor]), own, sizes[factor])
-            index = index.at[..., column].set(place)
+            factor, start = cut.get(column, (None, 0))
+            full = value.shape[dimension] if factor is None else d.sizes[factor]
+            last = full - updated_extent(params["dimension_numbers"], dimension, value.shape, update.shape)
+            place = moved_in(index[..., column], last, first.dtype) - start
+            clips = params["mode"] == GatherScatterMode.CLIP
+            here = True if clips else in_bounds(index[..., column], last)
+            if factor is not None:
+                here &= (place >= 0) & (place < sizes[factor])
+            places.append(jnp.where(here, place, value.shape[dimension]))
+        index = jnp.stack(places, -1)
         drops = {"mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
         return [e.primitive.bind(value, index, update, **{**params, **drops})]
 
@@ -270,6 +270,16 @@ def with_wide_update(params: Mapping[str, Any], dtype: Any) -> dict[str, Any]:
     return {**params, "update_jaxpr": traced.jaxpr, "update_consts": tuple(traced.consts)}
 
 
+def in_bounds(place: Any, last: int) -> Any:
+    """Whether indices of any integer type are among ``0 ... last``."""
+    return (place >= 0) & (place <= min(last, np.iinfo(place.dtype).max))
+
+
+def moved_in(place: Any, last: int, dtype: Any) -> Any:
+    """Indices of any integer type moved to the nearest of ``0 ... last``, in a type that holds all of these."""
+    return jnp.clip(place, 0, min(last, np.iinfo(place.dtype).max)).astype(dtype)
+
+
 def padded(value: Any, dimension: int, count: int) -> Any:
     """Zeros before and behind an array's elements along a dimension."""
     config = [(count, count, 0) if d == dimension else (0, 0, 0) for d in range(value.ndim)]
@@ -295,13 +305,15 @@ def dynamic_slice(eqn: JaxprEqn) -> OperatorDescription:
     ) -> list[Any]:
         """A copy that has some of the places finds zero for the others."""
         value, *starts = operands
-        for i, (n, m) in enumerate(zip(d.operand_shape(0), d.result_shape(0), strict=True)):
-            if n != m and operand[i][0] in positions:
-                own = sizes[operand[i][0]]
-                value = padded(value, i, m)
-                start = starts[i]
-                first = positions[operand[i][0]]()[0].astype(start.dtype)
-                starts[i] = jnp.clip(jnp.clip(start, 0, n - m) - first, -m, own) + m
+        cut = {i: positions[f]()[0] for i, (f,) in enumerate(operand) if result[i] != (f,) and f in positions}
+        if cut:
+            dtype = jnp.result_type(*cut.values())
+            extents = zip(d.operand_shape(0), d.result_shape(0), strict=True)
+            starts = [moved_in(start, n - m, dtype) for start, (n, m) in zip(starts, extents, strict=True)]
+        for i, first in cut.items():
+            own, m = value.shape[i], d.result_shape(0)[i]
+            value = padded(value, i, m)
+            starts[i] = jnp.clip(starts[i] - first, -m, own) + m
         return [e.primitive.bind(value, *starts, **resize(d, e, sizes))]
 
     return OperatorDescription(
@@ -335,7 +347,7 @@ def dynamic_update_slice(eqn: JaxprEqn) -> OperatorDescription:
         for i, (n, m) in enumerate(zip(d.operand_shape(0), d.operand_shape(1), strict=True)):
             if n != m and operand[i][0] in positions:
                 place = positions[operand[i][0]]()
-                own, start = place.shape[0], jnp.clip(starts[i], 0, n - m).astype(place.dtype)
+                own, start = place.shape[0], moved_in(starts[i], n - m, place.dtype)
                 part = padded(part, i, own)
                 offset = jnp.clip(place[0] - start, -own, m) + own
                 part = lax.dynamic_slice_in_dim(part, offset, own, i)

@@ -282,7 +282,7 @@ def slice_(eqn: JaxprEqn) -> OperatorDescription:
         unit = math.gcd(n, start, limit) if stride == 1 and limit > start else 1
         element = f.new(unit)
         units.append((element, unit))
-        if n == unit:
+        if n == unit and limit > start:
             operand.append((element,))
             result.append((element,))
             continue

@@ -146,10 +146,12 @@ class Prefix(Split):
     Attributes:
       combine: an associative function of two arrays, applied to the last running values of all ranges before and to
         those of the range.
+      around: the monoid whose identity is neutral: a copy is given it where it reaches beyond the end.
       reverse: it runs from the end: "before" means behind.
     """
 
     combine: Callable[[Any, Any], Any]
+    around: Monoid
     reverse: bool = False
 
     def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
@@ -238,24 +240,27 @@ class Windowed(Split):
     def _parts_back(self, cut: Interval) -> Mapping[int, tuple[Interval, ...]] | None:
         if self.base != 1 or cut.length % self.stride:
             return None
-        count, reach = len(cut.starts), (self.window - 1) * self.dilation
-        first = -((reach - self.low) // self.stride)  # the first window that covers the first place
+        first = -((self._reach - self.low) // self.stride)  # the first window that covers the first place
         last = (cut.length - 1 + self.low) // self.stride
         windows = Interval(tuple(start // self.stride + first for start in cut.starts), last - first + 1)
-        begin = first * self.stride - self.low
-        covered = Interval(tuple(start + begin for start in cut.starts), (last - first) * self.stride + reach + 1)
-        assert self.back is not None and len(cut.starts) == count
+        length = (last - first) * self.stride + self._reach + 1
+        covered = Interval(tuple(start - self.before for start in cut.starts), length)
+        assert self.back is not None
         return {self.back: (cut,), self.result: (windows,), self.operand: (covered,)}
+
+    @property
+    def _reach(self) -> int:
+        """With `back`: how many places a window reaches beyond its first, those behind it included that none covers."""
+        return max((self.window - 1) * self.dilation, self.stride - 1)
 
     @property
     def before(self) -> int:
         """With `back`: how many places a copy has before the first of its own."""
-        reach = (self.window - 1) * self.dilation
-        return ((reach - self.low) // self.stride) * self.stride + self.low
+        return (self._reach - self.low) // self.stride * self.stride + self.low
 
     def padding(self, sizes: Sequence[int], full: Sequence[int]) -> tuple[int, int]:
         """The padding of a copy with factor sizes `sizes` of an equation with factor sizes `full`."""
-        own = [f for f in (self.operand, self.result, self.extent) if f is not None]
+        own = [f for f in (self.operand, self.result, self.extent, self.back) if f is not None]
         if all(sizes[f] == full[f] for f in own):
             return self.low, self.high
         if self.back is not None:

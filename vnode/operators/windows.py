@@ -219,12 +219,13 @@ def select_and_scatter_add(eqn: JaxprEqn) -> OperatorDescription:
 
 
 PREFIXES = {
-    "cumsum": jnp.add,
-    "cumprod": jnp.multiply,
-    "cummax": jnp.maximum,
-    "cummin": jnp.minimum,
-    "cumlogsumexp": jnp.logaddexp,
+    "cumsum": (jnp.add, Monoid.SUM),
+    "cumprod": (jnp.multiply, Monoid.PROD),
+    "cummax": (jnp.maximum, Monoid.MAX),
+    "cummin": (jnp.minimum, Monoid.MIN),
+    "cumlogsumexp": (jnp.logaddexp, Monoid.MAX),
 }
+"""What combines running values, and whose identity is neutral in it."""
 
 
 @rule(*PREFIXES)
@@ -232,7 +233,7 @@ def cumulative(eqn: JaxprEqn) -> OperatorDescription:
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
     name = eqn.primitive.name
-    f.change(*dims[eqn.params["axis"]], split=Prefix(PREFIXES[name], eqn.params["reverse"]))
+    f.change(*dims[eqn.params["axis"]], split=Prefix(*PREFIXES[name], eqn.params["reverse"]))
     return OperatorDescription(
         factors=f.all,
         operands=(dims,),
