@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 
 from vnode.errors import MachineError
@@ -203,7 +204,10 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
     Raises:
       MachineError: they are something else.
     """
-    found = tuple(tuple(int(device) for device in group) for group in groups)
+    try:
+        found = tuple(tuple(operator.index(device) for device in group) for group in groups)
+    except TypeError:
+        raise MachineError(f"groups are sequences of numbers of devices, not {groups!r}") from None
     named = [device for group in found for device in group]
     if not named or len({len(group) for group in found}) > 1 or len(set(named)) != len(named):
         raise MachineError(f"groups must be of equally many devices, each in one of them only, not {found}")

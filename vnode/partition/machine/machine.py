@@ -56,7 +56,8 @@ class Machine(Drawn):
 
     def __post_init__(self) -> None:
         text(self.name, "name")
-        devices, networks = tuple(some(self.devices, "devices", "devices")), tuple(self.networks)
+        devices = tuple(some(self.devices, "devices", "devices"))
+        networks = tuple(some(self.networks, "networks", "networks")) if self.networks != () else ()
         if len(devices) > MOST_DEVICES:
             raise MachineError(f"expected at most {MOST_DEVICES} devices, not {len(devices)}", place="devices")
         for i, device in enumerate(devices):
@@ -218,8 +219,11 @@ class Machine(Drawn):
         """
         from vnode.partition.machine.store import read
 
-        with inside(str(path)):
+        try:
             return Machine(*read(path))
+        except MachineError as error:
+            place = f"{path}: {error.place}" if error.place else str(path)
+            raise MachineError(error.problem, place=place, remedies=error.remedies) from None
 
     # What is asked of them.
 
@@ -355,23 +359,20 @@ class Machine(Drawn):
         return Page(self.name, subtitle, (self._kinds_table(), *([self._networks_table()] if self.networks else [])))
 
     def _kinds_table(self) -> Table:
-        dtypes = [dtype for dtype in ("float32", "bfloat16", "int8") if any(dtype in kind.peak for kind in self.kinds)]
-
         def row(kind: Kind) -> tuple[Cell, ...]:
             count = sum(device.kind.name == kind.name for device in self.devices)
-            peaks = ", ".join(f"{dtype} {number(rate)}op/s" for dtype, rate in kind.peak.items())
+            rates = {**kind.peak, "all but matrix products": kind.vector}
+            note = ", ".join(f"{name} {number(rate)}op/s" for name, rate in rates.items())
             return (
-                Cell(kind.name, kind.source),
-                Cell(f"{count:,}"),
-                *(Cell(f"{number(kind.rate(dtype))}op/s", peaks) for dtype in dtypes),
-                Cell(f"{number(kind.vector)}op/s"),
+                Cell(f"{count:,} x {kind.name}", kind.source),
+                *(Cell(f"{number(kind.rate(dtype))}op/s", note) for dtype in ("float32", "bfloat16")),
                 Cell(size(kind.memory)),
                 Cell(f"{number(kind.bandwidth)}B/s"),
                 Cell(f"{number(kind.host_bandwidth)}B/s", f"after {microseconds(kind.host_latency)}"),
             )
 
-        numbers = ("devices", *dtypes, "vector", "memory", "bandwidth", "host")
-        columns = (Column("kind"), *(Column(name, right=True) for name in numbers))
+        numbers = ("float32", "bfloat16", "memory", "bandwidth", "to host")
+        columns = (Column("devices"), *(Column(name, right=True) for name in numbers))
         return Table("kinds", columns, tuple(map(row, self.kinds)))
 
     def _networks_table(self) -> Table:

@@ -62,6 +62,8 @@ def laid_out(sizes: Mapping[str, int], networks: Sequence[Network], devices: int
     takes whole axes of the torus if the sizes allow it; else the torus is taken row by row. Without a torus the devices
     are taken in order.
     """
+    if not isinstance(sizes, Mapping):
+        raise MachineError(f"a mesh is given by the sizes of its axes, such as {{'data': 4}}, not {sizes!r}")
     shape = tuple(sizes.values())
     if not sizes or any(isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1 for n in shape):
         raise MachineError(f"a mesh has named axes with a positive number of devices each, not {dict(sizes)}")

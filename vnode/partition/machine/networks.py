@@ -20,8 +20,11 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from vnode.errors import MachineError
 from vnode.partition.machine.checks import SLOWEST, devices, inside, real, several, text
 from vnode.show.units import through
+
+MOST_IN_PAIRS = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +209,8 @@ class Pairs(Network):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", devices(self.devices, "devices"))
+        if len(self.devices) > MOST_IN_PAIRS:
+            raise MachineError(f"expected at most {MOST_IN_PAIRS} devices, each of which has a link to each other")
         settle(self)
 
     @functools.cached_property

@@ -2,9 +2,9 @@
 
 Knows data sheets. Must not know machines that are made of such devices.
 
-All rates are for dense operands. Memory of a TPU is what its compiler plans with; that of a GPU is its data sheet's,
-whose "GB" of memory are 2**30 bytes (an A100 of "80 GB" reports 81,920 MiB), less the 2 of 141 that an H200 keeps to
-itself. Rates of ``float64`` are named where the hardware has them.
+All rates are for dense operands; ``float64`` has one where the hardware computes it. Memory of a TPU is what its
+compiler plans with. That of a GPU is its data sheet's, whose "GB" are 2**30 bytes (an A100 of "80 GB" reports 81,920
+MiB); of an H200's 141 its driver reports 139.
 
 `host_bandwidth` is that of the bus in one direction: PCI Express 3, 4 and 5 with 16 lanes carry 15.75, 31.5 and 63 GB/s
 (PCI-SIG: 8, 16, 32 GT/s a lane, 128 of 130 bits used); for TPUs it is the figure of "How to scale your model"
@@ -31,12 +31,12 @@ PCIE3, PCIE4, PCIE5 = 15.75e9, 31.5e9, 63e9
 
 
 def tpu(
-    name: str, jax: tuple[str, int], dense: float, int8: float, vector: float, bandwidth: float, host: float, page: str
+    name: str, jax: tuple[str, int], peak: float, int8: float, vector: float, bandwidth: float, host: float
 ) -> Kind:
-    """A TPU chip; its matrix units multiply bfloat16, to which `jax.numpy` rounds float32 by default."""
-    peak = {"float32": dense, "bfloat16": dense, "int8": int8}
-    source = f"Google Cloud documentation, {page}; memory: libtpu 0.0.42; vector: derived (see vnode's table of kinds)"
-    return Kind(name, peak, vector, int(TPU_HBM[jax] * GIB), bandwidth, host, source=source)
+    """A TPU chip, in T operations and GB; `jax.numpy` rounds float32 to bfloat16, which its units multiply."""
+    rates = {"float32": peak * T, "bfloat16": peak * T, "int8": int8 * T}
+    source = f"Google Cloud documentation, {name}, system architecture; memory: libtpu 0.0.42; vector: derived"
+    return Kind(name, rates, vector * T, int(TPU_HBM[jax] * GIB), bandwidth * 1e9, host * 1e9, source=source)
 
 
 def gpu(
@@ -58,21 +58,10 @@ V100_SOURCE = "NVIDIA V100 data sheet, 2020 (SXM2); no matrix units for float32"
 KINDS = {
     kind.name: kind
     for kind in (
-        tpu("TPU v4", ("TPU v4", 2), 275 * T, 275 * T, 4.3 * T, 1.2e12, 1.5e10, "TPU v4, system architecture"),
-        tpu("TPU v5e", ("TPU v5 lite", 1), 197 * T, 393 * T, 6.2 * T, 8.19e11, 1.5e10, "TPU v5e, system architecture"),
-        tpu(
-            "TPU v5p",
-            ("TPU v5", 2),
-            459 * T,
-            918 * T,
-            14.3 * T,
-            2.765e12,
-            1.5e10,
-            "TPU v5p, system architecture; int8: 'How to scale your model'",
-        ),
-        tpu(
-            "TPU v6e", ("TPU v6 lite", 1), 918 * T, 1836 * T, 7.2 * T, 1.638e12, 3.2e10, "TPU v6e, system architecture"
-        ),
+        tpu("TPU v4", ("TPU v4", 2), 275, 275, 4.3, 1200, 15),
+        tpu("TPU v5e", ("TPU v5 lite", 1), 197, 393, 6.2, 819, 15),
+        tpu("TPU v5p", ("TPU v5", 2), 459, 918, 14.3, 2765, 15),  # int8: "How to scale your model"
+        tpu("TPU v6e", ("TPU v6 lite", 1), 918, 1836, 7.2, 1638, 32),
         gpu("A100-40GB", A100, 19.5, 40, 1555, PCIE4, A100_SOURCE),
         gpu("A100-80GB", A100, 19.5, 80, 2039, PCIE4, A100_SOURCE),
         gpu("H100-SXM", H100, 66.9, 80, 3350, PCIE5, H100_SOURCE + "; bandwidth: NVIDIA H100 data sheet, 2023"),

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from vnode.partition.machine.checks import MOST_DEVICES, devices, inside, severa
 from vnode.partition.machine.networks import Network, Phase, Resource, settle
 
 Point = tuple[int, ...]
+
+MOST_AXES = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +109,9 @@ class Torus(Network):
         for i, axis in enumerate(axes):
             if not isinstance(axis, Axis):
                 raise wrong(f"axes[{i}]", "an Axis", axis)
-        found = devices(tuple(self.devices), "devices")
+        if len(axes) > MOST_AXES or math.prod(axis.size for axis in axes) > MOST_DEVICES:
+            raise MachineError(f"expected at most {MOST_AXES} axes and {MOST_DEVICES} points", place="axes")
+        found = devices(self.devices, "devices")
         points = several(self.points, "points", "points")
         if len(points) != len(found):
             raise MachineError(f"expected a point for each of {len(found)} devices, not {len(points)}", place="points")
