@@ -390,8 +390,12 @@ def in_words(network: Network) -> tuple[str, str, float, float]:
     """What a network is, in words."""
     match network:
         case Torus():
-            axes = " x ".join(f"{axis.size}{' around' if axis.wrap else ''}" for axis in network.axes)
-            joins = f"neighbours in {axes}"
+            joins = "neighbours in " + " x ".join(str(axis.size) for axis in network.axes)
+            wrapped = [str(i + 1) for i, axis in enumerate(network.axes) if axis.wrap]
+            if wrapped:
+                joins += (
+                    ", all wrapped" if len(wrapped) == len(network.axes) else f", wrapped along {', '.join(wrapped)}"
+                )
         case Pairs():
             joins = f"every pair of {several(len(network.devices), 'device')}"
         case Switch():
