@@ -345,6 +345,42 @@ def test_gathering_along_an_axis_carries_what_passing_parts_on_does(size, wrap):
     assert cost.per_byte == pytest.approx(max(carried.values()) / size / 1e9)
 
 
+@pytest.mark.parametrize(
+    ("wrap", "groups", "ring"),
+    [
+        (False, [(0, 2, 4, 6), (1, 3, 5, 7)], False),
+        (True, [(0, 2, 4, 6), (1, 3, 5, 7)], True),
+        (True, [(0, 2, 4, 6)], True),
+        (True, [(0, 1, 2, 3), (4, 5, 6, 7)], False),
+        (True, [(0, 2, 4), (1, 3, 5)], False),
+        (False, [(1, 3), (2, 4)], False),
+    ],
+)
+def test_groups_that_lie_between_each_other_share_links(wrap, groups, ring):
+    """A part that goes on to the next of its group passes the devices between them."""
+    torus = torus_of((Axis(8, wrap),))
+    size, stride = len(groups[0]), groups[0][1] - groups[0][0]
+    carried, steps = spread_by_hand(size, ring)
+    loads = {}
+    for group in groups:
+        for (a, b), parts in carried.items():
+            way = 1 if b - a in (1, 1 - size) else -1
+            here = group[a]
+            for _ in range(stride):
+                loads[here, way] = loads.get((here, way), 0) + parts
+                here = (here + way) % 8
+    cost = Machine("t", (Device(TOY),) * 8, (torus,)).collective("all_gather", groups)
+    assert cost.latency == pytest.approx(steps * stride * 1e-6)
+    assert cost.per_byte == pytest.approx(max(loads.values()) / size / 1e9)
+
+
+def test_groups_that_are_no_box_go_around_a_ring():
+    """Three corners of a square: in each of two steps a third of the array over the two links from one corner."""
+    cost = Machine("t", (Device(TOY),) * 4, (torus_of((Axis(2), Axis(2))),)).collective("all_gather", [(3, 0, 1)])
+    assert cost.latency == pytest.approx(2 * 2e-6)
+    assert cost.per_byte == pytest.approx(2 / 3 / 1e9)
+
+
 @given(axes=AXES.filter(lambda axes: math.prod(a.size for a in axes) > 1))
 def test_an_exchange_loads_links_as_its_messages_do(axes):
     """Message by message, where no message has two ways that are as short."""

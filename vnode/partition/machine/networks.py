@@ -74,9 +74,9 @@ class Network(abc.ABC):
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """The resources between two different devices, in the order of travel."""
 
-    @abc.abstractmethod
     def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """An all-gather over some of its devices, of an array whose bytes are 1."""
+        """An all-gather over some of its devices, of an array whose bytes are 1: a ring, unless there is better."""
+        return self.ring(group)
 
     def delay(self, source: int, target: int) -> float:
         """Seconds of a transfer of nothing between two devices."""
@@ -168,10 +168,6 @@ class Switch(Network):
     def route(self, source: int, target: int) -> tuple[int, ...]:
         """Out of one port, into the other; they are the same if the devices share it."""
         return 2 * self._port[source], 2 * self._port[target] + 1
-
-    def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
-        """A ring that visits one port after the other."""
-        return self.ring(sorted(group, key=lambda device: self._port[device]))
 
     def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
         """Message after message, to all others in turn."""
