@@ -379,6 +379,17 @@ def test_groups_that_are_no_box_go_around_a_ring():
     cost = Machine("t", (Device(TOY),) * 4, (torus_of((Axis(2), Axis(2))),)).collective("all_gather", [(3, 0, 1)])
     assert cost.latency == pytest.approx(2 * 2e-6)
     assert cost.per_byte == pytest.approx(2 / 3 / 1e9)
+    # So do devices that are unequally far apart: from the last back to the first it is three links.
+    cost = Machine("t", (Device(TOY),) * 5, (torus_of((Axis(5),)),)).collective("all_gather", [(0, 1, 3)])
+    assert cost.latency == pytest.approx(2 * 3e-6)
+    assert cost.per_byte == pytest.approx(2 / 3 / 1e9)
+
+
+def test_links_between_all_pairs_are_used_at_once():
+    cost = Machine.flexflow("p100").collective("all_gather", [range(4)])
+    assert cost.per_byte == pytest.approx(1 / 4 / 20e9)
+    assert cost.latency == Machine.flexflow("p100").route(0, 1).latency
+    assert len(cost.resources) == 12
 
 
 @given(axes=AXES.filter(lambda axes: math.prod(a.size for a in axes) > 1))
@@ -916,6 +927,18 @@ def test_slices_are_recognized(topology):
     machine = Machine.here(devices)
     assert machine.networks[0] == dataclasses.replace(torus, name="ICI of slice 0")
     assert machine.devices == expected.devices
+
+
+def test_a_part_of_a_slice_is_a_smaller_one():
+    whole = Machine.tpu("v5e:4x4")
+    upper = [i for i in range(16) if whole.networks[0].at[i][1] >= 2]
+    devices = [
+        fake("TPU v5 lite", i, platform="tpu", core_on_chip=0, coords=(*whole.networks[0].at[i], 0)) for i in upper
+    ]
+    (torus,) = Machine.here(devices).networks
+    assert torus.axes == (Axis(4), Axis(2))
+    for a, b in itertools.permutations(range(8), 2):
+        assert len(torus.route(a, b)) == len(whole.networks[0].route(upper[a], upper[b]))
 
 
 TOPOLOGIES = """
