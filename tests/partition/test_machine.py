@@ -408,7 +408,7 @@ def test_an_exchange_loads_links_as_its_messages_do(axes):
 
 @given(axes=AXES.filter(lambda axes: math.prod(a.size for a in axes) > 1))
 def test_nothing_is_faster_than_links_allow(axes):
-    """Chan and others 2007, section 3: all must arrive at a device over its links, and from the farthest one."""
+    """The lower bounds of Chan and others 2007: all must arrive at a device over its links, and from the farthest one."""
     torus = torus_of(axes)
     size = len(torus.devices)
     machine = Machine("t", (Device(TOY),) * size, (torus,))
@@ -982,7 +982,7 @@ def test_slices_are_those_of_the_tpu_compiler():
 
 
 def test_flexflow():
-    """Section 8.1: 4 nodes of 4 P100 on 100 Gb/s, 16 of 4 K80 on 56 Gb/s."""
+    """Its experimental setup: 4 nodes of 4 P100 on 100 Gb/s, 16 of 4 K80 on 56 Gb/s."""
     p100, k80 = Machine.flexflow("p100"), Machine.flexflow("k80")
     assert [len(host) for host in p100.hosts] == [4] * 4 and [len(host) for host in k80.hosts] == [4] * 16
     assert p100.networks[-1].bandwidth * 8 == 100e9 and k80.networks[-1].bandwidth * 8 == 56e9

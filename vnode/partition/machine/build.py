@@ -8,8 +8,8 @@ only; v4 and v5p wrap where switches join full cubes, when all axes are multiple
 from host to host over the data center network.
 GPU: NVLink of one GPU in one direction is half of what the data sheets call "bidirectional" (P100 160, V100 300, A100
 600, H100 and H200 900 GB/s). Networks: DGX-1 (four EDR cards of 100 Gb/s a host), DGX A100 and H100 (a card for each
-GPU, of 200 and 400 Gb/s). Latencies: NCCL 2.6's own model of its time, ring with the LL128 protocol: 1.9 us over
-NVLink, 2.5 us over PCI Express, 4 us over a network. That of the data center network (50 us) is assumed.
+GPU, of 200 and 400 Gb/s). Latencies: NCCL's own model of its time (tuning.cc, 2020), ring with the LL128 protocol: 1.9
+us over NVLink, 2.5 us over PCI Express, 4 us over a network. That of the data center network (50 us) is assumed.
 """
 
 from __future__ import annotations

@@ -178,10 +178,10 @@ class Machine(Drawn):
 
     @staticmethod
     def flexflow(cluster: Literal["p100", "k80"]) -> Machine:
-        """A cluster on which FlexFlow was measured (Jia, Zaharia, Aiken, SysML 2019, section 8.1).
+        """A cluster on which FlexFlow was measured (Jia, Zaharia, Aiken, SysML 2019, experimental setup).
 
         ``"p100"`` has 4 hosts with 4 P100 each, NVLink within and 100 Gb/s InfiniBand between hosts. How many NVLinks
-        join two GPUs is not said; one is assumed, 20 GB/s in each direction, as among the four of half a DGX-1.
+        join two GPUs is an assumption: one, 20 GB/s in each direction, as among the four of half a DGX-1.
         ``"k80"`` has 16 hosts with 4 K80 each (a device is one die), two and two behind a PCI Express switch of their
         own, and 56 Gb/s InfiniBand.
 

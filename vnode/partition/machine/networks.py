@@ -102,7 +102,7 @@ class Network(abc.ABC):
     def ring(self, group: Sequence[int]) -> tuple[Phase, ...]:
         """An all-gather around the devices in their order: p - 1 steps, each of which sends a p-th part on.
 
-        Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005, section 4.1:
+        Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005:
         (p - 1) latency + (p - 1) / p bytes / bandwidth, if no two devices share a link.
         """
         size, loads, slowest = len(group), dict[int, float](), 0.0

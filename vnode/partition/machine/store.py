@@ -86,11 +86,11 @@ def read(path: str | os.PathLike[str]) -> Parts:
         )
     except (ValueError, RecursionError) as error:
         raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise wrong("format", repr(FORMAT), content.get("format") if isinstance(content, dict) else content)
+    if content.get("version") != VERSION or isinstance(content["version"], bool):
+        raise wrong("version", f"{VERSION}, the only one that this version of vnode reads", content.get("version"))
     found = record(content, "", ("format", "version", "name", "kinds", "devices", "networks"))
-    if found["format"] != FORMAT:
-        raise wrong("format", repr(FORMAT), found["format"])
-    if found["version"] != VERSION or isinstance(found["version"], bool):
-        raise wrong("version", f"{VERSION}, the only one that this version of vnode reads", found["version"])
     if not isinstance(found["kinds"], Mapping):
         raise wrong("kinds", "a kind by each name", found["kinds"])
     kinds = dict[str, Kind]()
