@@ -408,7 +408,7 @@ def test_an_exchange_loads_links_as_its_messages_do(axes):
 
 @given(axes=AXES.filter(lambda axes: math.prod(a.size for a in axes) > 1))
 def test_nothing_is_faster_than_links_allow(axes):
-    """The lower bounds of Chan and others 2007: all must arrive at a device over its links, and from the farthest one."""
+    """Lower bounds (Chan and others 2007): all must arrive over a device's links, and from the farthest one."""
     torus = torus_of(axes)
     size = len(torus.devices)
     machine = Machine("t", (Device(TOY),) * size, (torus,))

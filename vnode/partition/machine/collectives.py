@@ -8,9 +8,10 @@ and the slowest link decides.
 
 On one network all-gather is a ring (`Network.ring`, `Torus.gather`). Over several it is hierarchical: of an array
 that h hosts with m devices each gather, each device first gathers the m-th part that its counterparts in other hosts
-have, then the devices of a host gather these: h - 1 steps over the network and m - 1 within the host. A group with unequally many devices in its hosts goes around one ring. Reduce-scatter is the same
-backwards, all-reduce one after the other (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication: Theory, Practice,
-and Experience, 2007); what adding takes is not counted.
+have, then the devices of a host gather these: h - 1 steps over the network and m - 1 within the host. A group with
+unequally many devices in its hosts goes around one ring. Reduce-scatter is the same backwards, all-reduce one after the
+other (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication: Theory, Practice, and Experience, 2007);
+what adding takes is not counted.
 """
 
 from __future__ import annotations
