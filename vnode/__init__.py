@@ -50,6 +50,7 @@ __all__ = [
 if _typing.TYPE_CHECKING:
     from vnode import data as data
     from vnode import elastic as elastic
+    from vnode import partition as partition
     from vnode.data import grain as grain
     from vnode.integrations import nnx as nnx
     from vnode.plan.balance.balance import Balance, balance
@@ -66,6 +67,7 @@ _LAZY = {
     "elastic": "vnode.elastic",
     "grain": "vnode.data.grain",
     "nnx": "vnode.integrations.nnx",
+    "partition": "vnode.partition",
 }
 """Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
 

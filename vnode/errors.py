@@ -73,6 +73,20 @@ class MemoryLimitError(VnodeError):
     """No number of virtual nodes fits in a device's memory, or nothing says how much that is."""
 
 
+class MachineError(VnodeError):
+    """A machine cannot be as it is described, or does not hold what is asked of it.
+
+    Args:
+      problem: what is wrong, and what would be right.
+      place: which part of the description, as a path into it: ``networks[0].bandwidth``.
+      remedies: things to try, a line each.
+    """
+
+    def __init__(self, problem: str = "", *, place: str = "", remedies: Sequence[str] = ()) -> None:
+        self.problem, self.place, self.remedies = problem, place, tuple(remedies)
+        super().__init__(layout_message(f"{place}: {problem}" if place else problem, remedies=remedies))
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

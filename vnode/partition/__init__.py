@@ -1,0 +1,5 @@
+"""Splitting a step over a machine: the machine."""
+
+from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
+
+__all__ = ["Axis", "Device", "Kind", "Link", "Machine", "MachineMesh", "Pairs", "Switch", "Torus"]

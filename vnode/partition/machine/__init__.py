@@ -1,0 +1,10 @@
+"""Machines: what their devices can do, and how bytes get from one to another."""
+
+from vnode.partition.machine.build import Link
+from vnode.partition.machine.kinds import Kind
+from vnode.partition.machine.machine import Device, Machine
+from vnode.partition.machine.mesh import MachineMesh
+from vnode.partition.machine.networks import Pairs, Switch
+from vnode.partition.machine.torus import Axis, Torus
+
+__all__ = ["Axis", "Device", "Kind", "Link", "Machine", "MachineMesh", "Pairs", "Switch", "Torus"]

@@ -1,0 +1,216 @@
+"""What collectives cost on several networks at once.
+
+Knows networks, and groups of devices that work at the same time. Must not know kinds of devices.
+
+A time is `latency + bytes * per_byte`. Latencies are those of steps one after another. The time per byte is that of the
+busiest resource: what all groups together send over it, by its bandwidth; so groups that share a link slow each other,
+and the slowest link decides.
+
+On one network all-gather is a ring (`Network.ring`, `Torus.gather`). Over several it is hierarchical: of an array
+that h hosts with m devices each gather, each device first gathers the m-th part that its counterparts in other hosts
+have, then the devices of a host gather these: h - 1 steps over the network and m - 1 within the host. A group with
+unequally many devices in its hosts goes around one ring. Reduce-scatter is the same backwards, all-reduce one after the
+other (Chan, Heimlich, Purkayastha, van de Geijn: Collective Communication: Theory, Practice, and Experience, 2007);
+what adding takes is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Iterable, Sequence
+
+from vnode.errors import MachineError
+from vnode.partition.machine.networks import Network, Phase, Resource
+from vnode.show.units import several
+
+Group = tuple[int, ...]
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "permute")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """The time of a transfer or a collective.
+
+    Attributes:
+      latency: seconds that it takes whatever its bytes.
+      per_byte: seconds that each byte adds.
+      resources: the numbers of the links that it occupies (`Machine.resources`), in increasing order.
+
+    Example:
+      >>> Cost(latency=0.5, per_byte=0.25, resources=()).seconds(2)
+      1.0
+    """
+
+    latency: float
+    per_byte: float
+    resources: tuple[int, ...]
+
+    def seconds(self, bytes: float) -> float:
+        """The time with so many bytes; what they are, `Machine.collective` says."""
+        return self.latency + bytes * self.per_byte
+
+
+@dataclasses.dataclass
+class Busy:
+    """A phase of all groups: the longest latency, and what each resource carries."""
+
+    latency: float = 0.0
+    loads: dict[int, float] = dataclasses.field(default_factory=dict)
+
+    def add(self, phase: Phase, first: int, share: float = 1.0) -> None:
+        """Adds a phase of one group on a network whose resources begin with this number."""
+        self.latency = max(self.latency, phase.latency)
+        for resource, fraction in phase.loads:
+            self.loads[first + resource] = self.loads.get(first + resource, 0.0) + fraction * share
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """The networks of a machine, from the nearest to the farthest.
+
+    Two devices use the first network that joins both. Networks are nested or apart, so the devices of a network fall
+    into parts: those that a nearer one joins, and single ones.
+
+    Attributes:
+      networks: in that order.
+    """
+
+    networks: tuple[Network, ...]
+
+    @functools.cached_property
+    def first(self) -> tuple[int, ...]:
+        """The number of each network's first resource; and of what comes after the last."""
+        found = [0]
+        for network in self.networks:
+            found.append(found[-1] + len(network.resources))
+        return tuple(found)
+
+    @functools.cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """Those of all networks."""
+        return tuple(resource for network in self.networks for resource in network.resources)
+
+    def home(self, group: Sequence[int]) -> int:
+        """The first network that joins all of a group."""
+        for i, network in enumerate(self.networks):
+            if network.members.issuperset(group):
+                return i
+        raise MachineError(f"no network joins devices {', '.join(map(str, group[:8]))}")
+
+    def parts(self, group: Group, home: int) -> list[Group]:
+        """How a group falls into devices that networks nearer than its home join."""
+        left, found = list(group), list[Group]()
+        for network in reversed(self.networks[:home]):
+            near = tuple(device for device in left if device in network.members)
+            if near:
+                found.append(near)
+                left = [device for device in left if device not in network.members]
+        found += [(device,) for device in left]
+        return sorted(found, key=lambda part: group.index(part[0]))
+
+    def route(self, source: int, target: int) -> Cost:
+        """A transfer between two devices."""
+        if source == target:
+            return Cost(0.0, 0.0, ())
+        home = self.home((source, target))
+        found = tuple(self.first[home] + r for r in self.networks[home].route(source, target))
+        return Cost(
+            self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
+        )
+
+    def collective(self, name: str, groups: Sequence[Group], offset: int, around: bool) -> Cost:
+        """The cost of a collective by all groups at once; see `Machine.collective`."""
+        if name == "permute":
+            return self.permute(groups, offset, around)
+        if name == "all_to_all":
+            return self.cost(self.all_to_all(groups))
+        phases = dict[tuple[int, int], Busy]()
+        for group in groups:
+            self.gather(group, 1.0, 0, phases)
+        cost = self.cost(phases.values())
+        if name == "all_reduce":
+            return Cost(2 * cost.latency, 2 * cost.per_byte, cost.resources)
+        return cost
+
+    def gather(self, group: Group, share: float, depth: int, phases: dict[tuple[int, int], Busy]) -> None:
+        """Adds an all-gather of this share of the array, to phases by depth in the hierarchy and by order."""
+        if len(group) == 1:
+            return
+        home = self.home(group)
+        parts = self.parts(group, home)
+        if len({len(part) for part in parts}) > 1:
+            phases.setdefault((depth, 0), Busy()).add(self.ring(group), 0, share)
+            return
+        within = len(parts[0])
+        for rail in zip(*parts, strict=True):
+            for t, phase in enumerate(self.networks[home].gather(rail)):
+                phases.setdefault((depth, t), Busy()).add(phase, self.first[home], share / within)
+        for part in parts:
+            self.gather(part, share, depth + 1, phases)
+
+    def ring(self, group: Group) -> Phase:
+        """One ring over several networks."""
+        size, loads, slowest = len(group), list[tuple[int, float]](), 0.0
+        for source, target in zip(group, (*group[1:], group[0]), strict=True):
+            cost = self.route(source, target)
+            slowest = max(slowest, cost.latency)
+            loads += [(resource, (size - 1) / size) for resource in cost.resources]
+        return Phase((size - 1) * slowest, tuple(loads))
+
+    def permute(self, groups: Sequence[Group], offset: int, around: bool) -> Cost:
+        """Each device sends to the one `offset` places further on; the slowest pair is waited for."""
+        busy = Busy()
+        for group in groups:
+            for i, source in enumerate(group):
+                if around or 0 <= i + offset < len(group):
+                    cost = self.route(source, group[(i + offset) % len(group)])
+                    busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
+        return self.cost([busy])
+
+    def all_to_all(self, groups: Sequence[Group]) -> list[Busy]:
+        """Every device sends a p-th part to every other, straight, over all networks at once."""
+        total = Busy()
+        for group in groups:
+            latency, pending = 0.0, [group]
+            while pending:
+                part = pending.pop()
+                if len(part) == 1:
+                    continue
+                home = self.home(part)
+                parts = self.parts(part, home)
+                waits, loads = self.networks[home].exchange(parts)
+                latency += waits
+                total.add(Phase(0.0, tuple(loads.items())), self.first[home], 1 / len(group))
+                pending += parts
+            total.latency = max(total.latency, latency)
+        return [total]
+
+    def cost(self, phases: Iterable[Busy]) -> Cost:
+        """Phases one after another."""
+        phases = list(phases)
+        seconds = [
+            max((n / self.resources[r].bandwidth for r, n in busy.loads.items()), default=0.0) for busy in phases
+        ]
+        used = sorted({resource for busy in phases for resource in busy.loads})
+        return Cost(sum(busy.latency for busy in phases), sum(seconds), tuple(used))
+
+
+def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group, ...]:
+    """Groups of equally many devices, none of them twice.
+
+    Raises:
+      MachineError: they are something else.
+    """
+    try:
+        found = tuple(tuple(operator.index(device) for device in group) for group in groups)
+    except TypeError:
+        raise MachineError(f"groups are sequences of numbers of devices, not {groups!r}") from None
+    named = [device for group in found for device in group]
+    if not named or len({len(group) for group in found}) > 1 or len(set(named)) != len(named):
+        raise MachineError(f"groups must be of equally many devices, each in one of them only, not {found}")
+    if min(named) < 0 or max(named) >= devices:
+        raise MachineError(f"groups name devices from 0 to {devices - 1} of {several(devices, 'device')}, not {found}")
+    return found

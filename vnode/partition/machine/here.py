@@ -1,0 +1,130 @@
+"""The machine that this program runs on.
+
+Knows jax's devices, the table of kinds, and who measures. Must not know what machines are asked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from vnode.errors import MachineError
+from vnode.partition.machine.build import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
+from vnode.partition.machine.kinds import Kind
+from vnode.partition.machine.measure import Measured, host_memory, measured
+from vnode.partition.machine.networks import Network
+from vnode.partition.machine.table import JAX_NAMES, KINDS
+from vnode.partition.machine.torus import Axis, Torus
+from vnode.placement.placement import device_list
+from vnode.plan.nodes.memory import reported
+
+
+def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
+    """See `Machine.here`."""
+    found = device_list(devices)
+    if not found:
+        raise MachineError("a machine needs at least one device")
+    by_kind: dict[str, list[Any]] = {}
+    for device in found:
+        by_kind.setdefault(device.device_kind, []).append(device)
+    kinds, links = dict[str, Kind](), dict[str, Link | None]()
+    for name, group in by_kind.items():
+        known = KINDS.get(JAX_NAMES.get(name, ""))
+        memory = min((n for n in map(reported, group) if n), default=0)
+        if known is None or measure:
+            result = own(name, group, memory)
+            kinds[name], links[name] = result.kind, link(result)
+        else:
+            kinds[name] = dataclasses.replace(known, memory=memory or known.memory)
+            links[name] = LINKS.get(known.name, (None, None))[0]
+    hosts: dict[Any, int] = {}
+    made = tuple(Device(kinds[d.device_kind], hosts.setdefault(host_of(d), len(hosts))) for d in found)
+    name = " + ".join(f"{len(group)} x {kind}" for kind, group in by_kind.items())
+    if len(found) == 1:
+        return name, made, ()
+    if not measure and (networks := slices(found)):
+        return name, made, networks
+    return name, made, between(made, links, [d.device_kind for d in found])
+
+
+def own(name: str, group: Sequence[Any], memory: int) -> Measured:
+    """Measures those devices of a kind that are this process's."""
+    mine = [device for device in group if device.process_index == jax.process_index()]
+    if not mine:
+        raise MachineError(
+            f"{name!r} is no known kind, and no device of it is in this process, where it could be measured.",
+            remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
+        )
+    return measured(name, mine, memory or host_memory(len(mine)))
+
+
+def link(found: Measured) -> Link | None:
+    """How devices are joined that were measured."""
+    return None if found.bandwidth is None else Link("measured", found.bandwidth, found.latency)
+
+
+def host_of(device: Any) -> Any:
+    """What devices of one host have in common: jax counts GPUs that NVLink can join as a slice, others by process."""
+    if device.platform == "gpu" and getattr(device, "slice_index", None) is not None:
+        return device.slice_index
+    return device.process_index
+
+
+def slices(devices: Sequence[Any]) -> tuple[Network, ...]:
+    """The torus of each slice of TPU chips, and the network between slices; nothing where they are none."""
+    names = {JAX_NAMES.get(device.device_kind, "") for device in devices}
+    made = [found for found in SLICES.values() if {found.kind} == names]
+    if not made:
+        return ()
+    by_slice: dict[int, list[int]] = {}
+    for i, device in enumerate(devices):
+        by_slice.setdefault(getattr(device, "slice_index", None) or 0, []).append(i)
+    if any(device.core_on_chip for device in devices):
+        raise MachineError("each core of a chip is a device here, and a torus joins chips", remedies=["use megacore"])
+    networks = list[Network]()
+    for index, mine in by_slice.items():
+        points = [tuple(devices[i].coords)[: made[0].axes] for i in mine]
+        low = [min(axis) for axis in zip(*points, strict=True)]
+        points = [tuple(n - least for n, least in zip(point, low, strict=True)) for point in points]
+        sizes = tuple(max(axis) + 1 for axis in zip(*points, strict=True))
+        axes = tuple(map(Axis, sizes, wraps(sizes)))
+        networks.append(Torus(f"ICI of slice {index}", axes, tuple(mine), tuple(points), made[0].bandwidth, HOP))
+    if len(networks) > 1:
+        hosts: dict[int, list[int]] = {}
+        for i, device in enumerate(devices):
+            hosts.setdefault(device.process_index, []).append(i)
+        networks.append(Link("data center network", 25e9, DCN, of="host").network(list(hosts.values())))
+    return tuple(networks)
+
+
+def between(devices: Sequence[Device], links: dict[str, Link | None], names: Sequence[str]) -> tuple[Network, ...]:
+    """The networks of devices that a switch joins, or measured ones; the slower where kinds meet."""
+    hosts = hosts_of(devices)
+    near, far = list[Network](), list[Link]()
+    for host in hosts:
+        mine = [links[name] for name in dict.fromkeys(names[i] for i in host)]
+        if len(host) > 1:
+            if None in mine:
+                raise unknown_links()
+            slowest = min((link for link in mine if link is not None), key=lambda link: link.bandwidth)
+            near.append(slowest.network([host]))
+    if len(hosts) == 1:
+        return tuple(near)
+    for device in devices:
+        usual = LINKS.get(device.kind.name, (None, None))[1]
+        if usual is None:
+            raise unknown_links()
+        far.append(usual)
+    slowest = min(far, key=lambda link: link.bandwidth)
+    return (*near, slowest.network(hosts))
+
+
+def unknown_links() -> MachineError:
+    """The error where one process cannot measure."""
+    return MachineError(
+        "it is not known how these devices are joined.",
+        remedies=["describe the machine: Machine(...).save('machine.json'), and Machine.load it in every process"],
+    )

@@ -1,0 +1,415 @@
+"""A machine: devices in order, what each can do, and what it takes to move bytes between them.
+
+Knows kinds, networks, and who draws a page. Must not know steps, splits or plans.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from vnode.errors import MachineError
+from vnode.partition.machine import build
+from vnode.partition.machine.build import Device, Link
+from vnode.partition.machine.checks import MOST_DEVICES, inside, text, whole, wrong
+from vnode.partition.machine.checks import several as some
+from vnode.partition.machine.collectives import COLLECTIVES, Cost, Fabric, checked_groups
+from vnode.partition.machine.kinds import Kind
+from vnode.partition.machine.mesh import MachineMesh, laid_out
+from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
+from vnode.partition.machine.torus import Torus
+from vnode.show.drawn import Drawn
+from vnode.show.page import Cell, Column, Page, Table
+from vnode.show.units import number, several, size
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Machine(Drawn):
+    """Devices and what joins them; print it.
+
+    Attributes:
+      name: for people.
+      devices: in order; what `jax.devices()` has, if the machine is this one.
+      networks: from the nearest to the farthest. Two devices use the first that joins both. Networks are nested or
+        apart, and the last joins all devices.
+
+    Raises:
+      MachineError: it cannot be so.
+
+    Example:
+      >>> machine = Machine.tpu("v5e:4x4")
+      >>> machine
+      Machine(TPU v5e:4x4: 16 devices in 4 hosts)
+      >>> mesh = machine.mesh({"data": 4, "model": 4})
+      >>> cost = machine.collective("all_gather", mesh.groups("model"))
+      >>> round(cost.seconds(34e6) * 1e6)  # of 34 MB; "How to scale your model" has 560 us
+      570
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    networks: tuple[Network, ...] = ()
+
+    def __post_init__(self) -> None:
+        text(self.name, "name")
+        devices = tuple(some(self.devices, "devices", "devices"))
+        networks = tuple(some(self.networks, "networks", "networks")) if self.networks != () else ()
+        if len(devices) > MOST_DEVICES:
+            raise MachineError(f"expected at most {MOST_DEVICES} devices, not {len(devices)}", place="devices")
+        for i, device in enumerate(devices):
+            if not isinstance(device, Device):
+                raise wrong(f"devices[{i}]", "a Device", device)
+        kinds: dict[str, Kind] = {}
+        for i, device in enumerate(devices):
+            if kinds.setdefault(device.kind.name, device.kind) != device.kind:
+                raise MachineError(f"two kinds are called {device.kind.name!r}", place=f"devices[{i}].kind")
+        object.__setattr__(self, "devices", devices)
+        object.__setattr__(self, "networks", networks)
+        everyone = frozenset(range(len(devices)))
+        for i, network in enumerate(networks):
+            if not isinstance(network, Network):
+                raise wrong(f"networks[{i}]", "a Switch, Pairs or Torus", network)
+            with inside(f"networks[{i}]"):
+                if not network.members <= everyone:
+                    raise MachineError(
+                        f"it joins device {max(network.members)}, and there are {several(len(devices), 'device')}"
+                    )
+                for k, nearer in enumerate(networks[:i]):
+                    if not (nearer.members <= network.members or nearer.members.isdisjoint(network.members)):
+                        raise MachineError(f"it joins some devices of networks[{k}] and not all of them")
+        if len(devices) > 1 and not (networks and networks[-1].members == everyone):
+            raise MachineError("the last network must join all devices", place="networks")
+
+    # How machines are made.
+
+    @staticmethod
+    def here(devices: Sequence[Any] | None = None, *, measure: bool = False) -> Machine:
+        """The machine that this program runs on.
+
+        Known kinds (`vnode.partition.machine.table`) have the figures of their data sheets, and the memory that the
+        device itself reports. Others are measured: rates of matrix products by dtype and of element-wise operations,
+        bandwidth of memory, all devices of a kind working at once (so CPU devices that share cores share their rate);
+        bandwidth and latency from host to device, and between devices, each as the median of interleaved repetitions.
+        That takes some seconds.
+
+        Args:
+          devices: of this machine, all of `jax.devices()` by default.
+          measure: also known kinds, and what joins them within this process.
+
+        Returns:
+          The machine; its devices are numbered as they are given.
+
+        Raises:
+          MachineError: a kind is neither known nor in this process, where it could be measured; or it is not known how
+            hosts are joined.
+
+        Example:
+          >>> import jax
+          >>> machine = Machine.here(jax.devices()[:1])
+          >>> machine.devices[0].kind.rate("float32") > 0
+          True
+        """
+        from vnode.partition.machine.here import here
+
+        return Machine(*here(devices, measure))
+
+    @staticmethod
+    def tpu(topology: str, *, slices: int = 1) -> Machine:
+        """A slice of TPU chips, or several, each chip one device.
+
+        A v4 or v5p chip has two cores, which jax shows as one device. Hosts have 2x2 chips, and devices are in the
+        order in which `jax.experimental.topologies` has them. Axes of 16 chips wrap around on v5e and v6e; on v4 and
+        v5p all axes do if each is a multiple of 4. (Sources: `vnode.partition.machine.build`.)
+
+        Args:
+          topology: the generation and the chips along each axis: ``"v5e:4x4"``, ``"v5p:2x2x2"``, ``"v4:..."``,
+            ``"v6e:..."``.
+          slices: how many of them, joined by the network of the data center.
+
+        Returns:
+          The machine.
+
+        Raises:
+          MachineError: there is no such slice.
+
+        Example:
+          >>> Machine.tpu("v4:4x4x8").networks[0].axes[2]
+          Axis(size=8, wrap=True)
+        """
+        return Machine(*build.tpu(topology, slices))
+
+    @staticmethod
+    def gpus(
+        kind: Kind | str,
+        *,
+        hosts: int = 1,
+        per_host: int = 8,
+        within: Link | None = None,
+        between: Link | None = None,
+    ) -> Machine:
+        """Hosts with GPUs.
+
+        By default they are joined as in NVIDIA's own hosts of that kind (sources: `vnode.partition.machine.build`).
+        NVLink without a switch (P100, V100) counts as if it had one: right for rings, which use all links of a GPU at
+        once, too fast for one pair of GPUs; ``Link(..., of="pair")`` says it exactly.
+
+        Args:
+          kind: a kind, or the name of a known one.
+          hosts: how many.
+          per_host: devices of each.
+          within: what joins the devices of a host.
+          between: what joins hosts.
+
+        Returns:
+          The machine.
+
+        Raises:
+          MachineError: the kind is not known, or how it is joined.
+
+        Example:
+          >>> Machine.gpus("a100-80gb", hosts=2).networks[-1].name
+          'InfiniBand'
+        """
+        return Machine(*build.gpus(kind, hosts, per_host, within, between))
+
+    @staticmethod
+    def flexflow(cluster: Literal["p100", "k80"]) -> Machine:
+        """A cluster on which FlexFlow was measured (Jia, Zaharia, Aiken, SysML 2019, experimental setup).
+
+        ``"p100"`` has 4 hosts with 4 P100 each, NVLink within and 100 Gb/s InfiniBand between hosts. How many NVLinks
+        join two GPUs is an assumption: one, 20 GB/s in each direction, as among the four of half a DGX-1.
+        ``"k80"`` has 16 hosts with 4 K80 each (a device is one die), two and two behind a PCI Express switch of their
+        own, and 56 Gb/s InfiniBand.
+
+        Args:
+          cluster: ``"p100"`` or ``"k80"``.
+
+        Raises:
+          MachineError: it is another.
+
+        Example:
+          >>> Machine.flexflow("k80")
+          Machine(FlexFlow's K80 cluster: 64 devices in 16 hosts)
+        """
+        return Machine(*build.flexflow(cluster))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a JSON file that people can read and change; `load` describes what it may hold."""
+        from vnode.partition.machine.store import write
+
+        write(path, self.name, self.devices, self.networks)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Machine:
+        """Reads a file that `save`, or a person, wrote.
+
+        Bandwidths are in bytes a second and direction, latencies in seconds, rates in operations a second. A row of
+        ``devices`` stands for ``count`` of them (1 by default), in order; networks name them by number, from 0.
+        `vnode.partition.machine.store` shows an example.
+
+        Args:
+          path: of the file.
+
+        Raises:
+          MachineError: the file is damaged, of another version, or describes no machine; it says where.
+        """
+        from vnode.partition.machine.store import read
+
+        try:
+            return Machine(*read(path))
+        except MachineError as error:
+            place = f"{path}: {error.place}" if error.place else str(path)
+            raise MachineError(error.problem, place=place, remedies=error.remedies) from None
+
+    # What is asked of them.
+
+    @property
+    def kinds(self) -> tuple[Kind, ...]:
+        """The kinds of its devices, each once, in the order of the devices."""
+        return tuple({device.kind.name: device.kind for device in self.devices}.values())
+
+    @property
+    def hosts(self) -> tuple[tuple[int, ...], ...]:
+        """The numbers of the devices of each host."""
+        return tuple(map(tuple, build.hosts_of(self.devices)))
+
+    @functools.cached_property
+    def _fabric(self) -> Fabric:
+        return Fabric(self.networks)
+
+    @functools.cached_property
+    def _costs(self) -> dict[Any, Cost]:
+        return {}
+
+    @functools.cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """All links, each in one direction: those of the networks; then of each device the way to its host, and back.
+
+        A simulator lets transfers queue for them. Their number is their place in this sequence.
+        """
+
+        def both(i: int, kind: Kind) -> tuple[Resource, Resource]:
+            up = Resource(f"device {i} to host", kind.host_bandwidth, kind.host_latency)
+            return up, dataclasses.replace(up, name=f"host to device {i}")
+
+        links = (resource for i, device in enumerate(self.devices) for resource in both(i, device.kind))
+        return (*self._fabric.resources, *links)
+
+    def route(self, source: int, target: int) -> Cost:
+        """The transfer of bytes from one device to another.
+
+        Args:
+          source: the number of a device.
+          target: that of another; of the same, it takes no time.
+
+        Returns:
+          Its cost per byte, by the slowest link on its way, and the links, which it occupies for that time.
+
+        Raises:
+          MachineError: there is no such device.
+
+        Example:
+          >>> machine = Machine.gpus("h100-sxm", hosts=2)
+          >>> [machine.resources[r].name for r in machine.route(0, 9).resources]
+          ['InfiniBand: out of 0', 'InfiniBand: into 9']
+        """
+        for place, device in (("source", source), ("target", target)):
+            whole(device, place, "the number of a device", 0, len(self.devices) - 1)
+        return self._cached(("route", source, target), lambda: self._fabric.route(source, target))
+
+    def to_host(self, device: int, *, back: bool = False) -> Cost:
+        """The transfer of bytes from a device to its host's memory, or back.
+
+        Args:
+          device: its number.
+          back: from the host to the device.
+
+        Raises:
+          MachineError: there is no such device.
+
+        Example:
+          >>> Machine.tpu("v5e:2x2").to_host(0).seconds(15e6)
+          0.00101
+        """
+        whole(device, "device", "the number of a device", 0, len(self.devices) - 1)
+        link = len(self._fabric.resources) + 2 * device + back
+        kind = self.devices[device].kind
+        return Cost(kind.host_latency, 1 / kind.host_bandwidth, (link,))
+
+    def collective(self, name: str, groups: Sequence[Sequence[int]], *, offset: int = 1, around: bool = True) -> Cost:
+        """The cost of a collective that groups of devices run at the same time.
+
+        `vnode.partition.machine.collectives` has the formulas and their sources. All bytes are those of one device:
+        of the result of an all-gather, of the operand of the others.
+
+        Args:
+          name: ``"all_gather"``, ``"reduce_scatter"``, ``"all_reduce"``, ``"all_to_all"`` or ``"permute"``.
+          groups: of equally many devices, as `MachineMesh.groups` gives them.
+          offset: of a permute: the device at place i of its group sends to that at place i + offset.
+          around: of a permute: whether the last send to the first.
+
+        Returns:
+          Its cost; with one device in a group, nothing.
+
+        Raises:
+          MachineError: there is no such collective, or the groups are none.
+
+        Example:
+          >>> cost = Machine.gpus("h100-sxm").collective("all_gather", [range(8)])
+          >>> round(cost.seconds(4096 * 65536 * 2) * 1e3, 2)  # ms; "How to scale your model" has 1.04
+          1.06
+        """
+        if name not in COLLECTIVES:
+            raise MachineError(f"collectives are {', '.join(COLLECTIVES)}, not {name!r}")
+        found = checked_groups(groups, len(self.devices))
+        whole(offset, "offset", "an offset", -MOST_DEVICES, MOST_DEVICES)
+        key = (name, found, offset, around) if name == "permute" else (name, found)
+        return self._cached(key, lambda: self._fabric.collective(name, found, offset, around))
+
+    def _cached(self, key: Any, make: Any) -> Cost:
+        if key not in self._costs:
+            self._costs[key] = make()
+        return self._costs[key]
+
+    def mesh(self, sizes: Mapping[str, int]) -> MachineMesh:
+        """Its devices as a mesh, whose axes follow those of a torus where the sizes allow it.
+
+        Args:
+          sizes: of each axis; their product is the number of devices.
+
+        Returns:
+          The mesh. Of the machine that is here, ``np.array(jax.devices())[mesh.devices]`` are the devices themselves.
+
+        Raises:
+          MachineError: the sizes do not fit.
+
+        Example:
+          >>> Machine.tpu("v5e:2x4").mesh({"data": 2, "model": 4}).groups("model")
+          ((0, 2, 4, 6), (1, 3, 5, 7))
+        """
+        return laid_out(sizes, self.networks, len(self.devices))
+
+    def page(self) -> Page:
+        """What there is to see: kinds and networks."""
+        subtitle = f"{several(len(self.devices), 'device')} in {several(len(self.hosts), 'host')}"
+        return Page(self.name, subtitle, (self._kinds_table(), *([self._networks_table()] if self.networks else [])))
+
+    def _kinds_table(self) -> Table:
+        def row(kind: Kind) -> tuple[Cell, ...]:
+            count = sum(device.kind.name == kind.name for device in self.devices)
+            rates = {**kind.peak, "all but matrix products": kind.vector}
+            note = ", ".join(f"{name} {number(rate)}op/s" for name, rate in rates.items())
+            return (
+                Cell(f"{count:,} x {kind.name}", kind.source),
+                *(Cell(f"{number(kind.rate(dtype))}op/s", note) for dtype in ("float32", "bfloat16")),
+                Cell(size(kind.memory)),
+                Cell(f"{number(kind.bandwidth)}B/s"),
+                Cell(f"{number(kind.host_bandwidth)}B/s", f"after {microseconds(kind.host_latency)}"),
+            )
+
+        numbers = ("float32", "bfloat16", "memory", "bandwidth", "to host")
+        columns = (Column("devices"), *(Column(name, right=True) for name in numbers))
+        return Table("kinds", columns, tuple(map(row, self.kinds)))
+
+    def _networks_table(self) -> Table:
+        columns = Column("network"), Column("joins", wide=True), Column("bandwidth", right=True)
+        rows = list[tuple[Cell, ...]]()
+        for (name, joins, bandwidth, latency), alike in itertools.groupby(self.networks, key=in_words):
+            times = len(list(alike))
+            said = Cell(f"{joins}, {times} times" if times > 1 else joins)
+            rows.append((Cell(name), said, Cell(f"{number(bandwidth)}B/s"), Cell(microseconds(latency))))
+        note = "from the nearest to the farthest; bandwidth of a link in one direction"
+        return Table("networks", (*columns, Column("latency", right=True)), tuple(rows), note)
+
+
+def in_words(network: Network) -> tuple[str, str, float, float]:
+    """What a network is, in words."""
+    match network:
+        case Torus():
+            joins = "neighbours in " + " x ".join(str(axis.size) for axis in network.axes)
+            wrapped = [str(i + 1) for i, axis in enumerate(network.axes) if axis.wrap]
+            if wrapped:
+                joins += (
+                    ", all wrapped" if len(wrapped) == len(network.axes) else f", wrapped along {', '.join(wrapped)}"
+                )
+        case Pairs():
+            joins = f"every pair of {several(len(network.devices), 'device')}"
+        case Switch():
+            most = max(map(len, network.ports))
+            joins = f"{several(len(network.ports), 'port')}" + (f" of {several(most, 'device')}" if most > 1 else "")
+        case _:
+            joins = several(len(network.members), "device")
+    return network.name, joins, network.bandwidth, network.latency
+
+
+def microseconds(time: float) -> str:
+    """Seconds for people.
+
+    >>> microseconds(1e-6), microseconds(2.5e-4)
+    ('1 us', '250 us')
+    """
+    return f"{time * 1e6:.3g} us"

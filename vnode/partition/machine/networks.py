@@ -1,0 +1,254 @@
+"""Networks that join devices by ports or by pairs, and what every network must be able to say.
+
+Knows ports, links, their bandwidth and latency. Must not know kinds of devices, or other networks of a machine.
+
+A network answers three questions. Which of its *resources* does a transfer between two devices occupy? A resource is a
+link in one direction, which carries one transfer after another. What does a *ring* over some of its devices cost: the
+all-gather, from which reduce-scatter and all-reduce follow? What does an *exchange* cost, in which each device has
+something for each other?
+
+The answers of the last two are in steps of latency, and in loads: which fraction of the array each resource carries.
+Loads of several groups of devices that work at the same time are added by whoever asks.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from vnode.errors import MachineError
+from vnode.partition.machine.checks import SLOWEST, devices, inside, real, several, text
+from vnode.show.units import through
+
+MOST_IN_PAIRS = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Resource:
+    """A link in one direction; one transfer after another.
+
+    Attributes:
+      name: for people.
+      bandwidth: bytes a second.
+      latency: seconds that a transfer takes beyond its bytes.
+    """
+
+    name: str
+    bandwidth: float
+    latency: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """A part of a collective, after which all devices go on to the next.
+
+    Attributes:
+      latency: seconds that it takes whatever its bytes.
+      loads: resources (of the network), and the fraction of the array's bytes that each carries.
+    """
+
+    latency: float
+    loads: tuple[tuple[int, float], ...]
+
+
+class Network(abc.ABC):
+    """What joins some devices."""
+
+    name: str
+
+    @property
+    @abc.abstractmethod
+    def members(self) -> frozenset[int]:
+        """The devices that it joins."""
+
+    @property
+    @abc.abstractmethod
+    def resources(self) -> tuple[Resource, ...]:
+        """Its links, by number."""
+
+    @abc.abstractmethod
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """The resources between two different devices, in the order of travel."""
+
+    def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
+        """An all-gather over some of its devices, of an array whose bytes are 1: a ring, unless there is better."""
+        return self.ring(group)
+
+    def delay(self, source: int, target: int) -> float:
+        """Seconds of a transfer of nothing between two devices."""
+        return sum(self.resources[r].latency for r in self.route(source, target))
+
+    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+        """Each device sends each device of the other parts one unit of bytes.
+
+        Returns:
+          The seconds of latency of all messages of the device that waits longest, one after another, and the units that
+          each resource carries.
+        """
+        latency, loads = 0.0, dict[int, float]()
+        for part in parts:
+            others = [device for other in parts if other is not part for device in other]
+            for source in part:
+                latency = max(latency, sum(self.delay(source, target) for target in others))
+                for target in others:
+                    for resource in self.route(source, target):
+                        loads[resource] = loads.get(resource, 0.0) + 1.0
+        return latency, loads
+
+    def ring(self, group: Sequence[int]) -> tuple[Phase, ...]:
+        """An all-gather around the devices in their order: p - 1 steps, each of which sends a p-th part on.
+
+        Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Operations in MPICH, 2005:
+        (p - 1) latency + (p - 1) / p bytes / bandwidth, if no two devices share a link.
+        """
+        size, loads, slowest = len(group), dict[int, float](), 0.0
+        for source, target in zip(group, (*group[1:], group[0]), strict=True):
+            slowest = max(slowest, self.delay(source, target))
+            for resource in self.route(source, target):
+                loads[resource] = loads.get(resource, 0.0) + (size - 1) / size
+        return (Phase((size - 1) * slowest, tuple(loads.items())),)
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch(Network):
+    """Ports into something that carries all of them at full speed: NVLink with its switches, PCI Express, a fat tree.
+
+    A transfer leaves by the port of its source and arrives by that of its target.
+
+    Attributes:
+      name: of the network.
+      ports: the devices behind each port: one, or several that share it, as the devices of a host share its network
+        card.
+      bandwidth: bytes a second of a port in each direction.
+      latency: seconds from port to port.
+
+    Raises:
+      MachineError: something of it is wrong.
+
+    Example:
+      >>> network = Switch("Ethernet", ((0, 1), (2, 3)), bandwidth=12.5e9, latency=1e-5)
+      >>> [network.resources[r].name for r in network.route(1, 2)]
+      ['Ethernet: out of 0-1', 'Ethernet: into 2-3']
+    """
+
+    name: str
+    ports: tuple[tuple[int, ...], ...]
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        with inside("ports"):
+            ports = tuple(devices(port, f"[{i}]") for i, port in enumerate(several(self.ports, "", "ports")))
+            devices([device for port in ports for device in port], "")
+        object.__setattr__(self, "ports", ports)
+        settle(self)
+
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        """The devices behind its ports."""
+        return frozenset(self._port)
+
+    @functools.cached_property
+    def _port(self) -> dict[int, int]:
+        return {device: i for i, port in enumerate(self.ports) for device in port}
+
+    @functools.cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """Of each port the way out, on which the latency is counted, and the way in."""
+        found = list[Resource]()
+        for port in self.ports:
+            found.append(Resource(f"{self.name}: out of {ranges(port)}", self.bandwidth, self.latency))
+            found.append(Resource(f"{self.name}: into {ranges(port)}", self.bandwidth, 0.0))
+        return tuple(found)
+
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """Out of one port, into the other; they are the same if the devices share it."""
+        return 2 * self._port[source], 2 * self._port[target] + 1
+
+    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+        """Message after message, to all others in turn."""
+        size, loads = sum(map(len, parts)), dict[int, float]()
+        for part in parts:
+            for device in part:
+                for resource in (2 * self._port[device], 2 * self._port[device] + 1):
+                    loads[resource] = loads.get(resource, 0.0) + size - len(part)
+        return (size - min(map(len, parts))) * self.latency, loads
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs(Network):
+    """A link between every two devices, as NVLink joins four GPUs without a switch.
+
+    Attributes:
+      name: of the network.
+      devices: that it joins.
+      bandwidth: bytes a second of each link in each direction.
+      latency: seconds of a transfer of nothing.
+
+    Raises:
+      MachineError: something of it is wrong.
+
+    Example:
+      >>> network = Pairs("NVLink", (4, 5, 6), bandwidth=20e9, latency=2e-6)
+      >>> [network.resources[r].name for r in network.route(6, 4)], len(network.resources)
+      (['NVLink: 6 to 4'], 6)
+    """
+
+    name: str
+    devices: tuple[int, ...]
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", devices(self.devices, "devices"))
+        if len(self.devices) > MOST_IN_PAIRS:
+            raise MachineError(f"expected at most {MOST_IN_PAIRS} devices, each of which has a link to each other")
+        settle(self)
+
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        """The devices."""
+        return frozenset(self.devices)
+
+    @functools.cached_property
+    def _between(self) -> dict[tuple[int, int], int]:
+        return {pair: i for i, pair in enumerate(itertools.permutations(self.devices, 2))}
+
+    @functools.cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """One for each ordered pair."""
+        return tuple(Resource(f"{self.name}: {a} to {b}", self.bandwidth, self.latency) for a, b in self._between)
+
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """The link of the two."""
+        return (self._between[source, target],)
+
+    def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
+        """Each sends its part to each other at once, over links of their own: latency + bytes / p / bandwidth."""
+        loads = tuple((self._between[pair], 1 / len(group)) for pair in itertools.permutations(group, 2))
+        return (Phase(self.latency, loads),)
+
+    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+        """All messages at once, over links of their own."""
+        return self.latency, super().exchange(parts)[1]
+
+
+def settle(network: Any) -> None:
+    """Checks what all networks have."""
+    text(network.name, "name")
+    object.__setattr__(network, "bandwidth", real(network.bandwidth, "bandwidth", "bytes a second"))
+    object.__setattr__(network, "latency", real(network.latency, "latency", "seconds", SLOWEST, zero=True))
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers for people.
+
+    >>> ranges([0, 1, 2, 5, 7, 8])
+    '0-2, 5, 7-8'
+    """
+    runs = itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])
+    return ", ".join(through(run[0][1], run[-1][1]) for run in (list(run) for _, run in runs))

@@ -1,0 +1,250 @@
+"""A torus: devices at points of a grid, each joined to its neighbours along every axis; how TPU chips are wired.
+
+Knows grids, rings and lines. Must not know kinds of devices, or other networks of a machine.
+
+The times of collectives are those of "How to scale your model" (Austin and others, 2025), chapter "Sharded matrices and
+how to multiply them": parts of the array go around a ring both ways, whole parts at a time, so that p devices need
+floor(p / 2) steps; on a line, whose ends are not joined, p - 1. Over several axes the array is cut into as many pieces
+as there are axes; each piece goes along the axes in an order of its own, so that the links of all are in use.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from vnode.errors import MachineError
+from vnode.partition.machine.checks import MOST_DEVICES, devices, inside, several, truth, whole, wrong
+from vnode.partition.machine.networks import Network, Phase, Resource, settle
+
+Point = tuple[int, ...]
+
+MOST_AXES = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One direction of a torus.
+
+    Attributes:
+      size: devices along it.
+      wrap: whether the last is joined to the first.
+    """
+
+    size: int
+    wrap: bool = False
+
+    def __post_init__(self) -> None:
+        whole(self.size, "size", "devices along an axis", 1, MOST_DEVICES)
+        truth(self.wrap, "wrap")
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """The devices of a group along one axis: `count` of them, `stride` apart, around a ring or along a line."""
+
+    axis: int
+    start: int
+    count: int
+    stride: int
+    ring: bool
+
+    @property
+    def steps(self) -> int:
+        """Links that a part passes until all have it."""
+        return self.stride * (self.count // 2 if self.ring else self.count - 1)
+
+    def gathered(self) -> tuple[list[float], list[float]]:
+        """Parts that pass upwards, and downwards, over each link between neighbours, in p-ths of the gathered array."""
+        if self.ring:
+            both = [self.count // 2 / self.count] * self.count
+            return both, both
+        up = [(i + 1) / self.count for i in range(self.count - 1)]
+        return up, up[::-1]
+
+    def exchanged(self) -> tuple[list[float], list[float]]:
+        """The same where each device sends a p-th of what it has to each."""
+        size = self.count
+        if self.ring:  # by the shorter way; where both are as short, half of it each way
+            both = [(size * size // 4) / 2 / size] * size
+            return both, both
+        both = [(i + 1) * (size - 1 - i) / size for i in range(size - 1)]
+        return both, both
+
+
+@dataclasses.dataclass(frozen=True)
+class Torus(Network):
+    """Devices at points of a grid.
+
+    Attributes:
+      name: of the network.
+      axes: its sizes, and whether its ends are joined.
+      devices: that are in it.
+      points: where each of them is, a number for each axis.
+      bandwidth: bytes a second of a link between neighbours, in each direction.
+      latency: seconds over a link.
+
+    Raises:
+      MachineError: something of it is wrong.
+
+    Example:
+      >>> network = Torus("ICI", (Axis(4, wrap=True),), range(4), [(0,), (1,), (2,), (3,)], 45e9, 1e-6)
+      >>> [network.resources[r].name for r in network.route(0, 3)]
+      ['ICI: (0) to (3)']
+    """
+
+    name: str
+    axes: tuple[Axis, ...]
+    devices: tuple[int, ...]
+    points: tuple[Point, ...]
+    bandwidth: float
+    latency: float
+
+    def __post_init__(self) -> None:
+        axes = tuple(several(self.axes, "axes", "axes"))
+        for i, axis in enumerate(axes):
+            if not isinstance(axis, Axis):
+                raise wrong(f"axes[{i}]", "an Axis", axis)
+        if len(axes) > MOST_AXES or math.prod(axis.size for axis in axes) > MOST_DEVICES:
+            raise MachineError(f"expected at most {MOST_AXES} axes and {MOST_DEVICES} points", place="axes")
+        found = devices(self.devices, "devices")
+        points = several(self.points, "points", "points")
+        if len(points) != len(found):
+            raise MachineError(f"expected a point for each of {len(found)} devices, not {len(points)}", place="points")
+        with inside("points"):
+            checked = tuple(point(place, axes, f"[{i}]") for i, place in enumerate(points))
+            if len(set(checked)) != len(checked):
+                raise MachineError("two devices are at one point")
+        for name, value in {"axes": axes, "devices": found, "points": checked}.items():
+            object.__setattr__(self, name, value)
+        settle(self)
+
+    @functools.cached_property
+    def members(self) -> frozenset[int]:
+        """The devices."""
+        return frozenset(self.devices)
+
+    @functools.cached_property
+    def at(self) -> dict[int, Point]:
+        """Where each device is."""
+        return dict(zip(self.devices, self.points, strict=True))
+
+    @functools.cached_property
+    def _links(self) -> dict[tuple[Point, int, int], int]:
+        """Numbers of the links out of a point along an axis, upwards (1) or downwards (-1)."""
+        found = dict[tuple[Point, int, int], int]()
+        for place in itertools.product(*(range(axis.size) for axis in self.axes)):
+            for i, axis in enumerate(self.axes):
+                for way in (1, -1):
+                    if axis.size > 1 and (axis.wrap or 0 <= place[i] + way < axis.size):
+                        found[place, i, way] = len(found)
+        return found
+
+    @functools.cached_property
+    def resources(self) -> tuple[Resource, ...]:
+        """A link from every point to each of its neighbours."""
+
+        def name(place: Point, axis: int, way: int) -> str:
+            return f"{self.name}: {said(place)} to {said(self._step(place, axis, way))}"
+
+        return tuple(Resource(name(*link), self.bandwidth, self.latency) for link in self._links)
+
+    def _step(self, place: Point, axis: int, way: int) -> Point:
+        return (*place[:axis], (place[axis] + way) % self.axes[axis].size, *place[axis + 1 :])
+
+    def route(self, source: int, target: int) -> tuple[int, ...]:
+        """Along one axis after the other, each by the shorter way."""
+        here, there, found = self.at[source], self.at[target], list[int]()
+        for i, axis in enumerate(self.axes):
+            distance = there[i] - here[i]
+            if axis.wrap and abs(distance) * 2 > axis.size:
+                distance -= axis.size if distance > 0 else -axis.size
+            for _ in range(abs(distance)):
+                way = 1 if distance > 0 else -1
+                found.append(self._links[here, i, way])
+                here = self._step(here, i, way)
+        return tuple(found)
+
+    def delay(self, source: int, target: int) -> float:
+        """Seconds of a transfer of nothing between two devices."""
+        return self.latency * len(self.route(source, target))
+
+    def gather(self, group: Sequence[int]) -> tuple[Phase, ...]:
+        """Along the axes of a box, in as many pieces and phases as there are axes; else a ring over the devices."""
+        walks = self.walks(group)
+        if walks is None:
+            return self.ring(sorted(group, key=lambda device: self.at[device]))
+        done, phases = [1] * len(walks), list[Phase]()
+        for t in range(len(walks)):
+            latency, loads = 0.0, dict[int, float]()
+            for piece in range(len(walks)):
+                walk = walks[(piece + t) % len(walks)]
+                done[piece] *= walk.count
+                share = done[piece] / len(group) / len(walks)
+                latency = max(latency, walk.steps * self.latency)
+                for resource, fraction in self._loads(group, walk, *walk.gathered()):
+                    loads[resource] = loads.get(resource, 0.0) + share * fraction
+            phases.append(Phase(latency, tuple(loads.items())))
+        return tuple(phases)
+
+    def exchange(self, parts: Sequence[Sequence[int]]) -> tuple[float, dict[int, float]]:
+        """In a box each message goes along one axis after the other, and none waits for another to be sent."""
+        group = [device for part in parts for device in part]
+        walks = self.walks(group) if len(parts) == len(group) else None
+        if walks is None:
+            return super().exchange(parts)
+        loads = dict[int, float]()
+        for walk in walks:
+            for resource, units in self._loads(group, walk, *walk.exchanged()):
+                loads[resource] = loads.get(resource, 0.0) + units * len(group)
+        return sum(walk.steps for walk in walks) * self.latency, loads
+
+    def walks(self, group: Sequence[int]) -> list[Walk] | None:
+        """The axes along which a group extends, if it is all points of a (possibly spread out) box; else None."""
+        places = [self.at[device] for device in group]
+        found, size = list[Walk](), 1
+        for i, axis in enumerate(self.axes):
+            along = sorted({place[i] for place in places})
+            if len(along) == 1:
+                continue
+            strides = {b - a for a, b in itertools.pairwise(along)}
+            if len(strides) > 1:
+                return None
+            (stride,) = strides
+            ring = axis.wrap and stride * len(along) == axis.size
+            found.append(Walk(i, along[0], len(along), stride, ring))
+            size *= len(along)
+        return found if size == len(group) else None
+
+    def _loads(
+        self, group: Sequence[int], walk: Walk, up: Sequence[float], down: Sequence[float]
+    ) -> Iterator[tuple[int, float]]:
+        """What links carry, if on each line of the group along an axis neighbours carry this upwards and downwards."""
+        size = self.axes[walk.axis].size
+        for place in {self.at[device] for device in group}:
+            if place[walk.axis] != walk.start:
+                continue
+            for i, (above, below) in enumerate(zip(up, down, strict=True)):
+                for k in range(walk.stride):
+                    low = (walk.start + i * walk.stride + k) % size
+                    here = (*place[: walk.axis], low, *place[walk.axis + 1 :])
+                    yield self._links[here, walk.axis, 1], above
+                    yield self._links[self._step(here, walk.axis, 1), walk.axis, -1], below
+
+
+def point(value: Any, axes: Sequence[Axis], place: str) -> Point:
+    """A point of a grid, or a `MachineError`."""
+    numbers = several(value, place, f"{len(axes)} numbers, one for each axis")
+    if len(numbers) != len(axes):
+        raise wrong(place, f"{len(axes)} numbers, one for each axis", value)
+    found = zip(numbers, axes, strict=True)
+    return tuple(whole(n, f"{place}[{i}]", "a place along the axis", 0, a.size - 1) for i, (n, a) in enumerate(found))
+
+
+def said(place: Point) -> str:
+    """A point for people."""
+    return f"({', '.join(map(str, place))})"
