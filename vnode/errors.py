@@ -73,6 +73,10 @@ class MemoryLimitError(VnodeError):
     """No number of virtual nodes fits in a device's memory, or nothing says how much that is."""
 
 
+class TaskGraphError(VnodeError):
+    """A graph of tasks cannot be simulated: its parts do not fit together, or tasks wait for each other in a circle."""
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

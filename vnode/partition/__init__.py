@@ -1,0 +1,1 @@
+"""Splitting any factor of any operator: what a plan would take."""
