@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from vnode.errors import TaskGraphError
 from vnode.partition.simulator.build import Change
-from vnode.partition.simulator.simulate import simulate
+from vnode.partition.simulator.simulate import circle
 from vnode.partition.simulator.timeline import Timeline
 
-PATIENCE = 0.5
-"""Tasks that may be served again, as a share of all, before a simulation from the start is what takes less."""
+PATIENCE = 0.05
+"""Tasks that may be served again, as a share of all, before simulating the rest in full is what takes less."""
 
 
 def resimulate(timeline: Timeline, change: Change) -> Timeline:
@@ -37,7 +37,7 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
       TaskGraphError: the change is one of another graph, or makes tasks wait for each other in a circle.
 
     Example:
-      >>> from vnode.partition.simulator import Builder, Edit
+      >>> from vnode.partition.simulator import Builder, Edit, simulate
       >>> builder = Builder(["gpu:0", "gpu:1"])
       >>> first = builder.add([10, 14], on=[[0], [1]])
       >>> then = builder.add([3, 3], on=[[0], [1]], after=first)
@@ -47,12 +47,12 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
       >>> timeline.makespan, resimulate(timeline, edit.build()).makespan
       (17, 15)
     """
-    from vnode.partition.simulator.kernels import replay
+    from vnode.partition.simulator.kernels import events, replay
 
     if timeline.graph is not change.before:
         raise TaskGraphError("the change is one of another graph than the timeline's; edit timeline.graph")
     graph = change.graph
-    ready, start, end, order, served, _ = replay(
+    *found, served, _ = replay(
         *graph.arrays,
         len(graph.resources),
         timeline.ready,
@@ -66,5 +66,7 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
         int(PATIENCE * len(graph)),
     )
     if served < len(graph):
-        return simulate(graph)  # it also says what is wrong, if tasks wait for each other
-    return Timeline(graph, ready, start, end, order)
+        served = events(*graph.arrays, len(graph.resources), *found, served)
+    if served < len(graph):
+        raise TaskGraphError(circle(graph, found[3][:served]))
+    return Timeline(graph, *found)

@@ -63,9 +63,9 @@ def drop(times, tasks, size, priority):
 
 
 @compiled
-def events(duration, priority, resource_start, resource, dependency_start, dependency, resources):
-    """Serves all tasks in order. Returns when each was ready, began and ended; the order; how many were served."""
-    n = len(duration)
+def followers(dependency_start, dependency):
+    """Who waits for each task: where its row begins, and the rows."""
+    n = len(dependency_start) - 1
     follower_start = np.zeros(n + 1, np.int32)
     for e in range(len(dependency)):
         follower_start[dependency[e] + 1] += 1
@@ -77,14 +77,36 @@ def events(duration, priority, resource_start, resource, dependency_start, depen
             d = dependency[e]
             follower[at[d]] = t
             at[d] += 1
+    return follower_start, follower
 
-    ready, start, end = np.zeros(n, np.int64), np.zeros(n, np.int64), np.zeros(n, np.int64)
-    order, missing, free = np.empty(n, np.int32), np.empty(n, np.int32), np.zeros(resources, np.int64)
-    times, tasks, size, served = np.empty(n + 1, np.int64), np.empty(n + 1, np.int32), 0, 0
+
+@compiled
+def events(
+    duration, priority, resource_start, resource, dependency_start, dependency, resources,
+    ready, start, end, order, served,
+):  # fmt: skip
+    """Serves, in order, all tasks that have not been: those whose end is -1. Fills the arrays.
+
+    Returns how many are served in the end: all of them, or tasks wait for each other.
+    """
+    n = len(duration)
+    follower_start, follower = followers(dependency_start, dependency)
+    missing, free = np.empty(n, np.int32), np.zeros(resources, np.int64)
+    times, tasks, size = np.empty(n + 1, np.int64), np.empty(n + 1, np.int32), 0
     for t in range(n):
-        missing[t] = dependency_start[t + 1] - dependency_start[t]
+        if served and end[t] >= 0:
+            for j in range(resource_start[t], resource_start[t + 1]):
+                free[resource[j]] = max(free[resource[j]], end[t])
+            continue
+        ready[t], missing[t] = 0, dependency_start[t + 1] - dependency_start[t]
+        if served:
+            for e in range(dependency_start[t], dependency_start[t + 1]):
+                done = end[dependency[e]]
+                if done >= 0:
+                    missing[t] -= 1
+                    ready[t] = max(ready[t], done)
         if not missing[t]:
-            push(times, tasks, size, 0, t, priority)
+            push(times, tasks, size, ready[t], t, priority)
             size += 1
     while size:
         time, t = times[0], tasks[0]
@@ -105,7 +127,7 @@ def events(duration, priority, resource_start, resource, dependency_start, depen
             if not missing[f]:
                 push(times, tasks, size, ready[f], f, priority)
                 size += 1
-    return ready, start, end, order, served
+    return served
 
 
 @compiled
@@ -135,19 +157,46 @@ def since(ready, end, removed, moved, retimed, origin, dependency_start, depende
 
 
 @compiled
-def examine(t, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency):
-    """Puts a task into the heap if it is ready, else on the list of one that it waits for. Returns the heap's size."""
+def readiness(t, end, dependency_start, dependency):
+    """When a task is ready, and -1; or, if it is not known yet, -1 and a task that it waits for."""
     time = np.int64(0)
     for e in range(dependency_start[t], dependency_start[t + 1]):
-        d = dependency[e]
-        if end[d] < 0:
-            following[t] = head[d]
-            head[d] = t
-            return size
-        time = max(time, end[d])
-    ready[t] = time
+        done = end[dependency[e]]
+        if done < 0:
+            return np.int64(-1), dependency[e]
+        time = max(time, done)
+    return time, np.int32(-1)
+
+
+@compiled
+def set_apart(t, graph, end, queue, size, lists):
+    """Takes a task out of the old order: into the queue if it is ready, else on the list of one that it waits for.
+
+    Returns the number of tasks in the queue.
+    """
+    priority, resource_start, resource, dependency_start, dependency = graph
+    times, tasks, queued, contested = queue
+    head, following, awaited = lists
+    time, missing = readiness(t, end, dependency_start, dependency)
+    if missing >= 0:
+        following[t] = head[missing]
+        head[missing] = t
+        awaited[t] = missing
+        return size
+    queued[t] = True
+    for j in range(resource_start[t], resource_start[t + 1]):
+        contested[resource[j]] += 1
     push(times, tasks, size, time, t, priority)
     return size + 1
+
+
+@compiled
+def place(t, r, resource_start, resource):
+    """Where a task's row of resources has this one."""
+    j = resource_start[t]
+    while resource[j] != r:
+        j += 1
+    return j
 
 
 @compiled
@@ -168,8 +217,10 @@ def replay(
     first = since(old_ready, old_end, removed, moved, retimed, origin, dependency_start, dependency)
 
     ready, start, end = np.empty(n, np.int64), np.empty(n, np.int64), np.full(n, -1, np.int64)
-    order, last = np.empty(n, np.int32), np.full(resources, -1, np.int32)
-    before_on = np.empty(len(resource), np.int32)  # of each place of a task on a resource, who was there before
+    order, position = np.empty(n + allowed + 1, np.int32), np.empty(n, np.int32)
+    undone, follower_start, follower = np.empty(n, np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
+    last = np.full(resources, -1, np.int32)
+    earlier = np.empty(len(resource), np.int32)  # of each place of a task on a resource, who was there before
     at = served = 0
     while at < olds and old_ready[old_order[at]] < first:
         o = old_order[at]
@@ -180,48 +231,64 @@ def replay(
         at += 1
     served = at
 
-    # Tasks outside the old order: in a heap when they are ready, or each on the list of one that it waits for.
+    # Tasks apart from the old order: in a queue by time if they are ready, else each on the list of one it waits for.
+    graph = priority, resource_start, resource, dependency_start, dependency
     times, tasks, size = np.empty(n + 1, np.int64), np.empty(n + 1, np.int32), 0
-    head, following, apart = np.full(n, -1, np.int32), np.empty(n, np.int32), np.zeros(n, np.bool_)
+    queued, contested = np.zeros(n, np.bool_), np.zeros(resources, np.int32)
+    queue = times, tasks, queued, contested
+    head, awaited, apart = np.full(n, -1, np.int32), np.empty(n, np.int32), np.zeros(n, np.bool_)
+    lists = head, np.empty(n, np.int32), awaited
+    following = lists[1]
     for t in moved:
         apart[t] = True
-        size = examine(t, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency)
-    next_time, following_one, again = np.int64(0), -1, 0  # the next of the old order, and when it is ready
+        size = set_apart(t, graph, end, queue, size, lists)
+    again, steps, low, lowest, counted = 0, 0, np.int64(0), np.int64(0), 0
     while True:
-        while following_one < 0 and at < olds:
+        # Who is next: the first of the queue, or that of the old order?
+        from_queue, t, time = False, np.int32(-1), np.int64(0)
+        while at < olds:
             t = renumbered[old_order[at]]
+            if t >= 0 and not apart[t]:
+                break
             at += 1
-            if t < 0 or apart[t]:
-                continue
-            next_time = np.int64(0)
-            following_one = t
-            for e in range(dependency_start[t], dependency_start[t + 1]):
-                done = end[dependency[e]]
-                if done < 0:
-                    following[t] = head[dependency[e]]
-                    head[dependency[e]] = t
-                    following_one = -1
+        if at < olds:
+            time, missing = readiness(t, end, dependency_start, dependency)
+            if missing >= 0:
+                while apart[missing] and not queued[missing] and steps <= 4 * n:
+                    missing = awaited[missing]
+                    steps += 1
+                if queued[missing]:
+                    from_queue = True
+                elif again > allowed:
                     break
-                next_time = max(next_time, done)
-        if size and (following_one < 0 or before(times[0], tasks[0], next_time, following_one, priority)):
+                else:
+                    apart[t] = True
+                    size = set_apart(t, graph, end, queue, size, lists)
+                    at += 1
+                    continue
+            elif size:
+                if times[0] < old_ready[old_order[at]] + min(low, lowest):
+                    from_queue = True
+                else:
+                    for j in range(resource_start[t], resource_start[t + 1]):
+                        if contested[resource[j]]:
+                            from_queue = before(times[0], tasks[0], time, t, priority)
+                            break
+        elif size:
+            from_queue = True
+        else:
+            break
+        if from_queue:
             time, t = times[0], tasks[0]
             size -= 1
             drop(times, tasks, size, priority)
-            now = np.int64(0)  # those it waits for may have been served again meanwhile
-            for e in range(dependency_start[t], dependency_start[t + 1]):
-                done = end[dependency[e]]
-                if done < 0:
-                    now = -1
-                    break
-                now = max(now, done)
-            if now != time:
-                size = examine(t, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency)
+            queued[t] = False
+            for j in range(resource_start[t], resource_start[t + 1]):
+                contested[resource[j]] -= 1
+            now, missing = readiness(t, end, dependency_start, dependency)
+            if now != time:  # one that it waits for was served again
+                size = set_apart(t, graph, end, queue, size, lists)
                 continue
-        elif following_one >= 0:
-            time, t = next_time, following_one
-            following_one = -1
-        else:
-            break
 
         begin, wrong = time, False
         for j in range(resource_start[t], resource_start[t + 1]):
@@ -229,38 +296,61 @@ def replay(
             if other >= 0:
                 begin = max(begin, end[other])
                 wrong |= before(time, t, ready[other], other, priority)
-        if wrong:  # somebody was served before this one who should come after it: go back to where that was right
-            top = served
-            while wrong:
-                served -= 1
-                undone = order[served]
-                end[undone] = -1
-                for j in range(resource_start[undone], resource_start[undone + 1]):
-                    last[resource[j]] = before_on[j]
-                wrong = False
-                for j in range(resource_start[t], resource_start[t + 1]):
-                    other = last[resource[j]]
-                    if other >= 0 and before(time, t, ready[other], other, priority):
-                        wrong = True
-            again += top - served
+        if wrong:  # somebody was served before this one who should come after it: take that back, and what followed
+            if len(follower_start) == 0:
+                follower_start, follower = followers(dependency_start, dependency)
+            count = 0
+            for j in range(resource_start[t], resource_start[t + 1]):
+                other = last[resource[j]]
+                while other >= 0 and before(time, t, ready[other], other, priority):
+                    if end[other] >= 0:
+                        end[other], undone[count] = -1, other
+                        count += 1
+                    other = earlier[place(other, resource[j], resource_start, resource)]
+            i = 0
+            while i < count:
+                u = undone[i]
+                i += 1
+                for e in range(follower_start[u], follower_start[u + 1]):
+                    if end[follower[e]] >= 0:
+                        end[follower[e]], undone[count] = -1, follower[e]
+                        count += 1
+                for j in range(resource_start[u], resource_start[u + 1]):
+                    r = resource[j]
+                    other = last[r]
+                    while other != u:
+                        if end[other] >= 0:
+                            end[other], undone[count] = -1, other
+                            count += 1
+                        other = earlier[place(other, r, resource_start, resource)]
+            again += count
             if again > allowed:
-                return ready, start, end, order, served, again
-            for i in range(served, top):
-                size = examine(
-                    order[i], times, tasks, size, priority, ready, end, head, following, dependency_start, dependency
-                )
-            if following_one >= 0:
-                size = examine(
-                    following_one, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency
-                )
-                following_one = -1
-            size = examine(t, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency)
+                break
+            for i in range(count):
+                u = undone[i]
+                order[position[u]] = -1
+                for j in range(resource_start[u], resource_start[u + 1]):
+                    r = resource[j]
+                    while last[r] >= 0 and end[last[r]] < 0:
+                        last[r] = earlier[place(last[r], r, resource_start, resource)]
+            for i in range(count):
+                apart[undone[i]] = True
+                size = set_apart(undone[i], graph, end, queue, size, lists)
+            apart[t] = True
+            size = set_apart(t, graph, end, queue, size, lists)
             continue
 
+        if not from_queue:
+            shift = time - old_ready[old_order[at]]
+            at += 1
+            lowest = min(lowest, shift)
+            counted += 1
+            if counted == 256:
+                low, lowest, counted = lowest, shift, 0
         done = begin + duration[t]
-        ready[t], start[t], end[t], order[served] = time, begin, done, t
+        ready[t], start[t], end[t], order[served], position[t] = time, begin, done, t, served
         for j in range(resource_start[t], resource_start[t + 1]):
-            before_on[j] = last[resource[j]]
+            earlier[j] = last[resource[j]]
             last[resource[j]] = t
         served += 1
         waiting = head[t]
@@ -268,8 +358,25 @@ def replay(
         while waiting >= 0:
             t = waiting
             waiting = following[t]
-            size = examine(t, times, tasks, size, priority, ready, end, head, following, dependency_start, dependency)
-    return ready, start, end, order, served, again
+            size = set_apart(t, graph, end, queue, size, lists)
+    # What is certain: everything that comes before the first that was not served. All of it, if nobody is left.
+    time, who = np.int64(0), -1
+    if served < n + again:
+        for t in range(n):
+            if end[t] < 0:
+                now, missing = readiness(t, end, dependency_start, dependency)
+                if missing < 0 and (who < 0 or before(now, t, time, who, priority)):
+                    time, who = now, t
+    kept = 0
+    for i in range(served):
+        t = order[i]
+        if t >= 0:
+            if who >= 0 and not before(ready[t], t, time, who, priority):
+                end[t] = -1
+            else:
+                order[kept] = t
+                kept += 1
+    return ready, start, end, order[:n].copy(), kept, again
 
 
 @compiled

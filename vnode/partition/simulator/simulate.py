@@ -53,10 +53,12 @@ def simulate(graph: TaskGraph) -> Timeline:
     """
     from vnode.partition.simulator.kernels import events
 
-    ready, start, end, order, served = events(*graph.arrays, len(graph.resources))
-    if served < len(graph):
-        raise TaskGraphError(circle(graph, order[:served]))
-    return Timeline(graph, ready, start, end, order)
+    n = len(graph)
+    found = np.empty(n, np.int64), np.empty(n, np.int64), np.full(n, -1, np.int64), np.empty(n, np.int32)
+    served = events(*graph.arrays, len(graph.resources), *found, 0)
+    if served < n:
+        raise TaskGraphError(circle(graph, found[3][:served]))
+    return Timeline(graph, *found)
 
 
 def circle(graph: TaskGraph, served: np.ndarray) -> str:
