@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
+import itertools
 import math
 import os
 import platform
@@ -208,7 +209,7 @@ def python(graph: TaskGraph) -> list[int]:
     order = np.argsort(graph.dependency, kind="stable")
     waiting = np.repeat(np.arange(n), np.diff(graph.dependency_start))[order]
     bounds = np.searchsorted(graph.dependency[order], np.arange(n + 1)).tolist()
-    followers = [waiting[a:b].tolist() for a, b in zip(bounds, bounds[1:], strict=False)]
+    followers = [waiting[a:b].tolist() for a, b in itertools.pairwise(bounds)]
     ready, end, free = [0] * n, [0] * n, [0] * len(graph.resources)
     heap = [(0, t) for t in range(n) if not missing[t]]
     while heap:
@@ -296,16 +297,21 @@ def main() -> None:
                 full, delta, edit = (statistics.median(row[i] for row in rows) for i in (1, 2, 3))
                 cells.append(
                     [
-                        f"{workload}, from {start}", f"{n:,}", f"{found['edges']:,}", f"{n / found['python'] / 1e6:.2f}",
+                        f"{workload}, from {start}", f"{n:,}", f"{found['edges']:,}",
+                        f"{n / found['python'] / 1e6:.2f}",
                         f"{n / full / 1e6:.1f}", f"{1e3 * full:.2f}", f"{1e3 * delta:.2f}", f"{1e3 * edit:.2f}",
                         quartiles(ratios), f"{min(ratios):.1f} to {max(ratios):.1f}", quartiles(whole),
                         f"{found['accepted']} of {len(rows)}",
                     ]
                 )  # fmt: skip
                 tenths = [[r for (at, *_), r in zip(rows, ratios, strict=True) if int(5 * at) == k] for k in range(5)]
-                places.append([f"{workload}, from {start}", *(f"{statistics.median(t):.1f}" if t else "" for t in tenths)])
+                places.append(
+                    [f"{workload}, from {start}", *(f"{statistics.median(t):.1f}" if t else "" for t in tenths)]
+                )
                 print(cells[-1], flush=True)
-    machine = f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numba {version('numba')}"
+    machine = (
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, numba {version('numba')}"
+    )
     sheets = [
         Sheet(
             f"{options.layers} layers; {machine}",

@@ -19,6 +19,7 @@ from vnode.partition.simulator.graph import (
     check_once,
     check_total,
     durations,
+    numbers,
     whole,
 )
 from vnode.show.units import several
@@ -177,7 +178,9 @@ class Builder(Draft):
         duration, priority, label, resource_start, resource, dependency_start, dependency = self._added()
         check_total(duration)
         if self._pairs:
-            waiting = np.concatenate([np.repeat(np.arange(len(duration)), np.diff(dependency_start)), *firsts(self._pairs)])
+            waiting = np.concatenate(
+                [np.repeat(np.arange(len(duration)), np.diff(dependency_start)), *firsts(self._pairs)]
+            )
             dependency = np.concatenate([dependency, *seconds(self._pairs)])[np.argsort(waiting, kind="stable")]
             dependency_start = cumulative(np.bincount(waiting, minlength=len(duration)))
         return TaskGraph.unchecked(
@@ -316,18 +319,6 @@ class Edit(Draft):
         )
         retimed = renumbered[retimed]
         return Change(graph, new, renumbered, removed, moved, retimed[retimed >= 0])
-
-
-def numbers(given: ArrayLike, name: str) -> np.ndarray:
-    """Whole numbers of any shape.
-
-    Raises:
-      TaskGraphError: they are none.
-    """
-    array = np.asarray(given)
-    if array.size and array.dtype.kind not in "iu":
-        raise TaskGraphError(f"{name} must be whole numbers, not {array.dtype.name}{list(array.shape)}")
-    return array.astype(np.int64, copy=False)
 
 
 def rows(given: Rows, name: str) -> list[np.ndarray]:

@@ -236,6 +236,18 @@ def whole(given: ArrayLike, name: str, least: int, most: int, dtype: Any = np.in
     return array.astype(dtype, order="C", copy=True)
 
 
+def numbers(given: ArrayLike, name: str) -> np.ndarray:
+    """Whole numbers of any shape.
+
+    Raises:
+      TaskGraphError: they are none.
+    """
+    array = np.asarray(given)
+    if array.size and array.dtype.kind not in "iu":
+        raise TaskGraphError(f"{name} must be whole numbers, not {array.dtype.name}{list(array.shape)}")
+    return array.astype(np.int64, copy=False)
+
+
 def starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.ndarray:
     """Where the rows of all tasks begin, and where the last one ends.
 
@@ -246,7 +258,8 @@ def starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.nd
     found = whole(given, name, 0, MOST)
     if len(found) != tasks + 1 or found[0] != 0 or found[-1] != size or (np.diff(found) < 0).any():
         raise TaskGraphError(
-            f"{name} must rise from 0 to {size} in {several(tasks + 1, 'entry', 'entries')}, for {several(tasks, 'task')}"
+            f"{name} must rise from 0 to {size} in {several(tasks + 1, 'entry', 'entries')}, "
+            f"for {several(tasks, 'task')}"
         )
     return found
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from vnode.errors import TaskGraphError
-from vnode.partition.simulator.graph import SECOND, TaskGraph
+from vnode.partition.simulator.graph import SECOND, TaskGraph, numbers
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -122,12 +122,14 @@ class Timeline:
           >>> held.time, held.bytes, held.peak
           (array([ 0, 10, 30]), array([64, 96,  0]), 96)
         """
+        given = numbers(np.reshape(tasks, -1), "tasks"), numbers(at_start, "at_start"), numbers(at_end, "at_end")
         try:
-            found, first, last = np.broadcast_arrays(np.reshape(tasks, -1), at_start, at_end)
-            found, first, last = (x.astype(np.int64, casting="same_kind") for x in (found, first, last))
-        except (ValueError, TypeError) as error:
-            raise TaskGraphError(f"memory needs tasks and bytes, whole numbers of one shape: {error}") from None
-        if found.size and not (0 <= found.min() and found.max() < len(self.graph)):
+            found, first, last = np.broadcast_arrays(*given)
+        except ValueError as error:
+            raise TaskGraphError(f"tasks and bytes do not fit: {error}") from None
+        if found.ndim != 1:
+            raise TaskGraphError(f"bytes are one for all tasks or one for each, not of shape {found.shape}")
+        if found.size and not (found.min() >= 0 and found.max() < len(self.graph)):
             raise TaskGraphError(f"there are {len(self.graph)} tasks, and no task {found.min()} to {found.max()}")
         time = np.concatenate([self.start[found], self.end[found]])
         change = np.concatenate([first, last])
