@@ -52,7 +52,7 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
     if timeline.graph is not change.before:
         raise TaskGraphError("the change is one of another graph than the timeline's; edit timeline.graph")
     graph = change.graph
-    *found, served, _ = replay(
+    *found, served = replay(
         *graph.arrays,
         len(graph.resources),
         timeline.ready,
