@@ -291,6 +291,9 @@ def main() -> None:
     parser.add_argument("--proposals", type=int, default=300, help="of every search")
     parser.add_argument("--layers", type=int, default=24)
     options = parser.parse_args()
+    # Once a large array was freed, as in any process of some age, glibc keeps what is freed instead of giving it back
+    # to the system page by page, which takes as long as a delta simulation.
+    np.empty(1 << 24, np.uint8)
     cells, places = [], []
     for devices in ((4, 4), (8, 8)):
         for placed, uneven in ((False, 0.0), (False, 0.3), (True, 0.0)):

@@ -56,7 +56,6 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
         *graph.arrays,
         len(graph.resources),
         timeline.ready,
-        timeline.start,
         timeline.end,
         timeline.served,
         change.renumbered,
@@ -68,5 +67,5 @@ def resimulate(timeline: Timeline, change: Change) -> Timeline:
     if served < len(graph):
         served = events(*graph.arrays, len(graph.resources), *found, served)
     if served < len(graph):
-        raise TaskGraphError(circle(graph, found[3][:served]))
+        raise TaskGraphError(circle(graph, found[2][:served]))
     return Timeline(graph, *found)

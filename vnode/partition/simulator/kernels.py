@@ -98,7 +98,7 @@ def followers(dependency_start, dependency):
 @compiled
 def events(
     duration, priority, resource_start, resource, dependency_start, dependency, resources,
-    ready, start, end, order, served,
+    ready, end, order, served,
 ):  # fmt: skip
     """Serves, in order, all tasks that have not been: those whose end is -1. Fills the arrays.
 
@@ -133,7 +133,7 @@ def events(
         done = begin + duration[t]
         for j in range(resource_start[t], resource_start[t + 1]):
             free[resource[j]] = done
-        start[t], end[t], order[served] = begin, done, t
+        end[t], order[served] = done, t
         served += 1
         for e in range(follower_start[t], follower_start[t + 1]):
             f = follower[e]
@@ -275,11 +275,11 @@ def certain(graph, ready, end, order, served):
 @compiled
 def replay(
     duration, priority, resource_start, resource, dependency_start, dependency, resources,
-    old_ready, old_start, old_end, old_order, renumbered, removed, moved, retimed, allowed,
+    old_ready, old_end, old_order, renumbered, removed, moved, retimed, allowed,
 ):  # fmt: skip
     """Serves the tasks of a changed graph in their old order as far as that is right; see `delta`.
 
-    Returns when each was ready, began and ended, in which order, and how many were served: fewer than all if more than
+    Returns when each was ready and ended, in which order, and how many were served: fewer than all if more than
     `allowed` had to be taken back, or tasks wait for each other. The others have the end -1, and `events` goes on.
     """
     n, olds = len(duration), len(old_ready)
@@ -289,14 +289,14 @@ def replay(
             origin[renumbered[o]] = o
     first = since(old_ready, old_end, removed, moved, retimed, origin, dependency_start, dependency)
 
-    ready, start, end = np.empty(n, np.int64), np.empty(n, np.int64), np.full(n, -1, np.int64)
+    ready, end = np.empty(n, np.int64), np.full(n, -1, np.int64)
     order, last = np.empty(n + allowed + 1, np.int32), np.full(resources, -1, np.int32)
     earlier = np.empty(len(resource), np.int32)  # of each place of a task on a resource, who was there before
     at = 0
     while at < olds and old_ready[old_order[at]] < first:
         o = old_order[at]
         t = renumbered[o]
-        ready[t], start[t], end[t], order[at] = old_ready[o], old_start[o], old_end[o], t
+        ready[t], end[t], order[at] = old_ready[o], old_end[o], t
         for j in range(resource_start[t], resource_start[t + 1]):
             last[resource[j]] = t
         at += 1
@@ -386,7 +386,7 @@ def replay(
             if counted == 256:
                 lag, least, counted = least, later, 0
         done = begin + duration[t]
-        ready[t], start[t], end[t], order[served] = time, begin, done, t
+        ready[t], end[t], order[served] = time, done, t
         for j in range(resource_start[t], resource_start[t + 1]):
             earlier[j] = last[resource[j]]
             last[resource[j]] = t
@@ -399,7 +399,7 @@ def replay(
             size = set_apart(t, graph, end, queue, size, lists)
     if again or served < n:
         served = certain(graph, ready, end, order, served)
-    return ready, start, end, order[:n], served
+    return ready, end, order[:n], served
 
 
 @compiled

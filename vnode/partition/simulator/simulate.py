@@ -54,10 +54,10 @@ def simulate(graph: TaskGraph) -> Timeline:
     from vnode.partition.simulator.kernels import events
 
     n = len(graph)
-    found = np.empty(n, np.int64), np.empty(n, np.int64), np.full(n, -1, np.int64), np.empty(n, np.int32)
+    found = np.empty(n, np.int64), np.full(n, -1, np.int64), np.empty(n, np.int32)
     served = events(*graph.arrays, len(graph.resources), *found, 0)
     if served < n:
-        raise TaskGraphError(circle(graph, found[3][:served]))
+        raise TaskGraphError(circle(graph, found[2][:served]))
     return Timeline(graph, *found)
 
 

@@ -23,7 +23,6 @@ class Timeline:
     Attributes:
       graph: what was simulated.
       ready: when the last of those that a task waits for ended.
-      start: when it began.
       end: when it ended.
       served: all tasks in an order in which they can be served, ``int32[n]``: after those that they wait for, and on
         each resource as they were there. Tasks on different resources stand in any order.
@@ -31,16 +30,22 @@ class Timeline:
 
     graph: TaskGraph
     ready: np.ndarray
-    start: np.ndarray
     end: np.ndarray
     served: np.ndarray
 
     def __post_init__(self) -> None:
-        for array in (self.ready, self.start, self.end, self.served):
+        for array in (self.ready, self.end, self.served):
             array.setflags(write=False)
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.graph)} tasks, {self.seconds:.6g} s)"
+
+    @functools.cached_property
+    def start(self) -> np.ndarray:
+        """When each task began."""
+        found = self.end - self.graph.duration
+        found.setflags(write=False)
+        return found
 
     @functools.cached_property
     def makespan(self) -> int:
