@@ -5,8 +5,8 @@ Knows arrays, and the order of service (see `vnode.partition.simulator.simulate`
 The loops are compiled by numba: an event does little and depends on those before it, which is what NumPy and XLA are
 slow at. Of the same graphs (24 layers on 16 and 64 devices) numba simulated 12 to 35 million tasks a second, lists and
 a heap in plain Python 0.8 to 0.95, NumPy on batches of tasks that cannot disturb each other 0.1 (no two devices in
-step) to 1 (all in step), a `lax.while_loop` on the CPU 0.004 to 0.025. The machine code is cached
-beside this file, and made again when this file changes, but not when another does: so all loops are in one.
+step) to 1 (all in step), a `lax.while_loop` on the CPU 0.004 to 0.025. The machine code is cached beside this file,
+and made again when this file changes, but not when another does: so all loops are in one.
 """
 
 from __future__ import annotations
