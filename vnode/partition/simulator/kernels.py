@@ -275,12 +275,12 @@ def certain(graph, ready, end, order, served):
 @compiled
 def replay(
     duration, priority, resource_start, resource, dependency_start, dependency, resources,
-    old_ready, old_end, old_order, renumbered, removed, moved, retimed, allowed,
+    old_ready, old_end, old_order, renumbered, removed, moved, retimed, patience,
 ):  # fmt: skip
     """Serves the tasks of a changed graph in their old order as far as that is right; see `delta`.
 
-    Returns when each was ready and ended, in which order, and how many were served: fewer than all if more than
-    `allowed` had to be taken back, or tasks wait for each other. The others have the end -1, and `events` goes on.
+    Returns when each was ready and ended, in which order, and how many were served: fewer than all if too many
+    had to be taken back, or tasks wait for each other. The others have the end -1, and `events` goes on.
     """
     n, olds = len(duration), len(old_ready)
     origin = np.full(n, -1, np.int32)
@@ -290,7 +290,7 @@ def replay(
     first = since(old_ready, old_end, removed, moved, retimed, origin, dependency_start, dependency)
 
     ready, end = np.empty(n, np.int64), np.full(n, -1, np.int64)
-    order, last = np.empty(n + allowed + 1, np.int32), np.full(resources, -1, np.int32)
+    order, last = np.empty(2 * n + 1, np.int32), np.full(resources, -1, np.int32)
     earlier = np.empty(len(resource), np.int32)  # of each place of a task on a resource, who was there before
     at = 0
     while at < olds and old_ready[old_order[at]] < first:
@@ -312,7 +312,7 @@ def replay(
         apart[t] = True
         size = set_apart(t, graph, end, queue, size, lists)
     undone, follower_start, follower = np.empty(n, np.int32), np.empty(0, np.int32), np.empty(0, np.int32)
-    served, again, steps = at, 0, 0
+    kept, served, again, steps = at, at, 0, 0
     # How much later than before the old order is now at least, judged by the last some hundred of it.
     lag, least, counted = np.int64(0), np.int64(0), 0
     while True:
@@ -369,7 +369,7 @@ def replay(
                 follower_start, follower = followers(dependency_start, dependency)
             count = take_back(t, time, graph, ready, end, last, earlier, follower_start, follower, undone)
             again += count
-            if again > allowed:
+            if again > min(n, patience * (served - kept + n // 10)):
                 break
             for i in range(count):
                 apart[undone[i]] = True
