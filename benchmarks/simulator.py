@@ -250,7 +250,7 @@ def search(workload: Workload, proposals: int, start: str, seed: int = 0) -> dic
     strategy = Strategy(workload, splits)
     building, graph = timed(strategy.graph)
     timeline = simulate(graph)
-    plain, ends = timed(python, graph)
+    plain, ends = min((timed(python, graph) for _ in range(3)), key=lambda pair: pair[0])
     assert ends == timeline.end.tolist()
     rows, accepted = [], 0
     first = timeline.makespan

@@ -457,6 +457,15 @@ def test_arrays_stay_as_they_are() -> None:
             array[0] = 7
 
 
+def test_loops_without_a_cache() -> None:
+    """Source that is in no file has no place beside which to cache, as one in a folder where nothing can be written."""
+    from vnode.partition.simulator.kernels import compiled
+
+    session: dict = {}
+    exec("def double(x):\n    return 2 * x", session)
+    assert compiled(session["double"])(21) == 42
+
+
 def test_numba_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     monkeypatch.delitem(sys.modules, "vnode.partition.simulator.kernels", raising=False)

@@ -11,6 +11,7 @@ and made again when this file changes, but not when another does: so all loops a
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,13 @@ try:
 except ImportError as error:
     raise ImportError("simulating task graphs needs numba: pip install 'vnode[partition]'") from error
 
-compiled: Any = numba.njit(cache=True, nogil=True)
-"""Machine code that lets other threads run."""
+
+def compiled(loop: Callable[..., Any]) -> Any:
+    """Machine code that lets other threads run, cached unless there is nowhere to write it."""
+    try:
+        return numba.njit(cache=True, nogil=True)(loop)
+    except RuntimeError:
+        return numba.njit(nogil=True)(loop)
 
 
 @compiled
