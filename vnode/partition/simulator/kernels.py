@@ -438,11 +438,17 @@ def rewrite(arrays, label, new_duration, gone, added, waiting, awaited):
             for j in range(resource_start[o], resource_start[o + 1]):
                 on[k] = resource[j]
                 k += 1
+            begin = m
             for e in range(dependency_start[o], dependency_start[o + 1]):
                 d = renumbered[dependency[e]]
                 after[m] = d
-                m += d >= 0
+                m += 1
                 other |= d < 0
+            if other:
+                count, m = m, begin
+                for e in range(begin, count):
+                    after[m] = after[e]
+                    m += after[e] >= 0
         else:
             a = o - olds
             priorities[t], labels[t] = new_priority[a], new_label[a]
