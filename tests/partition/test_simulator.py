@@ -231,6 +231,44 @@ def test_change_says_what_became_of_tasks() -> None:
     assert len(change.before) == 4, "the graph itself stays"
 
 
+@given(Randoms, st.integers(0, 30))
+def test_a_changed_graph_is_the_one_that_was_described(rng: random.Random, tasks: int) -> None:
+    """Beside a dictionary of what each task should be, whose tasks are never renumbered."""
+    graph = random_graph(rng, tasks, 9)
+    edit = Edit(graph)
+    told = {
+        t: [int(graph.duration[t]), graph.on(t).tolist(), graph.after(t).tolist(), graph.labels[graph.label[t]]]
+        for t in range(tasks)
+    }
+    gone = set(rng.sample([*told], min(tasks, rng.randint(0, 5))))
+    edit.remove([*gone])
+    for _ in range(rng.randint(0, 6)):
+        stay = [t for t in told if t not in gone]
+        duration, label = rng.randint(1, 9), rng.choice("xyz")
+        on, after = rng.sample(range(RESOURCES), rng.randint(0, 3)), rng.sample(stay, min(len(stay), 2))
+        (new,) = edit.add(duration, on, after=after, label=label).tolist()
+        told[new] = [duration, on, after, label]
+        if stay:
+            waits = rng.choice(stay)
+            edit.depend(waits, new)
+            told[waits][2] = [*told[waits][2], new]
+            longer = rng.choice(stay)
+            if longer < tasks:
+                edit.retime(longer, 77)
+                told[longer][0] = 77
+    change = edit.build()
+    kept = [t for t in told if t not in gone]
+    assert change.ids(kept).tolist() == list(range(len(kept))) and (change.ids([*gone]) == -1).all()
+    for number, t in enumerate(kept):
+        duration, on, after, label = told[t]
+        new = change.graph
+        assert (new.duration[number], new.on(number).tolist(), new.labels[new.label[number]]) == (duration, on, label)
+        assert sorted(new.after(number)) == sorted(change.ids([d for d in after if d not in gone]))
+    waiting_for_others = {t for t in kept if t >= tasks or set(told[t][2]) != set(graph.after(t).tolist()) - gone}
+    waiting_for_others |= {t for t in kept if t < tasks and gone & set(graph.after(t).tolist())}
+    assert sorted(change.moved) == sorted(change.ids([*waiting_for_others]))
+
+
 def test_rows_are_broadcast() -> None:
     builder = Builder(["a", "b", "c"])
     first = builder.add(1, np.arange(3)[:, None])
@@ -440,6 +478,8 @@ def test_malformed_changes() -> None:
     edit.add(1, after=[1])
     with pytest.raises(TaskGraphError, match=r"task 1 is removed"):
         edit.build()
+    with pytest.raises(TaskGraphError, match="task -1 is not known"):
+        Edit(timeline.graph).build().ids([0, -1])
     with pytest.raises(TaskGraphError, match="another graph"):
         resimulate(timeline, Edit(builder.build()).build())
     with pytest.raises(TaskGraphError, match="no task 0 to 7"):

@@ -125,18 +125,13 @@ class Draft:
             raise TaskGraphError(f"tasks and those they wait for do not fit: {error}") from None
         waiting, awaited = (np.reshape(x, -1) for x in pair)
         for found in (waiting, awaited):
-            self._known(found, "task", self._next, 0)
+            check_known(found, "task", self._next)
         self._pairs.append((waiting, awaited))
-
-    def _known(self, found: np.ndarray, what: str, count: int, least: int) -> None:
-        if found.size and (found.min() < least or found.max() >= count):
-            wrong = found[(found < least) | (found >= count)][0]
-            raise TaskGraphError(f"{what} {wrong} is not known: there are {count} so far, from 0")
 
     def _joined(self, parts: list[np.ndarray], k: int, what: str, count: int) -> np.ndarray:
         """Rows of all parts side by side, ``int64[k, m]``."""
         for part in parts:
-            self._known(part, what, count, -1)
+            check_known(part, what, count, -1)
         wide = [np.broadcast_to(part, (k, part.shape[1])) for part in parts]
         return wide[0] if len(wide) == 1 else np.concatenate([np.empty((k, 0), np.int64), *wide], axis=1)
 
@@ -224,9 +219,14 @@ class Change:
           tasks: of the old graph, or as `Edit.add` returned them.
 
         Returns:
-          Their numbers in the new graph; -1 of those that are gone.
+          Their numbers in the new graph, ``int32`` of the same shape; -1 of those that are gone.
+
+        Raises:
+          TaskGraphError: there was no such task.
         """
-        return self.renumbered[np.asarray(tasks)]
+        found = numbers(tasks, "tasks")
+        check_known(found, "task", len(self.renumbered))
+        return self.renumbered[found]
 
     def __repr__(self) -> str:
         gone, moved = several(len(self.removed), "task"), several(len(self.moved), "task")
@@ -267,7 +267,7 @@ class Edit(Draft):
           TaskGraphError: there is no such task.
         """
         found = np.reshape(numbers(tasks, "tasks"), -1)
-        self._known(found, "task", len(self._graph), 0)
+        check_known(found, "task", len(self._graph))
         self._gone.append(found)
 
     def retime(self, tasks: ArrayLike, duration: ArrayLike) -> None:
@@ -281,7 +281,7 @@ class Edit(Draft):
           TaskGraphError: there is no such task, or a duration is not positive.
         """
         found, times = np.reshape(numbers(tasks, "tasks"), -1), durations(np.reshape(duration, -1))
-        self._known(found, "task", len(self._graph), 0)
+        check_known(found, "task", len(self._graph))
         if len(times) not in (1, len(found)):
             raise TaskGraphError(f"{several(len(times), 'duration')} for {several(len(found), 'task')}")
         self._retimed.append((found, np.broadcast_to(times, len(found))))
@@ -328,6 +328,17 @@ def rows(given: Rows, name: str) -> list[np.ndarray]:
         if part.ndim > 2:
             raise TaskGraphError(f"{name} has rows, of shape (m,) or (k, m), not {part.shape}")
     return [part.reshape(1, -1) if part.ndim < 2 else part for part in parts]
+
+
+def check_known(found: np.ndarray, what: str, count: int, least: int = 0) -> None:
+    """All numbers are of something that there is.
+
+    Raises:
+      TaskGraphError: one is not.
+    """
+    if found.size and (found.min() < least or found.max() >= count):
+        wrong = found[(found < least) | (found >= count)][0]
+        raise TaskGraphError(f"{what} {wrong} is not known: there are {count} so far, from 0")
 
 
 def ragged(parts: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
