@@ -87,6 +87,10 @@ class MachineError(VnodeError):
         super().__init__(layout_message(f"{place}: {problem}" if place else problem, remedies=remedies))
 
 
+class TaskGraphError(VnodeError):
+    """A graph of tasks cannot be simulated: its parts do not fit together, or tasks wait for each other in a circle."""
+
+
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:
     """Lays out an error: what happened, where, the facts, and what the user can do.
 

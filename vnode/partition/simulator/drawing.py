@@ -1,0 +1,196 @@
+"""Timelines as pictures: a row for each resource, a bar for each task.
+
+Knows SVG, and how much one can see. Must not know how a timeline was found. Text and lines have the colour of the
+surroundings, bars are translucent over them, so that light and dark pages look right; nothing is loaded.
+"""
+
+from __future__ import annotations
+
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vnode.errors import TaskGraphError
+from vnode.partition.simulator.graph import SECOND
+from vnode.show.units import several
+
+if TYPE_CHECKING:
+    from vnode.partition.simulator.timeline import Timeline
+
+ROW, BAR, TOP, CHARACTER = 24, 18, 34, 7.0
+"""Pixels: of a row, of the bar in it, above the first row, of a character."""
+MOST_ROWS = 48
+"""Resources that are drawn unless others are asked for."""
+MOST_NAMED = 3000
+"""Bars up to which each says in a tooltip what it is."""
+MOST_COLORS = 12
+"""Labels with a colour of their own: those that take the most time."""
+STYLE = (
+    "svg.timeline{font:12px system-ui,-apple-system,'Segoe UI',sans-serif;fill:currentColor;max-width:100%;height:auto}"
+    "svg.timeline .quiet{opacity:.65}svg.timeline .grid{stroke:currentColor;stroke-opacity:.16}"
+    "svg.timeline .row{fill:currentColor;fill-opacity:.05}"
+    "svg.timeline .critical{stroke:currentColor;stroke-width:2;stroke-opacity:.85;fill:none}"
+)
+UNITS = (("s", SECOND), ("ms", 10**9), ("µs", 10**6), ("ns", 10**3), ("ps", 1))
+
+
+def draw(timeline: Timeline, *, resources: ArrayLike | None = None, width: int = 960) -> str:
+    """Draws a timeline, see `Timeline.svg`.
+
+    Raises:
+      TaskGraphError: there is no such resource.
+    """
+    graph = timeline.graph
+    shown, rest = chosen(timeline, resources)
+    left = int(max([len(graph.resources[r]) for r in shown], default=0) * CHARACTER) + 12
+    inner, total = max(width - left - 46, 100), max(timeline.makespan, 1)
+    scale = inner / total
+    ranks = colors(timeline)
+    rows, bars, lines = [], [], []
+    task, resource = np.repeat(np.arange(len(graph)), np.diff(graph.resource_start)), graph.resource
+    critical = np.zeros(len(graph), bool)
+    critical[timeline.critical_path] = True
+    named = np.isin(resource, shown).sum() <= MOST_NAMED
+    for i, r in enumerate(shown):
+        y = TOP + i * ROW
+        rows.append(f'<text x="{left - 8}" y="{y + 15}" text-anchor="end">{escape(graph.resources[r])}</text>')
+        rows.append(f'<rect class="row" x="{left}" y="{y}" width="{inner}" height="{BAR}" rx="2"/>')
+        rows.append(f'<text class="quiet" x="{left + inner + 6}" y="{y + 14}">{timeline.utilization[r]:.0%}</text>')
+        own = task[resource == r]
+        own = own[np.argsort(timeline.start[own], kind="stable")]
+        bars += row(timeline, own, ranks, left, y, scale, named)
+        for start, end in joined(timeline, own[critical[own]], scale):
+            lines.append(
+                f"M{left + start * scale:.1f} {y + BAR + 1.5}H{left + max(end * scale, start * scale + 1):.1f}"
+            )
+    bottom = TOP + len(shown) * ROW
+    legend, height = key(timeline, ranks, left, bottom + 22, inner)
+    note = f'<text class="quiet" x="{left}" y="{height + 16}">{escape(rest)}</text>' if rest else ""
+    height += 24 if rest else 4
+    facts = (
+        f"{duration(timeline.makespan)}: {several(len(graph), 'task')} on {several(len(graph.resources), 'resource')}"
+    )
+    return (
+        f'<svg class="timeline" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="img"><title>Timeline of {escape(facts)}</title><style>{STYLE}</style>'
+        f"{axis(timeline.makespan, left, bottom, scale)}{''.join(rows)}{''.join(bars)}"
+        f'<path class="critical" d="{"".join(lines)}"/>{legend}{note}</svg>'
+    )
+
+
+def chosen(timeline: Timeline, resources: ArrayLike | None) -> tuple[list[int], str]:
+    """Which resources to draw, and what is left out in words."""
+    count = len(timeline.graph.resources)
+    if resources is not None:
+        found = np.reshape(resources, -1)
+        if found.size and not (found.dtype.kind in "iu" and found.min() >= 0 and found.max() < count):
+            raise TaskGraphError(f"resources are numbers from 0 to {count - 1}, not {found.tolist()}")
+        return found.tolist(), ""
+    used = np.flatnonzero(timeline.busy).tolist()
+    more = len(used) - MOST_ROWS
+    return used[:MOST_ROWS], f"… and {several(more, 'more resource')}" if more > 0 else ""
+
+
+def colors(timeline: Timeline) -> np.ndarray:
+    """The colour of each label: its rank by time, the rest share the last one; ``int64[labels]``."""
+    graph = timeline.graph
+    places = np.diff(graph.resource_start)
+    time = np.bincount(graph.label, graph.duration.astype(np.float64) * places, len(graph.labels))
+    rank = np.empty(len(time), np.int64)
+    rank[np.argsort(-time, kind="stable")] = np.arange(len(time))
+    return np.minimum(rank, MOST_COLORS)
+
+
+def fill(rank: int) -> str:
+    """Neighbours in rank differ much in hue (the golden angle), those beyond the last are grey."""
+    if rank >= MOST_COLORS:
+        return "hsla(0,0%,50%,.5)"
+    return f"hsla({(210 + 137.508 * rank) % 360:.0f},{70 if rank % 2 == 0 else 55}%,{55 if rank % 3 else 48}%,.72)"
+
+
+def row(
+    timeline: Timeline, tasks: np.ndarray, ranks: np.ndarray, left: int, y: int, scale: float, named: bool
+) -> list[str]:
+    """The bars of a resource: each with its name, or, if they are many, all of one colour as one path."""
+    graph, found = timeline.graph, []
+    if named:
+        for t in tasks.tolist():
+            start, end = int(timeline.start[t]), int(timeline.end[t])
+            x, wide = left + start * scale, (end - start) * scale
+            place = f'x="{x:.2f}" y="{y}" width="{max(wide - 0.6, 0.4):.2f}" height="{BAR}" rx="{min(2, wide / 4):.1f}"'
+            label = graph.labels[graph.label[t]]
+            about = f"{graph.name(t)}: {duration(end - start)}, from {duration(start)} to {duration(end)}"
+            found.append(
+                f'<rect {place} fill="{fill(int(ranks[graph.label[t]]))}"><title>{escape(about)}</title></rect>'
+            )
+            if label and wide > CHARACTER * len(label) + 6:
+                found.append(
+                    f'<text x="{x + wide / 2:.1f}" y="{y + 13}" text-anchor="middle" pointer-events="none">'
+                    f"{escape(label)}</text>"
+                )
+        return found
+    kinds = ranks[graph.label[tasks]]
+    for rank in np.unique(kinds).tolist():
+        path = ""
+        for start, end in joined(timeline, tasks[kinds == rank], scale):
+            wide = max((end - start) * scale, 0.2)
+            path += f"M{left + start * scale:.2f} {y}h{wide:.2f}v{BAR}h-{wide:.2f}z"
+        found.append(f'<path d="{path}" fill="{fill(rank)}"/>')
+    return found
+
+
+def joined(timeline: Timeline, tasks: np.ndarray, scale: float) -> list[tuple[int, int]]:
+    """Where tasks, in order of time, lie; those without a gap that one sees between them as one."""
+    if not len(tasks):
+        return []
+    start, end = timeline.start[tasks], timeline.end[tasks]
+    breaks = np.flatnonzero((start[1:] - end[:-1]) * scale > 0.3)
+    firsts, lasts = np.concatenate([[0], breaks + 1]), np.concatenate([breaks, [len(tasks) - 1]])
+    return list(zip(start[firsts].tolist(), end[lasts].tolist(), strict=True))
+
+
+def axis(makespan: int, left: int, bottom: int, scale: float) -> str:
+    """Times above the rows, with lines through them, at round distances."""
+    name, unit = next((name, unit) for name, unit in UNITS if makespan >= unit or unit == 1)
+    rough = makespan / unit / 8
+    power = 10.0 ** np.floor(np.log10(max(rough, 1e-9)))
+    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
+    found = []
+    for k in range(int(makespan / unit / step) + 1):
+        x = left + k * step * unit * scale
+        text = f"{k * step:.6g}" + (f" {name}" if k == 0 else "")
+        found.append(f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 6}" y2="{bottom - 4}"/>')
+        found.append(f'<text class="quiet" x="{x:.1f}" y="{TOP - 12}" text-anchor="middle">{text}</text>')
+    return "".join(found)
+
+
+def key(timeline: Timeline, ranks: np.ndarray, left: int, y: int, inner: int) -> tuple[str, int]:
+    """What the colours are, and where that ends."""
+    graph = timeline.graph
+    used = np.unique(graph.label)
+    used = used[np.argsort(ranks[used], kind="stable")]
+    items = [(fill(int(ranks[k])), graph.labels[k]) for k in used.tolist() if graph.labels[k]]
+    if len(items) > MOST_COLORS:
+        items = [*items[:MOST_COLORS], (fill(MOST_COLORS), several(len(items) - MOST_COLORS, "other"))]
+    found, x = [], left
+    for color, name in [*items, ("", "critical path")]:
+        wide = int(CHARACTER * len(name)) + 32
+        if x + wide > left + inner and x > left:
+            x, y = left, y + 20
+        mark = f'<rect x="{x}" y="{y - 10}" width="12" height="12" rx="2" fill="{color}"/>'
+        line = f'<path class="critical" d="M{x} {y - 4}h14"/>'
+        found.append(f'{mark if color else line}<text x="{x + 18}" y="{y}">{escape(name)}</text>')
+        x += wide
+    return "".join(found), y + 8
+
+
+def duration(time: int) -> str:
+    """A time for people.
+
+    >>> duration(1_500_000), duration(42)
+    ('1.5 µs', '42 ps')
+    """
+    name, unit = next((name, unit) for name, unit in UNITS if time >= unit or unit == 1)
+    return f"{time / unit:.4g} {name}"

@@ -1,0 +1,268 @@
+"""What is to be simulated: tasks, how long each takes, what it occupies, and what it waits for; as arrays.
+
+Knows numbers and names. Must not know jaxprs, plans, machines, how a graph is made or how it is simulated.
+
+Times are whole picoseconds. Sums of integers are exact in any order, so that a timeline in which everything comes
+later by the same time is the same timeline, and one that is computed in another way has the same bits; a picosecond is
+far below what anything measures, and 2^62 of them are 53 days.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from vnode.errors import TaskGraphError, layout_message
+from vnode.show.units import several
+
+SECOND = 10**12
+"""Picoseconds in a second: the unit of all times here."""
+LONGEST = 1 << 62
+"""All durations together are less, so that no time overflows."""
+MOST = (1 << 31) - 1
+"""Tasks, and dependencies, and places of tasks on resources, that there may be."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class TaskGraph:
+    """Tasks with durations, resources and dependencies. `Builder` makes one conveniently.
+
+    Rows of unequal length are stored one behind another: task t occupies
+    ``resource[resource_start[t]:resource_start[t + 1]]``, and waits for the tasks in
+    ``dependency[dependency_start[t]:dependency_start[t + 1]]``. The arrays cannot be written to.
+
+    Attributes:
+      duration: picoseconds, ``int64[n]``, at least 1: then a task is ready later than all that it waits for, and the
+        order in which tasks are served is a matter of times alone. What takes no time takes 1.
+      resource_start: ``int32[n + 1]``.
+      resource: numbers of resources, ``int32``; none twice in a row.
+      dependency_start: ``int32[n + 1]``.
+      dependency: numbers of tasks, ``int32``.
+      priority: ``int32[n]``; of tasks that become ready at the same time those with the smaller one come first.
+      label: number of each task's label, ``int32[n]``.
+      resources: names of the resources, such as ``"gpu:0"``, ``"gpu:0 to gpu:1"``.
+      labels: names of the labels, such as operators or ``"all-reduce"``.
+
+    Raises:
+      TaskGraphError: the arrays do not fit together, a duration is not positive, or all together are too long.
+
+    Example:
+      >>> graph = TaskGraph([5, 7], [0, 1, 2], [0, 0], [0, 0, 1], [0], resources=("gpu",))
+      >>> graph, graph.after(1)
+      (TaskGraph(2 tasks on 1 resource, 1 dependency), array([0], dtype=int32))
+    """
+
+    duration: np.ndarray
+    resource_start: np.ndarray
+    resource: np.ndarray
+    dependency_start: np.ndarray
+    dependency: np.ndarray
+    priority: np.ndarray
+    label: np.ndarray
+    resources: tuple[str, ...]
+    labels: tuple[str, ...]
+
+    def __init__(
+        self,
+        duration: ArrayLike,
+        resource_start: ArrayLike,
+        resource: ArrayLike,
+        dependency_start: ArrayLike,
+        dependency: ArrayLike,
+        *,
+        resources: Sequence[str],
+        priority: ArrayLike | None = None,
+        label: ArrayLike | None = None,
+        labels: Sequence[str] = ("",),
+    ) -> None:
+        times = durations(duration)
+        n = len(times)
+        fields: dict[str, Any] = {
+            "duration": times,
+            "resource_start": starts(resource_start, n, "resource_start", resource),
+            "resource": whole(resource, "resource", 0, len(resources) - 1),
+            "dependency_start": starts(dependency_start, n, "dependency_start", dependency),
+            "dependency": whole(dependency, "dependency", 0, n - 1),
+            "priority": zeros(n) if priority is None else whole(priority, "priority", -MOST, MOST),
+            "label": zeros(n) if label is None else whole(label, "label", 0, len(labels) - 1),
+            "resources": tuple(map(str, resources)),
+            "labels": tuple(map(str, labels)),
+        }
+        for name in ("priority", "label"):
+            if len(fields[name]) != n:
+                raise TaskGraphError(f"{name} has {len(fields[name])} entries for {several(n, 'task')}")
+        check_total(times)
+        check_once(np.repeat(np.arange(n), np.diff(fields["resource_start"])), fields["resource"], len(resources))
+        self._fill(fields)
+
+    @staticmethod
+    def unchecked(**fields: Any) -> TaskGraph:
+        """A graph of arrays that are known to fit together: a change to a graph checks what changes, not everything."""
+        graph = object.__new__(TaskGraph)
+        graph._fill(fields)
+        return graph
+
+    def _fill(self, fields: dict[str, Any]) -> None:
+        for value in fields.values():
+            if isinstance(value, np.ndarray):
+                value.setflags(write=False)
+        self.__dict__.update(fields)
+
+    def __len__(self) -> int:
+        return len(self.duration)
+
+    def __repr__(self) -> str:
+        tasks, resources = several(len(self), "task"), several(len(self.resources), "resource")
+        return f"TaskGraph({tasks} on {resources}, {several(len(self.dependency), 'dependency', 'dependencies')})"
+
+    def on(self, task: int) -> np.ndarray:
+        """The resources that a task occupies."""
+        return self.resource[self.resource_start[task] : self.resource_start[task + 1]]
+
+    def after(self, task: int) -> np.ndarray:
+        """The tasks that a task waits for."""
+        return self.dependency[self.dependency_start[task] : self.dependency_start[task + 1]]
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What a simulation reads."""
+        return (
+            self.duration,
+            self.priority,
+            self.resource_start,
+            self.resource,
+            self.dependency_start,
+            self.dependency,
+        )
+
+    def name(self, task: int) -> str:
+        """A task for people."""
+        label = self.labels[self.label[task]]
+        return f"task {task}" + (f" ({label})" if label else "")
+
+
+def picoseconds(seconds: ArrayLike) -> np.ndarray:
+    """Times for a task graph: the nearest whole picoseconds, at least one.
+
+    Args:
+      seconds: none negative.
+
+    Returns:
+      ``int64`` of the same shape.
+
+    Raises:
+      TaskGraphError: a time is negative, infinite or not a number, or longer than a graph may take.
+
+    Example:
+      >>> picoseconds([1.5e-6, 0.0])
+      array([1500000,       1])
+    """
+    times = np.asarray(seconds, np.float64) * SECOND
+    wrong = ~((times >= 0) & (times < LONGEST))
+    if wrong.any():
+        raise TaskGraphError(f"a task takes from 0 to {LONGEST / SECOND:.3g} seconds, not {times[wrong][0] / SECOND}")
+    return np.maximum(np.rint(times).astype(np.int64), 1)
+
+
+def durations(given: ArrayLike) -> np.ndarray:
+    """Durations of tasks, looked at.
+
+    Raises:
+      TaskGraphError: they are no whole numbers, or not positive.
+    """
+    times = whole(given, "duration", -LONGEST, LONGEST, np.int64)
+    wrong = np.flatnonzero(times < 1)
+    if len(wrong):
+        raise TaskGraphError(
+            layout_message(
+                f"a task takes at least one picosecond, not {times[wrong[0]]}.",
+                facts=[f"{several(len(wrong), 'duration')} of {len(times)}, the first that of task {wrong[0]}"],
+                remedies=["picoseconds(seconds) rounds times up to 1; what only joins others takes 1"],
+            )
+        )
+    return times
+
+
+def check_total(times: np.ndarray) -> None:
+    """No timeline is longer than all durations together.
+
+    Raises:
+      TaskGraphError: they are too long.
+    """
+    total = float(times.sum(dtype=np.float64))
+    if total >= LONGEST:
+        raise TaskGraphError(
+            layout_message(
+                f"all tasks together take {total / SECOND:.3g} s, too long for times in picoseconds.",
+                facts=[f"at most {LONGEST / SECOND:.3g} s, so that no sum overflows"],
+            )
+        )
+
+
+def check_once(task: np.ndarray, resource: np.ndarray, resources: int) -> None:
+    """No task occupies a resource twice.
+
+    Args:
+      task: of each place of a task on a resource, ``int[k]``.
+      resource: likewise.
+      resources: how many there are.
+
+    Raises:
+      TaskGraphError: one does.
+    """
+    places = np.sort(task * np.int64(resources) + resource)
+    twice = np.flatnonzero(places[1:] == places[:-1])
+    if len(twice):
+        which, where = divmod(int(places[twice[0]]), resources)
+        raise TaskGraphError(f"task {which} names resource {where} twice: a task occupies a resource once")
+
+
+def whole(given: ArrayLike, name: str, least: int, most: int, dtype: Any = np.int32) -> np.ndarray:
+    """A new array of whole numbers within bounds.
+
+    Raises:
+      TaskGraphError: it holds something else.
+    """
+    array = np.asarray(given)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise TaskGraphError(f"{name} must be a row of whole numbers, not {array.dtype.name}{list(array.shape)}")
+    if array.size and not (least <= array.min() and array.max() <= most):
+        at = np.flatnonzero((array < least) | (array > most))[0]
+        raise TaskGraphError(f"{name}[{at}] is {array[at]}, where {least} to {most} would be right")
+    return array.astype(dtype, order="C", copy=True)
+
+
+def numbers(given: ArrayLike, name: str) -> np.ndarray:
+    """Whole numbers of any shape.
+
+    Raises:
+      TaskGraphError: they are none.
+    """
+    array = np.asarray(given)
+    if array.size and array.dtype.kind not in "iu":
+        raise TaskGraphError(f"{name} must be whole numbers, not {array.dtype.name}{list(array.shape)}")
+    return array.astype(np.int64, copy=False)
+
+
+def starts(given: ArrayLike, tasks: int, name: str, content: ArrayLike) -> np.ndarray:
+    """Where the rows of all tasks begin, and where the last one ends.
+
+    Raises:
+      TaskGraphError: they do not divide the content into so many rows.
+    """
+    size = len(np.asarray(content))
+    found = whole(given, name, 0, MOST)
+    if len(found) != tasks + 1 or found[0] != 0 or found[-1] != size or (np.diff(found) < 0).any():
+        raise TaskGraphError(
+            f"{name} must rise from 0 to {size} in {several(tasks + 1, 'entry', 'entries')}, "
+            f"for {several(tasks, 'task')}"
+        )
+    return found
+
+
+def zeros(n: int) -> np.ndarray:
+    return np.zeros(n, np.int32)
