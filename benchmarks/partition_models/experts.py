@@ -101,11 +101,12 @@ def route(probabilities: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array
     second = jax.nn.one_hot((probabilities * (1 - first)).argmax(-1), experts)
     balance = (first.mean(1) * probabilities.mean(1)).mean() * experts**2
     taken = first.sum(1, keepdims=True)
-    places = [first.cumsum(1) - first, second.cumsum(1) - second + taken]
+    before = [first.cumsum(1) - first, second.cumsum(1) - second + taken]
+    places = [(b * choice).sum(-1).astype(jnp.int32) for b, choice in zip(before, (first, second), strict=True)]
     weights = [(probabilities * choice).sum(-1, keepdims=True) for choice in (first, second)]
     total = weights[0] + weights[1]
     combine = sum(
-        (weight / total * choice)[..., None] * jax.nn.one_hot((place * choice).sum(-1), capacity)[:, :, None]
+        (weight / total * choice)[..., None] * jax.nn.one_hot(place, capacity)[:, :, None]
         for weight, choice, place in zip(weights, (first, second), places, strict=True)
     )
     return combine, balance  # pyright: ignore[reportReturnType]

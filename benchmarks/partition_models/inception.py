@@ -28,7 +28,9 @@ class Sizes:
 SIZES = {"paper": Sizes(), "small": Sizes(batch=8, image=75, width=1 / 32, classes=16)}
 
 PUBLISHED = Published(
-    23_834_568, "torchvision's inception_v3 with aux_logits=False (timm's inception_v3: 23.83 M); 5.71 GFLOPS", macs=5.71e9
+    23_834_568,
+    "torchvision's inception_v3 with aux_logits=False (timm's inception_v3: 23.83 M); 5.71 GFLOPS",
+    macs=5.71e9,
 )
 
 
@@ -96,7 +98,9 @@ class Inception(nn.Module):
         x = join([conv(x, 384, 3, 2), chain(x, (64,), (96, 3), (96, 3, 2)), halved(x)])
         for channels in (128, 160, 160, 192):
             x = long_windows(x, channels)
-        x = join([chain(x, (192,), (320, 3, 2)), chain(x, (192,), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)), halved(x)])
+        x = join(
+            [chain(x, (192,), (320, 3, 2)), chain(x, (192,), (192, (1, 7)), (192, (7, 1)), (192, 3, 2)), halved(x)]
+        )
         x = wide(wide(x))
         x = nn.Dropout(0.5, deterministic=not train)(x.mean((1, 2)))
         return nn.Dense(self.classes, dtype=self.dtype, name="head")(x)
@@ -114,6 +118,4 @@ def inception_v3(size: Size = "paper", dtype: Any = jnp.float32, **changed: Any)
         ValueError: There is no such size.
     """
     s = sized(SIZES, size, changed)
-    return classifier(
-        "Inception-v3", Inception(s.width, s.classes, dtype), s.batch, s.image, s.classes, {}, PUBLISHED
-    )
+    return classifier("Inception-v3", Inception(s.width, s.classes, dtype), s.batch, s.image, s.classes, {}, PUBLISHED)

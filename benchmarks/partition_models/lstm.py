@@ -29,7 +29,7 @@ SIZES = {"paper": Sizes(), "small": Sizes(batch=8, length=5, vocabulary=32, unit
 
 PUBLISHED = Published(
     66e6,
-    "Zaremba et al., Recurrent neural network regularization (2014), large LSTM; counted in Merity et al. (2018), table 1",
+    "Zaremba et al., Recurrent neural network regularization (2014), large LSTM; 66 M in Merity et al. (2018), table 1",
     within=0.01,
     sizes={"units": 1500},
 )
@@ -58,7 +58,8 @@ def initial_params(key: jax.Array, s: Sizes) -> Tree:
     return {
         "embed": weight(s.vocabulary, s.units),
         "cells": [
-            {"input": weight(*gates), "hidden": weight(*gates), "bias": jnp.zeros((4, s.units))} for _ in range(s.layers)
+            {"input": weight(*gates), "hidden": weight(*gates), "bias": jnp.zeros((4, s.units))}
+            for _ in range(s.layers)
         ],
         "out": {"kernel": weight(s.units, s.vocabulary), "bias": jnp.zeros(s.vocabulary)},
     }

@@ -71,10 +71,11 @@ class Translator(nn.Module):
         x = nn.Embed(s.source, s.units, dtype=self.dtype, name="source")(source)
         for i in range(s.layers):
             carry, x = layer(f"encoder_{i}")(x, seq_lengths=lengths)
+            x = x.astype(self.dtype)  # the carry is float32, and so are outputs
             carries.append(carry)
         y = nn.Embed(s.target, s.units, dtype=self.dtype, name="target")(before)
         for i, carry in enumerate(carries):
-            _, y = layer(f"decoder_{i}")(y, initial_carry=carry)
+            y = layer(f"decoder_{i}")(y, initial_carry=carry)[1].astype(self.dtype)
         keys = nn.Dense(s.units, use_bias=False, dtype=self.dtype, name="score")(x)
         scores = jnp.einsum("bth,bsh->bts", y, keys).astype(jnp.float32)
         real = jnp.arange(source.shape[1]) < lengths[:, None]
