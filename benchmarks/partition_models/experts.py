@@ -109,7 +109,7 @@ def route(probabilities: jax.Array, capacity: int) -> tuple[jax.Array, jax.Array
         (weight / total * choice)[..., None] * jax.nn.one_hot(place, capacity)[:, :, None]
         for weight, choice, place in zip(weights, (first, second), places, strict=True)
     )
-    return combine, balance  # pyright: ignore[reportReturnType]
+    return combine, balance
 
 
 class GatedMlp(nn.Module):

@@ -87,11 +87,11 @@ def sized(sizes: Mapping[str, Sizes], size: str, changed: Mapping[str, Any]) -> 
     """
     if size not in sizes:
         raise ValueError(f"size must be one of {', '.join(sizes)}, not {size!r}")
-    known = [f.name for f in dataclasses.fields(sizes[size])]  # pyright: ignore[reportArgumentType]
+    known = [f.name for f in dataclasses.fields(sizes[size])]
     for name in changed:
         if name not in known:
             raise ValueError(f"there is no size {name!r}, only {', '.join(known)}")
-    return dataclasses.replace(sizes[size], **changed)  # pyright: ignore[reportArgumentType, reportReturnType]
+    return dataclasses.replace(sizes[size], **changed)
 
 
 def name_of(path: tuple[Any, ...]) -> str:
