@@ -42,7 +42,7 @@ class Sizes:
 SIZES = {
     "paper": Sizes(),
     "small": Sizes(
-        batch=8, length=6, vocabulary=32, layers=2, width=16, hidden=32, heads=2, head=8, experts=4, capacity=1.0
+        batch=8, length=6, vocabulary=32, layers=2, width=16, hidden=32, heads=4, head=4, experts=4, capacity=1.0
     ),
 }
 

@@ -31,9 +31,12 @@ ARCHITECTURES = tuple(name for name in MODELS if name not in ("wresnet-50-x4", "
 VISION = ("alexnet", "inception-v3", "resnet-101", "wresnet-50")
 
 
-def models(always: tuple[str, ...], names: tuple[str, ...] = ARCHITECTURES) -> list[Any]:
-    """Parameters of a test: models that always run, and the others."""
-    return [pytest.param(name, marks=[] if name in always else [pytest.mark.thorough]) for name in names]
+def models(always: tuple[str, ...], names: tuple[str, ...] = ARCHITECTURES, seldom: tuple[str, ...] = ()) -> list[Any]:
+    """Parameters of a test: models that always run, those that hardly ever do, and the others."""
+    marks = {
+        name: pytest.mark.sweep if name in seldom else pytest.mark.thorough for name in names if name not in always
+    }
+    return [pytest.param(name, marks=marks.get(name, ())) for name in names]
 
 
 @functools.cache
@@ -275,8 +278,9 @@ def test_a_batch_is_learned(name: str) -> None:
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), losses
 
 
-@pytest.mark.parametrize("name", models(ALWAYS))
+@pytest.mark.parametrize("name", models(ALWAYS, seldom=("inception-v3",)))
 def test_virtual_nodes_compute_the_same(name: str) -> None:
+    """The 94 normalizations of Inception-v3 take 95 passes, and minutes."""
     model, step, state, batch = prepared(name)
     virtual = vnode.virtualize(model.step, virtual_nodes=4).on(jax.devices()[:2])
     rounding.assert_same(virtual(state, batch), step, state, batch)
