@@ -22,6 +22,7 @@ ROOMS = {
     "operators": "",
     "placement": "errors show",
     "analysis": "errors operators",
+    "spmd": "analysis errors operators",
     "runtime": "analysis operators placement",
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime threads",

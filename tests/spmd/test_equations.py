@@ -45,10 +45,14 @@ def layouts_of(shape: Sequence[int], axes: dict[str, int], seed: int) -> Layout:
         d = int(generator.integers(-1, len(shape))) if shape else -1
         if d >= 0 and shape[d] > 1:
             dims[d].append(str(name))
-    return Layout(tuple(cut_of(tuple(names), 1, n, n, axes) if names else None for names, n in zip(dims, shape, strict=True)))
+    return Layout(
+        tuple(cut_of(tuple(names), 1, n, n, axes) if names else None for names, n in zip(dims, shape, strict=True))
+    )
 
 
-def choices(eqn: JaxprEqn, d: OperatorDescription, axes: dict[str, int], seed: int) -> Iterator[tuple[list[Given], Choice]]:
+def choices(
+    eqn: JaxprEqn, d: OperatorDescription, axes: dict[str, int], seed: int
+) -> Iterator[tuple[list[Given], Choice]]:
     """Every way over the first axis with others idle; over several axes at once; two ways over different axes."""
     names = list(axes)
     ways = [(lead, split) for lead, split in d.leads if any(d.sizes[f] > 1 for f in lead) or isinstance(split, Shifted)]
@@ -89,7 +93,9 @@ def check_over(instance: Instance, mesh: Mesh, seed: int) -> int:
             results.append(run(flow, inputs, axes, "cpu"))
         return results
 
-    spmd = jax.shard_map(on_each_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)
+    spmd = jax.shard_map(
+        on_each_device, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False
+    )
     made = jax.jit(spmd)(*instance.operands)
     want = jax.jit(lambda *xs: eqn.primitive.bind(*xs, **eqn.params))(*instance.operands)
     want = list(want) if eqn.primitive.multiple_results else [want]

@@ -11,12 +11,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
 
 from vnode.operators.control import Loop, Run, bind_while
 
 
-def as_array(value: Any, like: Atom) -> Any:
+def as_array(value: Any, like: Any) -> Any:
     """Gives a Python or NumPy scalar the dtype of `like`, as an array."""
     return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
 

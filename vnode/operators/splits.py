@@ -154,11 +154,6 @@ class Prefix(Split):
     around: Monoid
     reverse: bool = False
 
-    def parts(self, lead: Lead, count: int, sizes: Sequence[int]) -> Mapping[int, tuple[Interval, ...]] | None:
-        if self.reverse and sizes[lead[0]] % count:
-            return None  # what runs first would begin behind the end
-        return super().parts(lead, count, sizes)
-
 
 @dataclasses.dataclass(frozen=True)
 class Whole(Split):

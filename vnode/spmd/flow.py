@@ -143,7 +143,13 @@ class _Follower:
             anyhow = description is not None and self.from_nothing(eqn, given)
             operands = tuple(replicated(len(each.layout.dims)) for each in given)
             results = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
-            zero = anyhow and description.has(Algebra.MOVES) and all(each.zero for each in given) and bool(given)
+            zero = (
+                description is not None
+                and anyhow
+                and description.has(Algebra.MOVES)
+                and all(each.zero for each in given)
+                and bool(given)
+            )
             self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
             return Step(eqn, operands, results, anyhow=anyhow)
         if description.layout is not None:
@@ -180,9 +186,7 @@ class _Follower:
         if description.has(Algebra.CONTRACTS) or description.reduced or len(eqn.outvars) != 1:
             return False
         size = math.prod(eqn.outvars[0].aval.shape)
-        read = sum(
-            math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow
-        )
+        read = sum(math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow)
         return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
 
     # Loops and branches

@@ -14,8 +14,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.sharding import PartitionSpec
-
 from vnode.operators import Monoid
 from vnode.operators.description import Dim, Sizes
 
@@ -102,24 +100,6 @@ def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) ->
     return Cut(names, outer, size if size % count(names, axes) else n // outer)
 
 
-def factor_of(cut: Cut, dim: Dim, sizes: Sizes, axes: Axes) -> int | None:
-    """The factor of a dimension that a cut divides, or None if it divides none of them."""
-    parts, outer = count(cut.axes, axes), 1
-    total = math.prod(sizes[f] for f in dim)
-    for f in dim:
-        if outer == cut.outer and sizes[f] > 1:
-            same = sizes[f] == cut.size and total == outer * cut.size * math.prod(sizes[g] for g in after(dim, f))
-            even = sizes[f] % parts == 0 and cut.outer * cut.size == total
-            return f if same or even else None
-        outer *= sizes[f]
-    return None
-
-
-def after(dim: Dim, factor: int) -> Dim:
-    """The factors minor to one."""
-    return dim[dim.index(factor) + 1 :]
-
-
 def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes: Axes) -> Cut:
     """The cut of a dimension that divides one of its factors."""
     outer = math.prod(sizes[f] for f in dim[: dim.index(factor)])
@@ -129,6 +109,7 @@ def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes:
 def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
     """The layout that a `PartitionSpec` means, over those of its axes that there are and that are longer than one.
 
+    >>> from jax.sharding import PartitionSpec
     >>> str(from_spec(PartitionSpec(None, ("data", "model")), (4, 8), {"model": 2}))
     '[-, model]'
     """

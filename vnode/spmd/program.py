@@ -28,9 +28,11 @@ def at_the_border(layout: Layout, axes: Axes) -> Layout:
     return Layout(tuple(cut if even(cut, axes) else None for cut in layout.dims))
 
 
-def spec_of(layout: Layout) -> PartitionSpec:
+def spec_of(layout: Layout) -> Any:
     """The `PartitionSpec` of a layout that has one."""
-    return PartitionSpec(*[None if cut is None else cut.axes if len(cut.axes) > 1 else cut.axes[0] for cut in layout.dims])
+    return PartitionSpec(
+        *[None if cut is None else cut.axes if len(cut.axes) > 1 else cut.axes[0] for cut in layout.dims]
+    )
 
 
 def over_mesh(flow: Flow, mesh: Mesh) -> Any:
@@ -44,7 +46,9 @@ def over_mesh(flow: Flow, mesh: Mesh) -> Any:
     given = [at_the_border(layout, axes) for layout in flow.inputs]
     made = [at_the_border(layout, axes) for layout in flow.outputs]
 
-    def moved(values: Sequence[Any], starts: Sequence[Layout], ends: Sequence[Layout], atoms: Sequence[Any]) -> list[Any]:
+    def moved(
+        values: Sequence[Any], starts: Sequence[Layout], ends: Sequence[Layout], atoms: Sequence[Any]
+    ) -> list[Any]:
         return [
             convert(value, start, end, getattr(atom.aval, "shape", ()), axes)
             for value, start, end, atom in zip(values, starts, ends, atoms, strict=True)

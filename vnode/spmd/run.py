@@ -18,7 +18,17 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, bind, context_of
-from vnode.operators import Algebra, Monoid, OperatorDescription, Prefix, Reduced, Role, Windowed, evaluate, evaluate_wide
+from vnode.operators import (
+    Algebra,
+    Monoid,
+    OperatorDescription,
+    Prefix,
+    Reduced,
+    Role,
+    Windowed,
+    evaluate,
+    evaluate_wide,
+)
 from vnode.operators.in_program import InProgram, as_array
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow
 from vnode.spmd.exchange import combine, convert, fetch, index_along
@@ -147,7 +157,8 @@ class _Run:
                 results = [self.continued(value, way, choice, d.results[i]) for i, value in enumerate(results)]
         if narrow:
             results = [
-                self.rounded(value, var, layout) for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
+                self.rounded(value, var, layout)
+                for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
             ]
         return results
 
@@ -171,7 +182,9 @@ class _Run:
                 n, cut = atom.aval.shape[k], cut_along(way.axes, f, dim, d.sizes, self.axes)
                 cut = dataclasses.replace(cut, size=d.sizes[f])
                 if f not in way.lead:
-                    value = fetch(value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes)
+                    value = fetch(
+                        value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes
+                    )
                 elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
                     value = self.masked(value, k, cut, n, way, choice, i)
         for way in choice.ways:
@@ -187,6 +200,8 @@ class _Run:
             return value
         if isinstance(way.split, Reduced):
             fill = d.fill(f, value.dtype)
+        elif isinstance(way.split, Prefix):
+            fill = way.split.around.identity(value.dtype)
         elif d.has(Algebra.CONTRACTS):
             fill = Monoid.SUM.identity(value.dtype)
         else:
@@ -203,8 +218,10 @@ class _Run:
         split, (factor,) = way.split, way.lead
         assert isinstance(split, Prefix)
         axis = next(k for k, dim in enumerate(dims) if factor in dim)
-        ends = lax.slice_in_dim(value, 0, 1, axis=axis) if split.reverse else lax.slice_in_dim(
-            value, value.shape[axis] - 1, value.shape[axis], axis=axis
+        ends = (
+            lax.slice_in_dim(value, 0, 1, axis=axis)
+            if split.reverse
+            else lax.slice_in_dim(value, value.shape[axis] - 1, value.shape[axis], axis=axis)
         )
         ends = lax.all_gather(ends, way.axes)
         me, order = index_along(way.axes), list(range(ends.shape[0]))[:: -1 if split.reverse else 1]
