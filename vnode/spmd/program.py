@@ -28,11 +28,9 @@ def at_the_border(layout: Layout, axes: Axes) -> Layout:
     return Layout(tuple(cut if even(cut, axes) else None for cut in layout.dims))
 
 
-def spec_of(layout: Layout) -> Any:
+def spec_of(layout: Layout) -> PartitionSpec:
     """The `PartitionSpec` of a layout that has one."""
-    return PartitionSpec(
-        *[None if cut is None else cut.axes if len(cut.axes) > 1 else cut.axes[0] for cut in layout.dims]
-    )
+    return PartitionSpec(*[None if cut is None else cut.axes for cut in layout.dims])
 
 
 def over_mesh(flow: Flow, mesh: Mesh) -> Any:

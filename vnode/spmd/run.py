@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -227,7 +228,7 @@ class _Run:
         me, order = index_along(way.axes), list(range(ends.shape[0]))[:: -1 if split.reverse else 1]
         before = ends[order[0]]
         taken = before
-        for last, part in zip(order[1:], order[2:], strict=False):
+        for last, part in itertools.pairwise(order[1:]):
             before = split.combine(before, ends[last]).astype(value.dtype)
             taken = jnp.where(me == part, before, taken)
         return jnp.where(me == order[0], value, split.combine(taken, value).astype(value.dtype))
@@ -266,10 +267,11 @@ def ways_to(description: OperatorDescription, result: int, layout: Layout, axes:
         if cut is None:
             continue
         for lead, split in description.leads:
-            if len(lead) == 1 and lead[0] in dim and split.partial(lead) is None:
-                if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
-                    ways.append(Way(lead, split, cut.axes))
-                    break
+            if len(lead) != 1 or lead[0] not in dim or split.partial(lead) is not None:
+                continue
+            if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
+                ways.append(Way(lead, split, cut.axes))
+                break
         else:
             return None
     return tuple(ways)
