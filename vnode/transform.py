@@ -26,6 +26,7 @@ from vnode.step.virtual import VirtualStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
+PARTITIONS = ("vnode", "xla")
 
 
 class StepOptions(TypedDict, total=False):
@@ -37,6 +38,7 @@ class StepOptions(TypedDict, total=False):
     reduction: str
     lanes: int | None
     accumulate_dtype: Any
+    partition: str
     placement: Placement | None
     donate_argnums: int | Sequence[int]
     static_argnums: int | Sequence[int]
@@ -84,6 +86,7 @@ def virtualize(
     reduction: str = "invariant",
     lanes: int | None = None,
     accumulate_dtype: Any = None,
+    partition: str = "vnode",
     placement: Placement | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -117,6 +120,9 @@ def virtualize(
         number of nodes. Fewer lanes need fewer buffers, log2(lanes per device) instead of log2(nodes per device):
         the nodes of a lane are added one after another, and devices hold whole lanes.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
+      partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
+        sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
+        ``"xla"`` leaves that to XLA's partitioner, for comparison.
       placement: where the nodes live; by default spread over all of ``jax.devices()``. With ``"auto"``, for the fewest
         nodes there may be: V is a multiple of theirs, spread in the same proportions.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
@@ -153,6 +159,7 @@ def virtualize(
             reduction=reduction,
             lanes=lanes,
             accumulate_dtype=accumulate_dtype,
+            partition=partition,
             placement=placement,
             donate_argnums=donate_argnums,
             static_argnums=static_argnums,
@@ -186,6 +193,8 @@ def virtualize(
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {partition!r}")
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(
@@ -195,6 +204,7 @@ def virtualize(
         reduction,
         lane_count(lanes, None if auto else nodes),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
+        partition,
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -23,11 +24,16 @@ from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
+from vnode.operators.control import Region
+from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.evaluate import Env, InProgram, Known, as_array, evaluate_once, evaluate_recipe
+from vnode.runtime.divided import Divided, sharded, without
+from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
+from vnode.spmd.layout import Layout, replicated
+from vnode.spmd.program import long_axes, spec_of
 
 
 class Mode(enum.Enum):
@@ -46,6 +52,7 @@ def emit(
     lane: int = 1,
     arguments: Collection[int] | None = None,
     slotted: Collection[int] | None = None,
+    layouts: Sequence[Layout | None] | None = None,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -60,11 +67,13 @@ def emit(
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
       slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
         if neither are.
+      layouts: how whole inputs lie on the placement's mesh, None for those that every device has. What is computed of
+        them is divided likewise, by vnode's own partitioner. If None, it is left to that of XLA.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, layouts)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -81,6 +90,7 @@ class Emission:
         mode: Mode,
         lane: int,
         slotted: Collection[int] | None = None,
+        layouts: Sequence[Layout | None] | None = None,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
@@ -97,6 +107,11 @@ class Emission:
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
         self.once = Once(placement.devices[0].platform)
+        self.divides = layouts is not None
+        self.axes = long_axes(placement.mesh) if layouts is not None else {}
+        self.inner = {name: size for name, size in self.axes.items() if name != placement.axis}
+        lying = zip(program.inputs, layouts or (), strict=False)
+        self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
@@ -109,8 +124,7 @@ class Emission:
 
     def run(self) -> list[Any]:
         for stage in self.schedule.stages:
-            for action in stage.once:
-                self.run_once(action)
+            self.run_all(stage.once)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
         return [
@@ -125,6 +139,66 @@ class Emission:
             return lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
         value = self.output(atom)
         return value if self.schedule.passes else self.everywhere(value)
+
+    def run_all(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates what is computed once, divided as what it reads; what has effects every device does whole."""
+        if not self.divides or not (self.inner or self.layouts):
+            for action in actions:
+                self.run_once(action)
+            return
+        for apart, several in itertools.groupby(actions, lambda action: action.schedules or action.step.eqn.effects):
+            if apart:
+                for action in several:
+                    self.run_once(action)
+            else:
+                self.run_divided(list(several))
+
+    def run_divided(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates several actions on each device's part of what they read."""
+        made = {
+            var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
+        }
+        reads = list(
+            dict.fromkeys(
+                atom
+                for action in actions
+                for atom in action.step.eqn.invars
+                if isinstance(atom, Var) and atom not in made
+            )
+        )
+        wanted = [var for var, form in made.items() if form is not None]
+        given = [self.read(var) for var in reads]
+
+        def run(values: Sequence[Any]) -> list[Any]:
+            held = dict(zip(reads, values, strict=True))
+            known = Known(self.flow.program)
+
+            def read(atom: Atom) -> Any:
+                return atom.val if isinstance(atom, Literal) else held[atom]
+
+            for action in actions:
+                held.update(zip(action.step.eqn.outvars, evaluate_once(action, read, known, self.once), strict=True))
+            return [as_array(held[var], var) for var in wanted]
+
+        layouts = [self.layout(var) for var in reads]
+        divided = Divided(run, [jax.typeof(value) for value in given], layouts, self.axes, self.once.platform)
+        values = jax.shard_map(
+            lambda *values: divided(values),
+            mesh=self.placement.mesh,
+            in_specs=tuple(map(spec_of, layouts)),
+            out_specs=list(map(spec_of, divided.results)),
+            check_vma=False,
+        )(*given)
+        for var, layout, value in zip(wanted, divided.results, values, strict=True):
+            if isinstance(made[var], Slice):
+                self.batched[var] = self.as_computed_once(value)
+            else:
+                self.whole[var] = value
+                self.layouts[var] = layout
+
+    def layout(self, var: Var) -> Layout:
+        """How a whole value, or one that is kept for all nodes, lies."""
+        return self.layouts.get(var) or replicated(len(var.aval.shape))
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
@@ -199,7 +273,8 @@ class Emission:
 
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots)
+            layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given] if self.divides else None
+            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, layouts)
             return bounded(flow.program.outputs, outputs)
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
@@ -214,6 +289,13 @@ class Emission:
                     self.stacked.add(var)
             elif form is not None:
                 self.whole[var] = value
+
+    def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
+        """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
+        layout = self.layouts.get(atom) if isinstance(atom, Var) else None
+        if layout is None or i not in region.scanned:
+            return layout
+        return Layout(layout.dims[1:])
 
     def same_nodes(self, flow: Flow, test: bool) -> bool:
         """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all.
@@ -300,15 +382,19 @@ class Emission:
         state = self.flow.states[var]
         return state.level if isinstance(state.form, Whole) else state.level + (not state.given)
 
-    def buffers(self, var: Var, form: Slice, read: Sequence[Any]) -> Any:
+    def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
+        """The shape of one node's part of a batched value."""
+        n = form.outer * int(self.flow.node_size * form.ratio)
+        return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
+
+    def buffers(self, var: Var, shape: tuple[int, ...], read: Sequence[Any]) -> Any:
         """Where a device puts a value of each of its nodes, in a pass that reads the whole values `read`, latest first.
 
         They are what keeps compilers from making the buffer before the pass.
         """
-        n = form.outer * int(self.flow.node_size * form.ratio)
-        shape = (self.placement.waves, *var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
-        plain = self.mode is not Mode.DIFFERENTIABLE and self.placement.size == len(self.placement.devices)
-        return loops.unwritten(shape, var.aval.dtype, read if plain else ())  # an element of a sharded one is dear
+        one_axis = self.divides or self.placement.size == len(self.placement.devices)
+        plain = self.mode is not Mode.DIFFERENTIABLE and one_axis  # an element of a sharded one is dear
+        return loops.unwritten((self.placement.waves, *shape), var.aval.dtype, read if plain else ())
 
     def run_pass(self, nodes: Pass) -> Any:
         """Emits one pass: the loop over a device's nodes, then one reduction across devices.
@@ -318,17 +404,19 @@ class Emission:
         """
         placement, size = self.placement, self.flow.node_size
         axis, waves = placement.axis, placement.waves
-        batch = self.flow.batch
         wholes = [var for var, form in nodes.recipe.leaves if isinstance(form, Whole)]
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
-        sums = sums_of(nodes)
-        one_axis = placement.size == len(placement.devices)
+        divided = self.divided_pass(nodes, wholes, sliced) if self.inner else None
+        sums = sums_of(nodes, divided)
+        one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
             placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes
         )
         combine = collectives.totals if self.alone else collectives.partial_blocks
+
+        evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
 
         def device_program(
             numbers: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
@@ -345,19 +433,20 @@ class Emission:
                 return parts
 
             def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
-                number, *parts = taken
-                env: Env = {(var, WHOLE): value for var, value in zip(wholes, whole, strict=True)}
-                env.update(zip(sliced, parts, strict=True))
-                node = Node(number[0], placement.virtual_nodes, size, batch, placement.devices[0].platform)
-                values = evaluate_recipe(nodes.recipe, env, node)
+                values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, waves == 1)
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
-                return collectives.combined(sums, totals, axis), kept
+                return completed(collectives.combined(sums, totals, axis)), kept
             late = sorted(zip(wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
-            buffers = [self.buffers(var, form, [value for _, value in late]) for var, form in nodes.collected]
+            read = [value for _, value in late]
+            shapes = [
+                divided.local(len(sums) + i) if divided else self.shape_in_node(*each)
+                for i, each in enumerate(nodes.collected)
+            ]
+            buffers = [self.buffers(var, shape, read) for (var, _), shape in zip(nodes.collected, shapes, strict=True)]
             match self.mode:
                 case Mode.DIFFERENTIABLE:
                     totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
@@ -368,24 +457,36 @@ class Emission:
                     rest, exact, kept = loops.in_tree_order(
                         program, sums, turns, merges[0], plan.depth, plan.most, self.lane, buffers
                     )
-                    return combine(sums, rest, exact, plan, axis), kept
-            return collectives.combined(sums, totals, axis), kept
+                    return completed(combine(sums, rest, exact, plan, axis)), kept
+            return completed(collectives.combined(sums, totals, axis)), kept
+
+        def completed(totals: Any) -> Any:
+            """What devices along the other axes have pieces of, combined: once, not for every node."""
+            return [divided.completed(total, i) for i, total in enumerate(totals)] if divided else totals
 
         spec = PartitionSpec
         in_specs = (
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec()] * len(wholes),
-            [spec(*[None] * dim, axis) for _, dim in shards],
+            [spec_of(self.layout_in_pass(var)) for var in wholes],
+            [
+                sharded(self.layout_in_pass(var), dim, axis) if slot else spec(*[None] * dim, axis)
+                for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
+            ],
         )
-        out_specs = (spec(), spec(axis))
+        totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
+        kept_in = divided.results[len(sums) :] if divided else None
+        out_specs = (
+            [spec_of(layout) for layout in totals_in] if totals_in is not None else spec(),
+            [sharded(layout, 0, axis) for layout in kept_in] if kept_in is not None else spec(axis),
+        )
         run = jax.shard_map(
             device_program,
             mesh=placement.mesh,
             in_specs=in_specs,
             out_specs=out_specs,
-            axis_names={axis},
+            axis_names=set(placement.mesh.axis_names) if self.divides else {axis},
             check_vma=False,
         )
         totals, kept = run(
@@ -397,7 +498,43 @@ class Emission:
         )
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
+        if divided:
+            found = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+            self.layouts.update((var, layout.complete) for var, layout in zip(found, divided.results, strict=True))
         return totals
+
+    def as_node(
+        self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]], given: Sequence[Any]
+    ) -> list[Any]:
+        """What one node computes in a pass, of its number, its parts of batched values, and whole values."""
+        number, *values = given
+        placement = self.placement
+        env: Env = {(var, form): value for (var, form), value in zip(sliced, values[: len(sliced)], strict=True)}
+        env.update(((var, WHOLE), value) for var, value in zip(wholes, values[len(sliced) :], strict=True))
+        node = Node(
+            number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, placement.devices[0].platform
+        )
+        return evaluate_recipe(nodes.recipe, env, node)
+
+    def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided:
+        """What a node computes in a pass, divided over the axes that nodes are not spread over."""
+        shapes = [
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
+            *(jax.typeof(self.read(var)) for var in wholes),
+        ]
+        layouts = [
+            replicated(1),
+            *(self.layout_in_pass(var) for var, _ in sliced),
+            *(self.layout_in_pass(var) for var in wholes),
+        ]
+        run = functools.partial(self.as_node, nodes, wholes, sliced)
+        pieces = [a.monoid for a in nodes.accumulators]
+        return Divided(run, shapes, layouts, self.inner, self.placement.devices[0].platform, pieces)
+
+    def layout_in_pass(self, var: Var) -> Layout:
+        """How a value lies over the axes that nodes are not spread over, while nodes are computed."""
+        return without(self.layout(var), self.placement.axis, var.aval.shape, self.axes)
 
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""
@@ -414,6 +551,7 @@ def runs_apart(value: Any, form: Slice) -> Any:
     return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
 
 
-def sums_of(nodes: Pass) -> list[loops.Sum]:
-    """What the nodes of a pass contribute to."""
-    return [loops.Sum(a.monoid, a.var.aval.shape, a.dtype) for a in nodes.accumulators]
+def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
+    """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
+    shapes = [divided.local(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
+    return [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.narrow import is_narrow
@@ -23,7 +23,8 @@ from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
-from vnode.operators.control import Loop, Region, Run, bind_while
+from vnode.operators.control import Region, Run
+from vnode.operators.in_program import InProgram, as_array
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -168,11 +169,6 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
     return [read(atom, form) for atom, form in recipe.requests]
 
 
-def as_array(value: Any, like: Atom) -> Any:
-    """Gives a Python or NumPy scalar the dtype of `like`, as an array."""
-    return value if isinstance(value, jax.Array) else jnp.asarray(value, dtype=like.aval.dtype)
-
-
 def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:
     """Values as weakly typed as the program's own: what the caller computes of them depends on it."""
 
@@ -307,44 +303,3 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
 
     own = dataclasses.replace(region, length=node.local(form.ratio), operands=region.operands + 1)
     return own.run(InProgram(action.step.eqn), [masked], [*operands, real])
-
-
-class InProgram:
-    """Runs loops and branches as jax does, as part of a program.
-
-    Args:
-      eqn: the loop or branch.
-    """
-
-    def __init__(self, eqn: JaxprEqn) -> None:
-        self._eqn = eqn
-
-    def scan(self, body: Callable[[Any, Any], Any], carry: list[Any], xs: list[Any], loop: Loop) -> Any:
-        return lax.scan(body, carry, xs, loop.length, loop.reverse, loop.unroll)
-
-    def repeat(
-        self, condition: Run, body: Run, condition_constants: list[Any], constants: list[Any], carry: list[Any]
-    ) -> list[Any]:
-        test, test_constants = closed(lambda *values: condition(list(values))[0], condition_constants, carry)
-        turn, turn_constants = closed(lambda *values: body(list(values)), constants, carry)
-        final = bind_while(self._eqn, test, turn, test_constants, turn_constants, jax.tree.leaves(carry))
-        return jax.tree.unflatten(jax.tree.structure(carry), final)
-
-    def switch(self, index: Any, branches: Sequence[Run], operands: list[Any]) -> list[Any]:
-        return lax.switch(index, branches, operands)
-
-
-def closed(run: Callable[..., Any], constants: list[Any], carry: list[Any]) -> tuple[Any, list[Any]]:
-    """A part of a loop as a closed jaxpr of its constants and the carry, and these constants.
-
-    Those given come last: what it reads of the program around it, as which node it is part of, becomes one too.
-    """
-    made = jax.make_jaxpr(run)(*constants, *carry)
-    given, state = jax.tree.leaves(constants), jax.tree.leaves(carry)
-    if made.consts:
-
-        def lifted(around: list[Any], *values: Any) -> list[Any]:
-            return jaxpr_as_fun(made.replace(consts=around))(*values)
-
-        return jax.make_jaxpr(lifted)(list(made.consts), *given, *state), [*made.consts, *given]
-    return made, given

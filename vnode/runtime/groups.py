@@ -24,11 +24,12 @@ from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
 from vnode.operators.control import Loop, Run
+from vnode.operators.in_program import as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives
 from vnode.runtime.emit import Emission, Mode, sums_of
-from vnode.runtime.evaluate import as_array, typed
+from vnode.runtime.evaluate import typed
 from vnode.runtime.parts import Replicas, join_along, part
 from vnode.runtime.pieces import Key, ProgramPlan
 

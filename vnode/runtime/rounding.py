@@ -25,10 +25,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
-from vnode.analysis.program import context_of
+from vnode.analysis.program import bind, context_of
 from vnode.operators import Algebra, Monoid, OperatorDescription, describe
 from vnode.operators.control import Body, Region, body_of, call_of, region_of
-from vnode.runtime.evaluate import InProgram, as_array, bind
+from vnode.operators.in_program import InProgram, as_array
 
 ODD = 0x9E3779B97F4A7C15
 """Multiplying by it mixes bits: 2**64 over the golden ratio, odd (Knuth, TAOCP 3, 6.4)."""

@@ -62,12 +62,14 @@ class Flow:
       inputs: how each input lies.
       steps: one per equation, in order.
       outputs: how each output lies where it is handed on.
+      ends: how each output lies where it is made.
     """
 
     program: Program
     inputs: tuple[Layout, ...]
     steps: tuple[Step, ...]
     outputs: tuple[Layout, ...]
+    ends: tuple[Layout, ...] = ()
 
 
 def follow(
@@ -95,8 +97,9 @@ def follow(
     """
     made = _Follower(program, axes, wishes or {}).follow([Given(layout) for layout in inputs])
     asked = outputs if outputs is not None else [None] * len(program.outputs)
-    ends = tuple(state.layout.complete if ask is None else ask for state, ask in zip(made.ends, asked, strict=True))
-    return Flow(program, tuple(inputs), tuple(made.steps), ends)
+    ends = tuple(state.layout for state in made.ends)
+    handed_on = tuple(end.complete if ask is None else ask for end, ask in zip(ends, asked, strict=True))
+    return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
 
 
 class _Follower:

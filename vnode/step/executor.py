@@ -36,7 +36,7 @@ from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Surroundings, laid_out, specs_of, types_of
+from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
@@ -80,10 +80,10 @@ class StepSpec:
         """Arguments, those that are compile-time constants as structure."""
         return with_static(args, kwargs, self.static_argnums, self.static_argnames)
 
-    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None) -> FlatStep:
+    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
         given = call.leaves if leaves is None else leaves
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options)
+        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -361,10 +361,10 @@ class Executor:
         self.traced = True
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
-        with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-            arrays = evaluate(spec.flat(call, output, self._batches(call)), self.placement)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
+        with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
+            arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
         results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results

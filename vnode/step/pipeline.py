@@ -21,6 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
@@ -34,11 +35,15 @@ from vnode.placement.context import NO_MESH, typed_mesh, untyped
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
+from vnode.placement.transfer import partition
 from vnode.runtime.emit import Mode, emit
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
+from vnode.spmd.layout import Layout, from_spec
+from vnode.spmd.program import long_axes
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step
+from vnode.step.layouts import Specs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Options:
     reduction: str
     lanes: int | None
     accumulate_dtype: Any
+    partition: str = "vnode"
 
     @property
     def lane(self) -> int:
@@ -69,6 +75,7 @@ class FlatStep:
       axes: the dimension of each that carries the examples, or None.
       size: examples of the global batch.
       options: what the user asked for.
+      specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
     """
 
     fun: Callable[..., list[Any]]
@@ -76,6 +83,7 @@ class FlatStep:
     axes: Sequence[int | None]
     size: int
     options: Options
+    specs: Specs = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,9 +168,11 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     values = [*flat.leaves, *made.traced.captured]
 
+    layouts = None if options.partition == "xla" else layouts_of(flat, made.traced.captured, placement)
+
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane)
+            return emit(made.schedule, placement, values, mode, options.lane, layouts=layouts)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -172,11 +182,24 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     return typed(step(*values), made.program.outputs)
 
 
+def layouts_of(flat: FlatStep, captured: Sequence[Any], placement: Placement) -> list[Layout | None]:
+    """How the inputs of a step lie on the placement's mesh; None where nobody says."""
+    axes = long_axes(placement.mesh)
+    specs: list[Any] = [*flat.specs, *[None] * (len(flat.leaves) - len(flat.specs))]
+    specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
+    shapes = [np.shape(value) for value in (*flat.leaves, *captured)]
+    return [None if spec is None else from_spec(spec, shape, axes) for spec, shape in zip(specs, shapes, strict=True)]
+
+
 def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
-    axes, size = [*flat.axes, *[None] * len(made.traced.captured)], flat.size  # not `flat`: jax keeps what is kept here
+    axes, size, specs = (
+        [*flat.axes, *[None] * len(made.traced.captured)],
+        flat.size,
+        flat.specs,
+    )  # not `flat`: jax keeps what is kept here
     unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
     step = jax.custom_jvp(step)
 
@@ -207,7 +230,7 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited)
+        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited, specs)
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [

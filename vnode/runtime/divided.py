@@ -1,0 +1,95 @@
+"""A function of arrays, divided over the axes of a mesh over which they are sharded.
+
+Knows the partitioner, and how functions are traced. Must not know schedules, placements, nor what a node is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from vnode.analysis.meshless import meshless
+from vnode.analysis.program import inline
+from vnode.operators import Monoid
+from vnode.spmd.exchange import convert
+from vnode.spmd.flow import Flow, follow
+from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
+from vnode.spmd.program import at_the_border, spec_of
+from vnode.spmd.run import run
+
+
+class Divided:
+    """A function of arrays, followed by layouts; called with one device's arrays, it gives that device's results.
+
+    Args:
+      fun: from a list of arrays to a list of arrays.
+      shapes: of its arguments, as every device would have them whole.
+      layouts: how they lie; each has a `PartitionSpec`.
+      axes: of the mesh, those that arrays may be sharded over, each with its size.
+      platform: what is compiled for.
+      pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
+        may be left uncombined; None for others.
+
+    Attributes:
+      results: how the results lie; those that may be pieces, perhaps partial.
+    """
+
+    def __init__(
+        self,
+        fun: Callable[[Sequence[Any]], list[Any]],
+        shapes: Sequence[Any],
+        layouts: Sequence[Layout],
+        axes: Axes,
+        platform: str,
+        pieces: Sequence[Monoid | None] = (),
+    ) -> None:
+        names = tuple(axes)
+        mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
+        with jax.sharding.use_abstract_mesh(mesh):  # what asks for layouts over its axes goes on asking
+            made = jax.make_jaxpr(lambda *values: fun(values))(*shapes)
+        self.captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
+        program = inline(meshless(made.jaxpr), made.consts)
+        given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
+        flow = follow(program, given, axes)
+        allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
+        self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
+        self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
+        self.shapes = [atom.aval.shape for atom in program.outputs]
+        self.axes, self.platform = axes, platform
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        return run(self.flow, [*values, *self.captured], self.axes, self.platform)
+
+    def local(self, i: int) -> tuple[int, ...]:
+        """The shape of one device's array of a result."""
+        return self.results[i].local(self.shapes[i], self.axes)
+
+    def completed(self, value: Any, i: int) -> Any:
+        """One device's array of a result, its pieces combined."""
+        return convert(value, self.results[i], self.results[i].complete, self.shapes[i], self.axes)
+
+
+def result(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:
+    """How a result is handed on that lies in some way."""
+    partial = end.partial if monoid is not None and all(m is monoid for _, m in end.partial) else ()
+    return Layout(at_the_border(end, axes).dims, partial)
+
+
+def without(layout: Layout, axis: str, shape: Sequence[int], axes: Axes) -> Layout:
+    """A layout in which devices along an axis all have the same."""
+
+    def rest(cut: Cut | None, n: int) -> Cut | None:
+        names = () if cut is None else tuple(name for name in cut.axes if name != axis)
+        return cut_of(names, 1, n, n, axes) if names else None
+
+    return Layout(tuple(rest(cut, n) for cut, n in zip(layout.dims, shape, strict=True)))
+
+
+def sharded(layout: Layout, dim: int, axis: str) -> PartitionSpec:
+    """The `PartitionSpec` of a value with one more dimension, which is divided over an axis of its own."""
+    entries = [*spec_of(layout)]
+    return PartitionSpec(*entries[:dim], axis, *entries[dim:])
