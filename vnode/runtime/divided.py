@@ -6,7 +6,7 @@ Knows the partitioner, and how functions are traced. Must not know schedules, pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from vnode.analysis.meshless import meshless
 from vnode.analysis.program import inline
 from vnode.operators import Monoid
+from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 from vnode.spmd.program import at_the_border, spec_of
-from vnode.spmd.run import run
+from vnode.spmd.run import Settle, run
 
 
 class Divided:
@@ -33,6 +34,8 @@ class Divided:
       platform: what is compiled for.
       pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
         may be left uncombined; None for others.
+      steady: axes whose length must not show in the bits of the results.
+      settle: done to what is cut over such an axis.
 
     Attributes:
       results: how the results lie; those that may be pieces, perhaps partial.
@@ -46,6 +49,8 @@ class Divided:
         axes: Axes,
         platform: str,
         pieces: Sequence[Monoid | None] = (),
+        steady: Collection[str] = (),
+        settle: Settle | None = None,
     ) -> None:
         names = tuple(axes)
         mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
@@ -54,15 +59,17 @@ class Divided:
         self.captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         program = inline(meshless(made.jaxpr), made.consts)
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
-        flow = follow(program, given, axes)
+        flow = follow(program, given, axes, steady=steady)
+        wishes = wished(flow, axes)
+        flow = follow(program, given, axes, steady=steady, wishes=wishes) if wishes else flow
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
         self.shapes = [atom.aval.shape for atom in program.outputs]
-        self.axes, self.platform = axes, platform
+        self.axes, self.platform, self.settle = axes, platform, settle
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        return run(self.flow, [*values, *self.captured], self.axes, self.platform)
+        return run(self.flow, [*values, *self.captured], self.axes, self.platform, self.settle)
 
     def local(self, i: int) -> tuple[int, ...]:
         """The shape of one device's array of a result."""
@@ -71,6 +78,12 @@ class Divided:
     def completed(self, value: Any, i: int) -> Any:
         """One device's array of a result, its pieces combined."""
         return convert(value, self.results[i], self.results[i].complete, self.shapes[i], self.axes)
+
+
+def shape_of(value: Any) -> jax.ShapeDtypeStruct:
+    """The type of a value, without what it says of a mesh."""
+    aval = jax.typeof(value)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
 def result(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:

@@ -29,7 +29,7 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.divided import Divided, sharded, without
+from vnode.runtime.divided import Divided, shape_of, sharded, without
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
 from vnode.spmd.layout import Layout, replicated
@@ -158,15 +158,9 @@ class Emission:
         made = {
             var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
         }
-        reads = list(
-            dict.fromkeys(
-                atom
-                for action in actions
-                for atom in action.step.eqn.invars
-                if isinstance(atom, Var) and atom not in made
-            )
-        )
-        wanted = [var for var, form in made.items() if form is not None]
+        reads = list(dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made))
+        here = set(map(id, actions))
+        wanted = [var for var in made if self.readers.get(var, set()) - here]
         given = [self.read(var) for var in reads]
 
         def run(values: Sequence[Any]) -> list[Any]:
@@ -181,7 +175,10 @@ class Emission:
             return [as_array(held[var], var) for var in wanted]
 
         layouts = [self.layout(var) for var in reads]
-        divided = Divided(run, [jax.typeof(value) for value in given], layouts, self.axes, self.once.platform)
+        steady = {self.placement.axis} if self.mode is Mode.INVARIANT else ()
+        divided = Divided(
+            run, list(map(shape_of, given)), layouts, self.axes, self.once.platform, (), steady, loops.in_memory
+        )
         values = jax.shard_map(
             lambda *values: divided(values),
             mesh=self.placement.mesh,
@@ -195,6 +192,21 @@ class Emission:
             else:
                 self.whole[var] = value
                 self.layouts[var] = layout
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, set[int]]:
+        """For each value who reads it: actions by their number as objects, and passes and the caller as 0."""
+        found: dict[Var, set[int]] = {}
+        for stage in self.schedule.stages:
+            for action in stage.once:
+                for var in read_by(action):
+                    found.setdefault(var, set()).add(id(action))
+            for var, _ in stage.nodes.recipe.leaves if stage.nodes is not None else ():
+                found.setdefault(var, set()).add(0)
+        for atom in self.flow.program.outputs:
+            if isinstance(atom, Var):
+                found.setdefault(atom, set()).add(0)
+        return found
 
     def layout(self, var: Var) -> Layout:
         """How a whole value, or one that is kept for all nodes, lies."""
@@ -229,7 +241,7 @@ class Emission:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
             if self.mode is Mode.INVARIANT and atom not in self.arguments:
-                (value,) = loops.materialized([loops.BufferPart(value, value.shape)])
+                value = loops.in_memory(value)
             self.whole[atom] = value
         return self.whole[atom]
 
@@ -521,7 +533,7 @@ class Emission:
         shapes = [
             jax.ShapeDtypeStruct((1,), jnp.int32),
             *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
-            *(jax.typeof(self.read(var)) for var in wholes),
+            *(shape_of(self.read(var)) for var in wholes),
         ]
         layouts = [
             replicated(1),
@@ -544,6 +556,12 @@ class Emission:
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)
             self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
+
+
+def read_by(action: Evaluation) -> list[Var]:
+    """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
+    pairs = zip(action.step.eqn.invars, action.operands, strict=True)
+    return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]
 
 
 def runs_apart(value: Any, form: Slice) -> Any:

@@ -356,3 +356,8 @@ def materialized(places: Sequence[BufferPart]) -> list[Any]:
     return named_loop(
         "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
     )
+
+
+def in_memory(value: jax.Array) -> jax.Array:
+    """A value that what reads it finds in memory."""
+    return materialized([BufferPart(value, value.shape)])[0]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.description import Dims, Sizes
-from vnode.operators.splits import Interval, Lead, Shifted, Split
+from vnode.operators.splits import Free, Interval, Lead, Shifted, Split
 from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
 from vnode.spmd.route import route
 
@@ -85,7 +85,12 @@ class Given:
 
 
 def choose(
-    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], axes: Axes, wishes: Sequence[Layout | None]
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    given: Sequence[Given],
+    axes: Axes,
+    wishes: Sequence[Layout | None],
+    steady: Collection[str] = (),
 ) -> Choice:
     """How an equation is cut.
 
@@ -95,6 +100,8 @@ def choose(
       given: what is known of each operand.
       axes: of the mesh.
       wishes: for each result the layout that it should have, if somebody says so.
+      steady: axes whose length must not show in the bits of the result. They divide what is computed element by
+        element; sums, which compilers order by the shapes that they see, are formed whole.
 
     Returns:
       The choice.
@@ -103,7 +110,7 @@ def choose(
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[Way, ...] = ()
     for axis in axes:
-        if any(axis == name for name, _ in passed):
+        if any(axis == name for name, _ in passed) or (axis in steady and not by_element(description)):
             continue
         best = cost_of(eqn, description, ways, given, axes, passed, axis)
         for more in candidates(description, layouts, given, wishes, ways, axis, axes):
@@ -113,6 +120,12 @@ def choose(
     choice = carried_out(eqn, description, ways, given, axes, passed)
     assert choice is not None
     return choice
+
+
+def by_element(description: OperatorDescription) -> bool:
+    """Whether no element of a result is a sum, or anything else of several elements of an operand."""
+    moves = all(isinstance(factor.split, Free | Shifted) for factor in description.factors)
+    return moves and not description.has(Algebra.CONTRACTS)
 
 
 def candidates(
@@ -271,3 +284,20 @@ def cost_of(
 
 def itemsize(dtype: object) -> int:
     return getattr(dtype, "itemsize", 4)
+
+
+def ways_to(description: OperatorDescription, result: int, layout: Layout, axes: Axes) -> tuple[Way, ...] | None:
+    """Ways in which an equation gives a result in a layout; None if there are none."""
+    ways = []
+    for dim, cut in zip(description.results[result], layout.dims, strict=True):
+        if cut is None:
+            continue
+        for lead, split in description.leads:
+            if len(lead) != 1 or lead[0] not in dim or split.partial(lead) is not None:
+                continue
+            if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
+                ways.append(Way(lead, split, cut.axes))
+                break
+        else:
+            return None
+    return tuple(ways)

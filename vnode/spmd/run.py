@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from vnode.analysis.program import Atom, bind, context_of
 from vnode.operators import (
     Algebra,
     Monoid,
-    OperatorDescription,
     Prefix,
     Reduced,
     Role,
@@ -31,14 +30,17 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
 from vnode.spmd.exchange import combine, convert, fetch, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.route import route
 
+Settle = Callable[[Any], Any]
+"""Puts a value in memory, so that what reads it is compiled apart from what made it."""
 
-def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[Any]:
+
+def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, settle: Settle | None = None) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
@@ -46,18 +48,19 @@ def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[An
       values: this device's arrays of its inputs, as `flow.inputs` says.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
+      settle: done to what is cut over a steady axis: compilers round otherwise where a cut is part of a computation.
 
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    return _Run(flow, axes, platform).all(values)
+    return _Run(flow, axes, platform, settle).all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str) -> None:
-        self.flow, self.axes, self.platform = flow, axes, platform
+    def __init__(self, flow: Flow, axes: Axes, platform: str, settle: Settle | None) -> None:
+        self.flow, self.axes, self.platform, self.settle = flow, axes, platform, settle
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
 
@@ -96,6 +99,9 @@ class _Run:
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
+            moves = route(start, layout, shape, self.axes)
+            if self.settle and any(move.kind == "cut" and self.flow.steady & set(move.axes) for move in moves):
+                held[layout] = self.settle(held[layout])
         return held[layout]
 
     def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
@@ -244,7 +250,7 @@ class _Run:
         return list(region.run(InProgram(eqn), bodies, operands))
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform)
+        made = run(flow, values, self.axes, self.platform, self.settle)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 
@@ -258,20 +264,3 @@ def around(way: Way, operand: int, value: Any) -> Any:
     if not isinstance(way.split, Windowed):
         return None
     return way.split.around[operand].identity(value.dtype) if way.split.around else np.zeros((), value.dtype)
-
-
-def ways_to(description: OperatorDescription, result: int, layout: Layout, axes: Axes) -> tuple[Way, ...] | None:
-    """Ways in which an equation gives a result in a layout; None if there are none."""
-    ways = []
-    for dim, cut in zip(description.results[result], layout.dims, strict=True):
-        if cut is None:
-            continue
-        for lead, split in description.leads:
-            if len(lead) != 1 or lead[0] not in dim or split.partial(lead) is not None:
-                continue
-            if cut_along(cut.axes, lead[0], dim, description.sizes, axes) == cut:
-                ways.append(Way(lead, split, cut.axes))
-                break
-        else:
-            return None
-    return tuple(ways)
