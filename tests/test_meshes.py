@@ -165,3 +165,101 @@ def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, ac
     # Devices 0 and 1 share a place along the node axis, 2 and 3, ...
     assert inside and all("[4,2]<=[8]" in line or "{{0,1},{2,3},{4,5},{6,7}}" in line for line in inside)
     assert outside
+
+
+PATTERNS = {r"\bin$": PartitionSpec(None, "model"), r"\bout$": PartitionSpec("model", None)}
+
+
+def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
+    """A state that comes as numpy arrays, or whole on one device, is placed as the patterns say, slots included."""
+    state, x = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=PATTERNS)
+    for given in (state, jax.tree.map(np.asarray, state), virtual.put(state)):
+        first = virtual(given, x)
+        compare(first, *two_steps[0])
+        for tree in (first[0]["params"], first[0]["slots"][0].mu, virtual.put(state)["params"]):
+            for name, spec in SPECS["model"].items():
+                assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
+    compare(virtual(first[0], x), *two_steps[1])
+    compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
+
+
+@pytest.mark.parametrize(
+    ("partition", "error", "message"),
+    [
+        ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(("data", "model"))}, vnode.PlacementError, "'params/in' of shape"),
+        ({"(": PartitionSpec()}, ValueError, "no regular expression"),
+        ({"in": "model"}, ValueError, "PartitionSpec"),
+        ("megatron", ValueError, "one of vnode, xla"),
+    ],
+)  # fmt: skip
+def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        state, x = arguments()
+        placement = vnode.Placement(4, mesh=mesh(), axis="data")
+        vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition)(state, x)
+
+
+def clipped(state: Any, x: jax.Array) -> Any:
+    """A step whose update reads a sum over all of the gradient."""
+
+    def loss_fn(params: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["in"]) @ params["out"] - x) ** 2)
+
+    grads = jax.grad(loss_fn)(state["params"])
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3))
+    updates, slots = optimizer.update(grads, state["slots"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
+
+
+@pytest.mark.parametrize("layout", SPECS)
+def test_bits_on_any_number_of_devices_along_the_nodes(layout: str) -> None:
+    """Three steps on meshes of 1, 2 and 4 by 2, the layout over the model axis being the same."""
+    rng = np.random.default_rng(0)
+    params = {"in": jnp.asarray(rng.normal(size=(32, 64)), jnp.float32)}
+    params["out"] = jnp.asarray(rng.normal(size=(64, 32)), jnp.float32)
+    x = jnp.asarray(rng.normal(size=(48, 32)), jnp.float32)
+    slots = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)).init(params)
+    seen = []
+    for nodes in (1, 2, 4):
+        over = jax.make_mesh(
+            (nodes, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[: 2 * nodes]
+        )
+        virtual = vnode.virtualize(clipped, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
+        state = sharded({"params": params, "slots": slots}, SPECS[layout], over)
+        for _ in range(3):
+            state = virtual(state, x)
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert seen[0] == seen[1] == seen[2]
+
+
+def test_gradients_are_summed_where_they_lie() -> None:
+    """Of a gradient that is sharded over the model axis no device ever has more than its shard."""
+    width, hidden = 64, 512
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    shapes = {"in": (width, hidden), "out": (hidden, 48)}
+
+    def plain(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(lambda p: jnp.mean((jnp.tanh(x @ p["in"]) @ p["out"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh(), SPECS["model"][name]))
+        for name, shape in shapes.items()
+    }
+    virtual = vnode.virtualize(plain, virtual_nodes=4, placement=placement, donate_argnums=0)
+    compiled = virtual.lower(params, jax.ShapeDtypeStruct((16, width), jnp.float32)).compile()
+    text, whole = (
+        compiled.as_text(),
+        [f"[{width},{hidden}]", f"[{hidden},48]", f"[{width * hidden}]", f"[{hidden * 48}]"],
+    )
+    assert f"[{width},{hidden // 2}]" in text and not [shape for shape in whole if shape in text]
+
+
+def test_steps_that_xla_divides_instead(two_steps: Any) -> None:
+    state, x = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition="xla")
+    compare(virtual(sharded(state, SPECS["model"], mesh()), x), *two_steps[0])

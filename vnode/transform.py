@@ -14,8 +14,10 @@ from typing import Any, Literal, TypedDict, Unpack, cast, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from vnode.errors import PlacementError
+from vnode.placement.patterns import patterns_of
 from vnode.placement.placement import Placement, node_count
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.memory import byte_count
@@ -38,7 +40,7 @@ class StepOptions(TypedDict, total=False):
     reduction: str
     lanes: int | None
     accumulate_dtype: Any
-    partition: str
+    partition: str | Mapping[str, PartitionSpec]
     placement: Placement | None
     donate_argnums: int | Sequence[int]
     static_argnums: int | Sequence[int]
@@ -86,7 +88,7 @@ def virtualize(
     reduction: str = "invariant",
     lanes: int | None = None,
     accumulate_dtype: Any = None,
-    partition: str = "vnode",
+    partition: str | Mapping[str, PartitionSpec] = "vnode",
     placement: Placement | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -122,7 +124,9 @@ def virtualize(
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
       partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
         sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
-        ``"xla"`` leaves that to XLA's partitioner, for comparison.
+        ``"xla"`` leaves that to XLA's partitioner, for comparison. A mapping from regular expressions, searched in the
+        names of leaves (``params/mlp/wi/kernel``), to `jax.sharding.PartitionSpec` shards a state that does not come
+        so: ``{"mlp/wi": PartitionSpec(None, "model")}``.
       placement: where the nodes live; by default spread over all of ``jax.devices()``. With ``"auto"``, for the fewest
         nodes there may be: V is a multiple of theirs, spread in the same proportions.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
@@ -193,8 +197,9 @@ def virtualize(
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    if partition not in PARTITIONS:
-        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, not {partition!r}")
+    if not isinstance(partition, Mapping) and partition not in PARTITIONS:
+        raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, or map names to specs, not {partition!r}")
+    patterns = patterns_of(partition) if isinstance(partition, Mapping) else ()
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(
@@ -204,7 +209,8 @@ def virtualize(
         reduction,
         lane_count(lanes, None if auto else nodes),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
-        partition,
+        automatic=partition == "xla",
+        patterns=patterns,
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))

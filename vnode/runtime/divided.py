@@ -6,7 +6,7 @@ Knows the partitioner, and how functions are traced. Must not know schedules, pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -18,9 +18,9 @@ from vnode.operators import Monoid
 from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
-from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
+from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
-from vnode.spmd.run import Settle, run
+from vnode.spmd.run import run
 
 
 class Divided:
@@ -34,8 +34,6 @@ class Divided:
       platform: what is compiled for.
       pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
         may be left uncombined; None for others.
-      steady: axes whose length must not show in the bits of the results.
-      settle: done to what is cut over such an axis.
 
     Attributes:
       results: how the results lie; those that may be pieces, perhaps partial.
@@ -49,8 +47,6 @@ class Divided:
         axes: Axes,
         platform: str,
         pieces: Sequence[Monoid | None] = (),
-        steady: Collection[str] = (),
-        settle: Settle | None = None,
     ) -> None:
         names = tuple(axes)
         mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
@@ -59,17 +55,17 @@ class Divided:
         self.captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         program = inline(meshless(made.jaxpr), made.consts)
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
-        flow = follow(program, given, axes, steady=steady)
+        flow = follow(program, given, axes)
         wishes = wished(flow, axes)
-        flow = follow(program, given, axes, steady=steady, wishes=wishes) if wishes else flow
+        flow = follow(program, given, axes, wishes=wishes) if wishes else flow
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
         self.shapes = [atom.aval.shape for atom in program.outputs]
-        self.axes, self.platform, self.settle = axes, platform, settle
+        self.axes, self.platform = axes, platform
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
-        return run(self.flow, [*values, *self.captured], self.axes, self.platform, self.settle)
+        return run(self.flow, [*values, *self.captured], self.axes, self.platform)
 
     def local(self, i: int) -> tuple[int, ...]:
         """The shape of one device's array of a result."""
@@ -90,16 +86,6 @@ def result(end: Layout, monoid: Monoid | None, axes: Axes) -> Layout:
     """How a result is handed on that lies in some way."""
     partial = end.partial if monoid is not None and all(m is monoid for _, m in end.partial) else ()
     return Layout(at_the_border(end, axes).dims, partial)
-
-
-def without(layout: Layout, axis: str, shape: Sequence[int], axes: Axes) -> Layout:
-    """A layout in which devices along an axis all have the same."""
-
-    def rest(cut: Cut | None, n: int) -> Cut | None:
-        names = () if cut is None else tuple(name for name in cut.axes if name != axis)
-        return cut_of(names, 1, n, n, axes) if names else None
-
-    return Layout(tuple(rest(cut, n) for cut, n in zip(layout.dims, shape, strict=True)))
 
 
 def sharded(layout: Layout, dim: int, axis: str) -> PartitionSpec:

@@ -29,7 +29,7 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.divided import Divided, shape_of, sharded, without
+from vnode.runtime.divided import Divided, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
 from vnode.spmd.layout import Layout, replicated
@@ -53,6 +53,7 @@ def emit(
     arguments: Collection[int] | None = None,
     slotted: Collection[int] | None = None,
     layouts: Sequence[Layout | None] | None = None,
+    over_nodes: bool = False,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -69,11 +70,14 @@ def emit(
         if neither are.
       layouts: how whole inputs lie on the placement's mesh, None for those that every device has. What is computed of
         them is divided likewise, by vnode's own partitioner. If None, it is left to that of XLA.
+      over_nodes: whether whole inputs are sharded over the nodes' axis, too. What is computed once is then left to
+        XLA's partitioner, which rewrites arithmetic by the shapes of whole values before it divides: by those of
+        pieces, which depend on the number of devices, it would round otherwise.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, layouts)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, layouts, over_nodes)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -91,6 +95,7 @@ class Emission:
         lane: int,
         slotted: Collection[int] | None = None,
         layouts: Sequence[Layout | None] | None = None,
+        over_nodes: bool = False,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
@@ -108,8 +113,8 @@ class Emission:
         self.arguments: set[Var] = set()  # of the step, in memory as they are
         self.once = Once(placement.devices[0].platform)
         self.divides = layouts is not None
-        self.axes = long_axes(placement.mesh) if layouts is not None else {}
-        self.inner = {name: size for name, size in self.axes.items() if name != placement.axis}
+        self.over_nodes = over_nodes
+        self.axes = inner_axes(placement) if layouts is not None else {}
         lying = zip(program.inputs, layouts or (), strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
@@ -142,7 +147,7 @@ class Emission:
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, divided as what it reads; what has effects every device does whole."""
-        if not self.divides or not (self.inner or self.layouts):
+        if not self.axes or self.over_nodes:
             for action in actions:
                 self.run_once(action)
             return
@@ -175,10 +180,7 @@ class Emission:
             return [as_array(held[var], var) for var in wanted]
 
         layouts = [self.layout(var) for var in reads]
-        steady = {self.placement.axis} if self.mode is Mode.INVARIANT else ()
-        divided = Divided(
-            run, list(map(shape_of, given)), layouts, self.axes, self.once.platform, (), steady, loops.in_memory
-        )
+        divided = Divided(run, list(map(shape_of, given)), layouts, self.axes, self.once.platform)
         values = jax.shard_map(
             lambda *values: divided(values),
             mesh=self.placement.mesh,
@@ -286,7 +288,9 @@ class Emission:
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given] if self.divides else None
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, layouts)
+            outputs = emit(
+                made, self.placement, values, self.mode, self.lane, arguments, in_slots, layouts, self.over_nodes
+            )
             return bounded(flow.program.outputs, outputs)
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
@@ -420,7 +424,7 @@ class Emission:
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
-        divided = self.divided_pass(nodes, wholes, sliced) if self.inner else None
+        divided = self.divided_pass(nodes, wholes, sliced) if self.axes else None
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -481,9 +485,9 @@ class Emission:
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec_of(self.layout_in_pass(var)) for var in wholes],
+            [spec_of(self.layout(var)) for var in wholes],
             [
-                sharded(self.layout_in_pass(var), dim, axis) if slot else spec(*[None] * dim, axis)
+                sharded(self.layout(var), dim, axis) if slot else spec(*[None] * dim, axis)
                 for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
             ],
         )
@@ -537,16 +541,12 @@ class Emission:
         ]
         layouts = [
             replicated(1),
-            *(self.layout_in_pass(var) for var, _ in sliced),
-            *(self.layout_in_pass(var) for var in wholes),
+            *(self.layout(var) for var, _ in sliced),
+            *(self.layout(var) for var in wholes),
         ]
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         pieces = [a.monoid for a in nodes.accumulators]
-        return Divided(run, shapes, layouts, self.inner, self.placement.devices[0].platform, pieces)
-
-    def layout_in_pass(self, var: Var) -> Layout:
-        """How a value lies over the axes that nodes are not spread over, while nodes are computed."""
-        return without(self.layout(var), self.placement.axis, var.aval.shape, self.axes)
+        return Divided(run, shapes, layouts, self.axes, self.placement.devices[0].platform, pieces)
 
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""
@@ -562,6 +562,11 @@ def read_by(action: Evaluation) -> list[Var]:
     """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
     pairs = zip(action.step.eqn.invars, action.operands, strict=True)
     return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]
+
+
+def inner_axes(placement: Placement) -> dict[str, int]:
+    """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
+    return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
 
 
 def runs_apart(value: Any, form: Slice) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -90,7 +90,6 @@ def choose(
     given: Sequence[Given],
     axes: Axes,
     wishes: Sequence[Layout | None],
-    steady: Collection[str] = (),
 ) -> Choice:
     """How an equation is cut.
 
@@ -100,23 +99,25 @@ def choose(
       given: what is known of each operand.
       axes: of the mesh.
       wishes: for each result the layout that it should have, if somebody says so.
-      steady: axes whose length must not show in the bits of the result. They divide what is computed element by
-        element; sums, which compilers order by the shapes that they see, are formed whole.
-
-    Returns:
-      The choice.
     """
     passed = stays_partial(eqn, description, given)
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[Way, ...] = ()
     for axis in axes:
-        if any(axis == name for name, _ in passed) or (axis in steady and not by_element(description)):
+        if any(axis == name for name, _ in passed):
             continue
-        best = cost_of(eqn, description, ways, given, axes, passed, axis)
+        best = total_cost(eqn, description, ways, given, axes, passed)
         for more in candidates(description, layouts, given, wishes, ways, axis, axes):
-            cost = cost_of(eqn, description, more, given, axes, passed, axis)
+            cost = total_cost(eqn, description, more, given, axes, passed)
             if cost is not None and (best is None or cost < best):
                 best, ways = cost, more
+    for i, wish in enumerate(wishes):  # as a whole, which no single axis may lead to
+        full = None if wish is None or passed else ways_to(description, i, wish, axes)
+        if full:
+            cost = total_cost(eqn, description, full, given, axes, passed)
+            now = total_cost(eqn, description, ways, given, axes, passed)
+            if cost is not None and (now is None or cost < now):
+                ways = full
     choice = carried_out(eqn, description, ways, given, axes, passed)
     assert choice is not None
     return choice
@@ -257,14 +258,13 @@ def wanted_layout(
     return Layout(tuple(found))
 
 
-def cost_of(
+def total_cost(
     eqn: JaxprEqn,
     description: OperatorDescription,
     ways: tuple[Way, ...],
     given: Sequence[Given],
     axes: Axes,
     passed: tuple[tuple[str, Monoid], ...],
-    axis: str,
 ) -> float | None:
     """What it costs to divide an equation so, in bytes that each device sends; None if it cannot be."""
     choice = carried_out(eqn, description, ways, given, axes, passed)

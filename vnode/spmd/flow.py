@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -63,7 +63,6 @@ class Flow:
       steps: one per equation, in order.
       outputs: how each output lies where it is handed on.
       ends: how each output lies where it is made.
-      steady: axes whose length must not show in the bits of the outputs.
     """
 
     program: Program
@@ -71,7 +70,6 @@ class Flow:
     steps: tuple[Step, ...]
     outputs: tuple[Layout, ...]
     ends: tuple[Layout, ...] = ()
-    steady: frozenset[str] = frozenset()
 
 
 def follow(
@@ -81,7 +79,6 @@ def follow(
     *,
     outputs: Sequence[Layout | None] | None = None,
     wishes: Mapping[Var, Layout] | None = None,
-    steady: Collection[str] = (),
 ) -> Flow:
     """Finds how every value of a program lies.
 
@@ -91,7 +88,6 @@ def follow(
       axes: of the mesh, those longer than one.
       outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
       wishes: how single variables shall lie.
-      steady: axes whose length must not show in the bits of the results: nothing is summed in pieces over them.
 
     Returns:
       The flow.
@@ -99,18 +95,18 @@ def follow(
     Raises:
       UnsupportedPrimitiveError: an equation has an effect, which every device would have.
     """
-    made = _Follower(program, axes, wishes or {}, steady).follow([Given(layout) for layout in inputs])
+    made = _Follower(program, axes, wishes or {}).follow([Given(layout) for layout in inputs])
     asked = outputs if outputs is not None else [None] * len(program.outputs)
     ends = tuple(state.layout for state in made.ends)
     handed_on = tuple(end.complete if ask is None else ask for end, ask in zip(ends, asked, strict=True))
-    return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends, frozenset(steady))
+    return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
 
 
 class _Follower:
     """Follows one program once; `steps` and `ends` are what it finds."""
 
-    def __init__(self, program: Program, axes: Axes, wishes: Mapping[Var, Layout], steady: Collection[str]) -> None:
-        self.program, self.axes, self.wishes, self.steady = program, axes, wishes, steady
+    def __init__(self, program: Program, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
+        self.program, self.axes, self.wishes = program, axes, wishes
         self.states: dict[Var, Given] = {}
         self.steps: list[Step] = []
         self.ends: list[Given] = []
@@ -161,7 +157,7 @@ class _Follower:
             return Step(eqn, operands, results, anyhow=anyhow)
         if description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
-        choice = choose(eqn, description, given, self.axes, wishes, self.steady)
+        choice = choose(eqn, description, given, self.axes, wishes)
         results = tuple(
             layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
             for var, layout in zip(eqn.outvars, choice.results, strict=True)
@@ -245,10 +241,8 @@ class _Follower:
         flows, ends = [], []
         for program, inputs in zip(programs, region.inputs, strict=True):
             given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
-            follower = _Follower(program, self.axes, self.wishes, self.steady).follow(given)
-            flows.append(
-                Flow(program, tuple(g.layout for g in given), tuple(follower.steps), (), steady=frozenset(self.steady))
-            )
+            follower = _Follower(program, self.axes, self.wishes).follow(given)
+            flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
             ends.append(follower.ends)
         return flows, ends
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -36,11 +36,8 @@ from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 from vnode.spmd.route import route
 
-Settle = Callable[[Any], Any]
-"""Puts a value in memory, so that what reads it is compiled apart from what made it."""
 
-
-def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, settle: Settle | None = None) -> list[Any]:
+def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
@@ -48,19 +45,18 @@ def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, settle: Se
       values: this device's arrays of its inputs, as `flow.inputs` says.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
-      settle: done to what is cut over a steady axis: compilers round otherwise where a cut is part of a computation.
 
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    return _Run(flow, axes, platform, settle).all(values)
+    return _Run(flow, axes, platform).all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str, settle: Settle | None) -> None:
-        self.flow, self.axes, self.platform, self.settle = flow, axes, platform, settle
+    def __init__(self, flow: Flow, axes: Axes, platform: str) -> None:
+        self.flow, self.axes, self.platform = flow, axes, platform
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
 
@@ -99,9 +95,6 @@ class _Run:
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
-            moves = route(start, layout, shape, self.axes)
-            if self.settle and any(move.kind == "cut" and self.flow.steady & set(move.axes) for move in moves):
-                held[layout] = self.settle(held[layout])
         return held[layout]
 
     def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
@@ -250,7 +243,7 @@ class _Run:
         return list(region.run(InProgram(eqn), bodies, operands))
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform, self.settle)
+        made = run(flow, values, self.axes, self.platform)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 

@@ -22,6 +22,7 @@ from vnode.placement.exchange import exchanged
 from vnode.placement.gone import given_away, is_held
 from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import is_number, shape_of, shapes_of
+from vnode.placement.patterns import by_name, check_found
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -196,7 +197,14 @@ class Executor:
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, given = current_mesh(), wrap(args, 0)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
-        self._sharded |= any(partition(leaf) != PartitionSpec() for leaf in leaves)
+        patterns = self.spec.options.patterns
+        if patterns:
+            wholes = self._wholes(len(given))
+            given = tuple(
+                by_name(shapes_of(arg, sharding="committed"), patterns, self.placement) if i in wholes else arg
+                for i, arg in enumerate(given)
+            )
+        self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with in_mesh(None) if mesh is not None else contextlib.nullcontext():
             return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs, 1))
 
@@ -309,6 +317,8 @@ class Executor:
 
     def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
         wrapped = wrap(tree, *place)
+        if whole and self.spec.options.patterns:
+            wrapped = by_name(wrapped, self.spec.options.patterns, self.placement)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
             self._from_processes(wrapped, leaves, whole)
@@ -361,6 +371,7 @@ class Executor:
         self.traced = True
         spec, output = self.spec, OutputTree()
         call = spec.call(args, kwargs)
+        check_found([args[i] for i in self._wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():

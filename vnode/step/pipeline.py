@@ -22,6 +22,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
@@ -33,14 +34,14 @@ from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH, typed_mesh, untyped
 from vnode.placement.leaves import shape_of
+from vnode.placement.patterns import Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
-from vnode.runtime.emit import Mode, emit
+from vnode.runtime.emit import Mode, emit, inner_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
 from vnode.spmd.layout import Layout, from_spec
-from vnode.spmd.program import long_axes
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step
 from vnode.step.layouts import Specs
@@ -56,7 +57,8 @@ class Options:
     reduction: str
     lanes: int | None
     accumulate_dtype: Any
-    partition: str = "vnode"
+    automatic: bool = False
+    patterns: Patterns = ()
 
     @property
     def lane(self) -> int:
@@ -168,11 +170,12 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     values = [*flat.leaves, *made.traced.captured]
 
-    layouts = None if options.partition == "xla" else layouts_of(flat, made.traced.captured, placement)
+    over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
+    layouts = None if options.automatic else layouts_of(flat, made.traced.captured, placement)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, layouts=layouts)
+            return emit(made.schedule, placement, values, mode, options.lane, layouts=layouts, over_nodes=over_nodes)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -184,11 +187,17 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
 def layouts_of(flat: FlatStep, captured: Sequence[Any], placement: Placement) -> list[Layout | None]:
     """How the inputs of a step lie on the placement's mesh; None where nobody says."""
-    axes = long_axes(placement.mesh)
+    axes = inner_axes(placement)
     specs: list[Any] = [*flat.specs, *[None] * (len(flat.leaves) - len(flat.specs))]
     specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
     shapes = [np.shape(value) for value in (*flat.leaves, *captured)]
     return [None if spec is None else from_spec(spec, shape, axes) for spec, shape in zip(specs, shapes, strict=True)]
+
+
+def names(spec: PartitionSpec | None) -> set[str]:
+    """The mesh axes that a spec names."""
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec or () if entry is not None]
+    return {name for entry in entries for name in entry}
 
 
 def with_derivative(

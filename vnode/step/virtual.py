@@ -19,6 +19,7 @@ from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
+from vnode.placement.patterns import by_name
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
@@ -173,8 +174,9 @@ class VirtualStep(Step[P, R]):
 
         Args:
           tree: any pytree. Its arrays stay sharded over mesh axes that the placement has too, and are replicated
-            otherwise; leaves that are not arrays stay as they are. In several processes each of those concerned must
-            call it: those of the placement's devices, and those where the arrays are.
+            otherwise, unless the step's `partition` has a pattern for them; leaves that are not arrays stay as they
+            are. In several processes each of those concerned must call it: those of the placement's devices, and
+            those where the arrays are.
 
         Returns:
           The same tree.
@@ -184,7 +186,8 @@ class VirtualStep(Step[P, R]):
           ProcessError: one of them did not call it in time.
           VnodeError: arrays were donated.
         """
-        return put(tree, self.placement)
+        placed = put(tree, self.placement)
+        return by_name(placed, self.options.patterns, self.placement) if self.options.patterns else placed
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

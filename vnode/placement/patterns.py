@@ -1,0 +1,135 @@
+"""Which leaves of a state are sharded how, by patterns of their names.
+
+Knows pytrees, shardings and placements. Must not know steps.
+
+A leaf is called by the keys that lead to it: ``params/mlp/wi/kernel``. An optimizer's slots have names that end like
+those of their parameters, so that a pattern means both.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from vnode.errors import PlacementError, layout_message
+from vnode.placement.placement import Placement
+from vnode.placement.transfer import resharding, to_placement
+
+Patterns = tuple[tuple[str, PartitionSpec], ...]
+
+
+def patterns_of(given: Mapping[str, PartitionSpec]) -> Patterns:
+    """Patterns as a user gives them, checked.
+
+    Raises:
+      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec`.
+    """
+    for pattern, spec in given.items():
+        if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
+            raise ValueError(f"partition maps names to jax.sharding.PartitionSpec, not {pattern!r} to {spec!r}")
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"partition: {pattern!r} is no regular expression: {error}") from None
+    return tuple(given.items())
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """What a leaf is called: the keys that lead to it.
+
+    >>> name_of(jax.tree_util.tree_leaves_with_path({"mlp": [1.0]})[0][0])
+    'mlp/0'
+    """
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def by_name(tree: Any, patterns: Patterns, placement: Placement) -> Any:
+    """A tree whose leaves are sharded as the first pattern says that is found in their names.
+
+    Args:
+      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`s.
+      patterns: regular expressions, and over which axes of the mesh dimensions are divided. Axes that the placement's
+        mesh does not have divide nothing; leaves of fewer dimensions than a spec has are left as they are.
+      placement: where the leaves live, or will.
+
+    Returns:
+      The same tree; leaves without a pattern are left as they are.
+
+    Raises:
+      PlacementError: axes do not divide a dimension.
+    """
+
+    def place(path: tuple[Any, ...], leaf: Any) -> Any:
+        name = name_of(path)
+        spec = next((spec for pattern, spec in patterns if re.search(pattern, name)), None)
+        shape = np.shape(leaf)
+        if spec is None or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
+            return leaf
+        target = NamedSharding(placement.mesh, on_mesh(spec, placement))
+        check_divides(name, shape, target)
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
+        if not isinstance(leaf, jax.Array):
+            return jax.device_put(leaf, target)
+        if leaf.sharding.is_equivalent_to(target, leaf.ndim):
+            return leaf
+        if leaf.sharding.device_set != target.device_set:
+            leaf = to_placement(leaf, placement)
+        return resharding(target)(leaf)
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def on_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
+    """A spec over those of its axes that a placement's mesh has."""
+    entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in spec]
+    kept = [tuple(name for name in entry if name in placement.mesh.shape) for entry in entries]
+    return PartitionSpec(*[entry or None for entry in kept])
+
+
+def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> None:
+    """Refuses a sharding that does not divide evenly.
+
+    Raises:
+      PlacementError: it does not.
+    """
+    try:
+        target.shard_shape(tuple(shape))
+    except ValueError:
+        raise PlacementError(
+            layout_message(
+                f"partition: {name!r} of shape {tuple(shape)} cannot be divided as {target.spec}.",
+                facts=[f"the mesh has {dict(target.mesh.shape)}"],
+                remedies=[
+                    "divide another dimension",
+                    "or give it a pattern of its own, before: PartitionSpec()",
+                ],
+            )
+        ) from None
+
+
+def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
+    """Refuses patterns that are found in no name.
+
+    Args:
+      trees: all that is not split among nodes.
+      patterns: to be found.
+
+    Raises:
+      PlacementError: one is not.
+    """
+    names = [name_of(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    for pattern, _ in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} is found in the name of no leaf.",
+                    facts=[f"names are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
+                    remedies=["patterns are regular expressions, searched in these names"],
+                )
+            )
