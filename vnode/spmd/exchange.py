@@ -61,20 +61,42 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
 
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
-    """The pieces of a value on all devices along axes, combined."""
+    """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
     match monoid:
         case Monoid.SUM:
             return lax.psum(value, names)
-        case Monoid.MAX | Monoid.MIN if value.dtype.kind != "c":
+        case Monoid.MAX | Monoid.MIN if jnp.issubdtype(value.dtype, np.integer):
             return (lax.pmax if monoid is Monoid.MAX else lax.pmin)(value, names)
-        case Monoid.AND | Monoid.OR if value.dtype == np.bool_:
-            most = lax.pmin if monoid is Monoid.AND else lax.pmax
+        case Monoid.MAX | Monoid.MIN if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+            return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+        case Monoid.MAX | Monoid.MIN | Monoid.AND | Monoid.OR if value.dtype == np.bool_:
+            most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
             return most(value.astype(jnp.int8), names).astype(np.bool_)
     pieces = lax.all_gather(value, names)
     result = pieces[0]
     for piece in range(1, pieces.shape[0]):
         result = monoid.combine(result, pieces[piece])
     return result.astype(value.dtype)
+
+
+ORDERED = {
+    np.dtype(kind): np.dtype(bits)
+    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
+}
+"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+
+
+def order(value: Any, monoid: Monoid) -> Any:
+    """Integers in the order of numbers; NaN is the one that a monoid (the greatest, or the least) takes."""
+    bits = lax.bitcast_convert_type(value, ORDERED[value.dtype])
+    least, greatest = (jnp.iinfo(bits.dtype).min, jnp.iinfo(bits.dtype).max)
+    nan = greatest if monoid is Monoid.MAX else least
+    return jnp.where(jnp.isnan(value), jnp.asarray(nan, bits.dtype), jnp.where(bits < 0, bits ^ greatest, bits))
+
+
+def of_order(bits: Any, dtype: Any) -> Any:
+    """Undoes `order`: the greatest integer, and the least, are bits of NaN."""
+    return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
 
 
 def opened(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
