@@ -43,7 +43,7 @@ def held(cut: Cut | None, n: int, device: Device, axes: Mapping[str, int]) -> np
     """The indices of a dimension of `n` that a device holds, -1 where it holds anything."""
     if cut is None:
         return np.arange(n)
-    whole = np.arange(n).reshape(cut.outer, cut.size, -1)
+    whole = np.arange(n).reshape(cut.outer, cut.size, n // (cut.outer * cut.size))
     part, parts = 0, 1
     for name in cut.axes:
         part, parts = part * axes[name] + device[name], parts * axes[name]

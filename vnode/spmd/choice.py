@@ -195,7 +195,7 @@ def carried_out(
     parts: dict[int, tuple[tuple[Interval, ...], Way]] = {}
     for way in resolved:
         concerned = finer.parts(way.lead, way.split, count(way.axes, axes))
-        if concerned is None or concerned.keys() & parts.keys():
+        if concerned is None or concerned.keys() & parts.keys() or any(finer.sizes[f] == 0 for f in concerned):
             return None
         parts.update({f: (several, way) for f, several in concerned.items()})
     operands, results = [], []

@@ -97,7 +97,7 @@ def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) ->
     >>> cut_of(("x",), 1, 6, 24, {"x": 4})  # of two fours each, padded: not the same as blocks of 6
     Cut(axes=('x',), outer=1, size=6)
     """
-    if size == 1:  # the first device has all
+    if size == 1 or n == 0:  # the first device has all
         return Cut(names, 1, 1)
     parts, together, inner = count(names, axes), n // outer, n // (outer * size)
     block = -(-size // parts) * inner
