@@ -209,3 +209,84 @@ def test_any_layout_to_any_other(mesh: str, seed: int) -> None:
 @given(seed=st.integers(0, 10**6))
 def test_any_layout_to_any_other_many(mesh: str, seed: int) -> None:
     check([Case.random(MESHES[mesh], seed * TOGETHER + k) for k in range(TOGETHER)], MESHES[mesh])
+
+
+@dataclasses.dataclass(frozen=True)
+class Need:
+    """What every device needs along a dimension made of ``outer x size x inner``.
+
+    Attributes:
+      names: the axes that number the parts.
+      dim: ``outer, size, inner``.
+      lies_cut: whether the dimension is cut over them beforehand.
+      intervals: the indices that each part needs.
+      fill: what stands where there is none, or None for anything.
+    """
+
+    names: tuple[str, ...]
+    dim: tuple[int, int, int]
+    lies_cut: bool
+    intervals: tuple[Interval, ...]
+    fill: float | None
+
+    @classmethod
+    def random(cls, axes: Mapping[str, int], seed: int) -> Need:
+        generator = np.random.default_rng(seed)
+        names = tuple(str(name) for name in generator.permutation(list(axes)))[: int(generator.integers(1, 3))]
+        parts, (outer, size, inner) = math.prod(axes[name] for name in names), generator.integers(1, (3, 14, 3))
+
+        def interval() -> Interval:
+            length = int(generator.integers(1, 7))
+            start, apart = int(generator.integers(-4, size)), int(generator.integers(-2, size // parts + 3))
+            stride, spread = (int(n) for n in generator.choice([1, 1, 2, 3, -1], 2))
+            return Interval(tuple(start + apart * i for i in range(parts)), length, stride, abs(spread))
+
+        of_blocks = generator.random() < 0.3  # a halo around a block
+        halo = int(generator.integers(0, 3))
+        block = blocks(int(size), parts)
+        around = Interval(tuple(start - halo for start in block.starts), block.length + 2 * halo)
+        intervals = (around,) if of_blocks else tuple(interval() for _ in range(int(generator.integers(1, 3))))
+        fill = None if generator.random() < 0.3 else float(generator.choice([0.0, -np.inf]))
+        return cls(names, (int(outer), int(size), int(inner)), bool(generator.random() < 0.8), intervals, fill)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@settings(max_examples=6)
+@given(seed=st.integers(0, 10**6))
+def test_indices_are_fetched_wherever_they_lie(mesh: str, seed: int) -> None:
+    axes = MESHES[mesh]
+    needs = [Need.random(axes, seed * TOGETHER + k) for k in range(TOGETHER)]
+    wholes = [1.0 + np.arange(2 * math.prod(need.dim)).reshape(math.prod(need.dim), 2) for need in needs]
+    devices = list(devices_of(axes))
+
+    def lies(need: Need, whole: np.ndarray, device: Device) -> np.ndarray:
+        cut = random_cut(need.names, need.dim, 1, axes) if need.lies_cut else None
+        return block_of(whole, Layout((cut, None)), device, axes, np.nan)
+
+    def fetch_all(arrays: Sequence[Any]) -> list[Any]:
+        return [
+            fetch(
+                value,
+                0,
+                Cut(need.names, *need.dim[:2]),
+                need.lies_cut,
+                math.prod(need.dim),
+                need.intervals,
+                need.fill,
+                axes,
+            )
+            for value, need in zip(arrays, needs, strict=True)
+        ]
+
+    given = [[lies(need, whole, device) for need, whole in zip(needs, wholes, strict=True)] for device in devices]
+    for device, arrays in zip(devices, run_on(mesh_of(axes), fetch_all, given), strict=True):
+        for need, whole, got in zip(needs, wholes, arrays, strict=True):
+            part = 0
+            for name in need.names:
+                part = part * axes[name] + device[name]
+            index = np.concatenate([each.indices(part, need.dim[1]) for each in need.intervals])
+            want = whole.reshape(*need.dim, 2)[:, index]
+            there = np.broadcast_to((index >= 0)[:, None, None], want.shape)
+            got = got.reshape(want.shape)
+            assert np.array_equal(got[there], want[there]), f"{need} on {device}"
+            assert need.fill is None or (got[~there] == need.fill).all(), f"{need} on {device}"

@@ -6,7 +6,7 @@ Knows layouts and jax's collectives. Must not know equations, nor why values mov
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -170,11 +170,13 @@ def fetch(
     shape = value.shape
     inner = n // (cut.outer * cut.size)
     value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
-    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill) for each in intervals]
+    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill, axes) for each in intervals]
     return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
-def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any) -> Any:
+def _fetch_one(
+    value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes
+) -> Any:
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0
@@ -182,7 +184,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
         base = np.zeros(parts, int)
         near = value
     else:
-        near, base = _neighbourhood(value, dim, cut.axes, block, index)
+        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes)
     me = index_along(cut.axes)
     own = np.where(there, index - base[:, None], 0)
     result = _select(near, dim, own, there, me)
@@ -194,7 +196,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
 
 
 def _neighbourhood(
-    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
 ) -> tuple[Any, np.ndarray]:
     """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
 
@@ -221,11 +223,25 @@ def _neighbourhood(
         if distance == first:
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
-        if distance:
-            piece = lax.ppermute(piece, names, sorted(pairs.get(distance, ())))
+        if distance and distance not in pairs:  # it only lies between
+            piece = jnp.zeros_like(piece)
+        elif distance:
+            piece = permute(piece, names, pairs[distance], axes)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
     return near, (np.arange(parts) + first) * block + begin
+
+
+def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
+    """Sends values from parts to parts, ``(source, destination)``.
+
+    Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
+    the order in which these are given.
+    """
+    ordered = [name for name in axes if name in names]
+    parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
+    place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()
+    return lax.ppermute(value, tuple(ordered), sorted((int(place[a]), int(place[b])) for a, b in pairs))
 
 
 def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Array) -> Any:

@@ -18,7 +18,7 @@ from vnode.operators import Monoid
 from vnode.operators.description import Dim, Sizes
 
 Axes = Mapping[str, int]
-"""The mesh axes that there are, each with its size."""
+"""The mesh axes that there are, each with its size, in the mesh's order."""
 
 
 @dataclasses.dataclass(frozen=True)
