@@ -223,9 +223,7 @@ def _neighbourhood(
         if distance == first:
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
-        if distance and distance not in pairs:  # it only lies between
-            piece = jnp.zeros_like(piece)
-        elif distance:
+        if distance and distance in pairs:  # others only lie between, and may be anything
             piece = permute(piece, names, pairs[distance], axes)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
