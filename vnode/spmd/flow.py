@@ -200,11 +200,17 @@ class _Follower:
             elif i in region.scanned:
                 layouts[i] = Layout((None, *layouts[i].dims[1:]))
         carried = list(region.carried)
+        # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
+        stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
+        for i in carried:
+            layouts[i] = whole_along(stopping, layouts[i])
         flows, ends = self.bodies(region, programs, layouts)
         for turn in range(TURNS):
             before = [layouts[i] for i in carried]
             after = [
-                end.layout if region.stacks and self.may_be_partial(end.layout, given[i]) else end.layout.complete
+                end.layout
+                if region.stacks and self.may_be_partial(end.layout, given[i])
+                else whole_along(stopping, end.layout.complete)
                 for i, end in zip(carried, ends[-1], strict=False)
             ]
             if before == after or turn == TURNS - 1:
@@ -255,3 +261,8 @@ class _Follower:
                 layout = layout.complete
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
         return tuple(results)
+
+
+def whole_along(dims: int, layout: Layout) -> Layout:
+    """A layout of which the first dimensions are not cut."""
+    return Layout((*(None,) * dims, *layout.dims[dims:]), layout.partial)
