@@ -11,6 +11,7 @@ is made in whatever layout it is needed in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, choose, is_narrow
+from vnode.spmd.choice import Choice, Given, choose, is_narrow, passing
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 
 TURNS = 4
@@ -160,8 +161,34 @@ class _Follower:
             for var, layout in zip(eqn.outvars, choice.results, strict=True)
         )
         results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))
-        self.states.update((var, Given(r)) for var, r in zip(eqn.outvars, results, strict=True))
+        for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
+            if isinstance(atom, Var) and each.layout.partial and not want.partial:
+                self.states[atom] = Given(want)  # from here on it is at hand like this
+        self.states.update(
+            (var, Given(r, settled=bool(r.partial) and self.is_combined(var, r)))
+            for var, r in zip(eqn.outvars, results, strict=True)
+        )
         return Step(eqn, choice.operands, results, choice)
+
+    def is_combined(self, var: Var, layout: Layout) -> bool:
+        """Whether some equation that reads a variable needs its pieces combined."""
+        for eqn, i in self.readers.get(var, ()):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            if description is None:
+                return True
+            if not all(any(i in group for group in passing(description, monoid)) for _, monoid in layout.partial):
+                return True
+        return False
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[tuple[JaxprEqn, int]]]:
+        """The equations that read a variable, and as which operand."""
+        readers: dict[Var, list[tuple[JaxprEqn, int]]] = {}
+        for eqn in self.program.equations:
+            for i, atom in enumerate(eqn.invars):
+                if isinstance(atom, Var):
+                    readers.setdefault(atom, []).append((eqn, i))
+        return readers
 
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
