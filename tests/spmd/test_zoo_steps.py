@@ -1,4 +1,6 @@
-"""Every step of the zoo as the user wrote it, without nodes, over meshes, from random layouts of its arguments.
+"""Every step of the zoo as the user wrote it, without nodes, over meshes.
+
+Arguments lie at random, and so do some results, and some values on the way, as if a plan said so.
 
 Knows which meshes and layouts are tried. What counts as equal is the zoo's own bound; a step may be refused by a
 `VnodeError` instead only where `REFUSED` says so, and why. A sample is run always, every step with VNODE_TEST_ALL=1.
@@ -78,9 +80,8 @@ def on_leaves(case: zoo.Case, program: zoo.Program) -> tuple[Callable[..., Any],
     return function, [leaves[i] for i in traced]
 
 
-def layout_of(value: Any, axes: Mapping[str, int], generator: np.random.Generator) -> Layout:
-    """Some layout of an argument: every third is whole on every device."""
-    shape = np.shape(value)
+def layout_of(shape: Sequence[int], axes: Mapping[str, int], generator: np.random.Generator) -> Layout:
+    """Some layout of a value: every third is whole on every device."""
     if generator.random() < 0.3:
         return replicated(len(shape))
     layout = random_layout([(n,) for n in shape], axes, generator)
@@ -96,8 +97,18 @@ def check(case: zoo.Case, shape: str, seed: int) -> None:
         mesh, generator = mesh_of(MESHES[shape]), np.random.default_rng(seed)
         axes = dict(mesh.shape)
         traced = trace(function, *given)
-        layouts = [layout_of(value, axes, generator) for value in given]
-        flow = follow(traced.program, layouts, axes)
+        layouts = [layout_of(np.shape(value), axes, generator) for value in given]
+        outputs = [
+            layout_of(atom.aval.shape, axes, generator) if generator.random() < 0.3 else None
+            for atom in traced.program.outputs
+        ]
+        wishes = {
+            var: layout_of(var.aval.shape, axes, generator)
+            for eqn in traced.program.equations
+            for var in eqn.outvars
+            if hasattr(var.aval, "shape") and generator.random() < 0.02
+        }
+        flow = follow(traced.program, layouts, axes, outputs=outputs, wishes=wishes)
         quickly = functools.partial(jax.jit, compiler_options=QUICKLY)
         made = quickly(over_mesh(flow, mesh))(*given)
         for value in made:
