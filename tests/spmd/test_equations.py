@@ -52,14 +52,12 @@ def layout_of(shape: Sequence[int], axes: dict[str, int], seed: int) -> Layout:
 def choices(
     eqn: JaxprEqn, d: OperatorDescription, axes: dict[str, int], seed: int
 ) -> Iterator[tuple[list[Given], Choice]]:
-    """Every way over the first axis with others idle; over two axes at once, in either order; two ways over different axes."""
+    """Every way over one axis with others idle, over two axes in either order, and two ways over different axes."""
     names = list(axes)
     ways = [(lead, split) for lead, split in d.leads if any(d.sizes[f] > 1 for f in lead) or isinstance(split, Shifted)]
     several = [(Way(lead, split, (names[-1],)),) for lead, split in ways]
     if len(names) > 1:
-        several += [
-            (Way(lead, split, (names[k % 2], names[1 - k % 2])),) for k, (lead, split) in enumerate(ways, seed)
-        ]
+        several += [(Way(lead, split, (names[k % 2], names[1 - k % 2])),) for k, (lead, split) in enumerate(ways, seed)]
         pairs = list(itertools.permutations(ways, 2))
         np.random.default_rng(seed).shuffle(pairs)  # type: ignore[arg-type]
         several += [(Way(*first, (names[0],)), Way(*second, (names[1],))) for first, second in pairs[:4]]

@@ -66,7 +66,7 @@ LOSS = 1
 
 
 def test_columns_then_rows() -> None:
-    """Shoeybi et al., "Megatron-LM" (2019), section 3: one sum forward, none backward where the input has no gradient."""
+    """Shoeybi et al., "Megatron-LM" (2019), section 3: one sum forward; backward none, as the input has no gradient."""
     weights = 2 * WIDTH * HIDDEN // MODEL
     assert sorted(exchanged("perceptron")["all-reduce"]) == sorted(
         [ring(ACTIVATIONS, MODEL), ring(weights + LOSS, DATA)]

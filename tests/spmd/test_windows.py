@@ -95,9 +95,7 @@ def test_ours_is_right(case: str) -> None:
 
     closed = jax.make_jaxpr(plain)(*operands)
     program = inline(closed.jaxpr, closed.consts)
-    layouts = [
-        from_spec(SPACE if x.shape == X.shape else PartitionSpec(), x.shape, long_axes(mesh)) for x in operands
-    ]
+    layouts = [from_spec(SPACE if x.shape == X.shape else PartitionSpec(), x.shape, long_axes(mesh)) for x in operands]
     flow = follow(program, layouts, long_axes(mesh))
     ways = [way for step in flow.steps if step.choice is not None for way in step.choice.ways]
     assert any(isinstance(way.split, Windowed) and "space" in way.axes for way in ways)

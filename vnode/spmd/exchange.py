@@ -174,9 +174,7 @@ def fetch(
     return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
-def _fetch_one(
-    value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes
-) -> Any:
+def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0
