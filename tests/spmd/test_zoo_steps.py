@@ -37,7 +37,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Steps that are refused, with a pattern of the reason."""
 
-FEW = 12
+FEW = 16
 """One of so many steps is run always."""
 
 
