@@ -172,22 +172,22 @@ class _Follower:
 
     def is_combined(self, var: Var, layout: Layout) -> bool:
         """Whether some equation that reads a variable needs its pieces combined."""
-        for eqn, i in self.readers.get(var, ()):
+        for eqn in self.readers.get(var, ()):
             description = None if region_of(eqn) is not None else self.program.describe(eqn)
-            if description is None:
-                return True
-            if not all(any(i in group for group in passing(description, monoid)) for _, monoid in layout.partial):
+            having = {i for i, atom in enumerate(eqn.invars) if atom is var}
+            if description is None or not all(
+                any(having <= group for group in passing(description, monoid)) for _, monoid in layout.partial
+            ):
                 return True
         return False
 
     @functools.cached_property
-    def readers(self) -> dict[Var, list[tuple[JaxprEqn, int]]]:
-        """The equations that read a variable, and as which operand."""
-        readers: dict[Var, list[tuple[JaxprEqn, int]]] = {}
+    def readers(self) -> dict[Var, list[JaxprEqn]]:
+        """The equations that read a variable."""
+        readers: dict[Var, list[JaxprEqn]] = {}
         for eqn in self.program.equations:
-            for i, atom in enumerate(eqn.invars):
-                if isinstance(atom, Var):
-                    readers.setdefault(atom, []).append((eqn, i))
+            for var in {atom for atom in eqn.invars if isinstance(atom, Var)}:
+                readers.setdefault(var, []).append(eqn)
         return readers
 
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
