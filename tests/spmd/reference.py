@@ -1,6 +1,7 @@
 """Layouts carried out with NumPy: what every device of a mesh holds of a value.
 
-Knows what a layout says, and nothing of how one is reached. Also draws layouts at random. Must not know exchange.
+Knows what a layout says, and nothing of how one is reached. Also draws layouts at random, and finds the collectives in
+what jax traced. Must not know exchange.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh
 
 from vnode.operators import Monoid
@@ -107,3 +109,15 @@ COMBINE = {
     Monoid.OR: np.bitwise_or,
     Monoid.XOR: np.bitwise_xor,
 }
+
+
+COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute"}
+
+
+def collectives(jaxpr: Jaxpr) -> Iterator[str]:
+    """The collectives of a program, by name."""
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in COLLECTIVES:
+            yield eqn.primitive.name.removesuffix("_invariant")
+        for inner in jaxprs_in_params(eqn.params):
+            yield from collectives(inner)

@@ -23,6 +23,7 @@ from tests.spmd.reference import (
     MESHES,
     Device,
     block_of,
+    collectives,
     devices_of,
     held,
     mesh_of,
@@ -233,6 +234,28 @@ def test_routes_end_where_they_should_and_send_what_is_missing(mesh: str, seed: 
         both = [a & b for a, b in zip(has, gets, strict=True)]
         missing.append(math.prod(map(len, gets)) - math.prod(map(len, both)))
     assert sum(move.sent(axes) for move in moves) >= np.mean(missing) - 1e-9
+
+
+EMITTED = {
+    "all-reduce": "psum",
+    "reduce-scatter": "reduce_scatter",
+    "all-gather": "all_gather",
+    "all-to-all": "all_to_all",
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@given(seed=st.integers(0, 10**6))
+def test_what_is_planned_is_carried_out(mesh: str, seed: int) -> None:
+    """One collective for each move that sends anything, and no other."""
+    axes, case = MESHES[mesh], Case.random(MESHES[mesh], seed)
+    if any(monoid is not Monoid.SUM for _, monoid in case.start.partial):
+        return  # what the collectives of others are depends on types
+    traced = jax.make_jaxpr(
+        lambda value: convert(value, case.start, case.end, case.whole, axes), axis_env=list(axes.items())
+    )(jax.ShapeDtypeStruct(case.start.local(case.whole, axes), jnp.dtype(case.dtype)))
+    moves = route(case.start, case.end, case.whole, axes)
+    assert list(collectives(traced.jaxpr)) == [EMITTED[move.kind] for move in moves if move.kind != "cut"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,18 +7,17 @@ the splits are known to need.
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from tests.rounding import assert_same
-from tests.spmd.reference import mesh_of
+from tests.spmd.reference import collectives, mesh_of
 from vnode.analysis.program import inline
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
@@ -27,16 +26,6 @@ from vnode.spmd.program import over_mesh
 pytestmark = pytest.mark.quickly
 
 AXES = {"x": 4}
-COLLECTIVES = {"psum", "psum_invariant", "pmax", "pmin", "all_gather", "all_to_all", "reduce_scatter", "ppermute"}
-
-
-def collectives(jaxpr: Jaxpr) -> Iterator[str]:
-    """The collectives of a program, by name."""
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in COLLECTIVES:
-            yield eqn.primitive.name.removesuffix("_invariant")
-        for inner in jaxprs_in_params(eqn.params):
-            yield from collectives(inner)
 
 
 def numbers(*shape: int) -> np.ndarray:
