@@ -29,6 +29,7 @@ from vnode.operators import (
     Windowed,
     describe,
 )
+from vnode.operators.elementwise import high_product
 from vnode.operators.registry import _rules, register
 from vnode.operators.shape import common_refinement
 from vnode.operators.splits import FREE, Lead, Split
@@ -349,3 +350,12 @@ def test_common_refinement_is_fine(shapes):
         if math.gcd(m, n) > 1:
             assert ends[0] == ends[1] and ends[0] not in whole
             assert ends is minor or sizes[ends[0]] == math.gcd(m, n)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int32", "uint64", "int64"])
+def test_high_halves_of_products_against_long_arithmetic(dtype):
+    draw, ends = np.random.default_rng(0).integers, np.iinfo(dtype)
+    x, y = (draw(ends.min, ends.max, 200, dtype, endpoint=True) for _ in range(2))
+    x[:4], y[:4] = [ends.min, ends.max, ends.max, 0], [ends.min, ends.min, ends.max, ends.max]
+    want = [int(a) * int(b) >> ends.bits for a, b in zip(x, y, strict=True)]
+    assert [int(high) for high in high_product(x, y)] == want

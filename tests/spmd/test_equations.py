@@ -1,34 +1,41 @@
-"""Every equation, cut along every way over meshes, against the equation evaluated whole.
+"""Every equation, cut along every way over meshes, and its gradient, against what jax computes on one device.
 
 The equations are those of the operators' examples. Operands lie in all manner of layouts beforehand, so that moves
-between layouts are exercised too; the whole equation, evaluated by jax on one device, is the reference.
+between layouts are exercised too, and every device must have the whole result in the end. Of gradients, the equations
+that jax makes of them are followed from random layouts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import Mesh, PartitionSpec
 
 from tests.operators.brute_force import Array, Instance, assert_same, instances, tolerance
-from tests.operators.examples import EXAMPLES
-from vnode.analysis.program import Program
+from tests.operators.examples import EXAMPLES, Example
+from tests.spmd.reference import MESHES, mesh_of, random_layout
+from vnode.analysis.program import Program, inline
 from vnode.operators import OperatorDescription, Shifted, describe
 from vnode.spmd.choice import Choice, Given, Way, carried_out
 from vnode.spmd.exchange import convert
-from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Layout, cut_of, replicated
+from vnode.spmd.flow import Flow, Step, follow
+from vnode.spmd.layout import Layout, replicated
+from vnode.spmd.program import over_mesh
 from vnode.spmd.run import run
 
 pytestmark = pytest.mark.quickly
 
-MESHES = {"4": (("x", 4),), "2x4": (("x", 2), ("y", 4)), "2x2x2": (("x", 2), ("y", 2), ("z", 2))}
+UNCOMPILED = {"bits_per_key_philox2x32", "bits_per_key_philox4x32"}
+"""Examples whose generator jaxlib does not compile for several devices."""
 
 
 @pytest.fixture(autouse=True)
@@ -37,33 +44,26 @@ def wide_numbers() -> Iterator[None]:
         yield
 
 
-def layouts_of(shape: Sequence[int], axes: dict[str, int], seed: int) -> Layout:
-    """Some layout: axes on dimensions at random."""
-    generator = np.random.default_rng(seed)
-    dims: list[list[str]] = [[] for _ in shape]
-    for name in generator.permutation(list(axes)):
-        d = int(generator.integers(-1, len(shape))) if shape else -1
-        if d >= 0 and shape[d] > 1:
-            dims[d].append(str(name))
-    return Layout(
-        tuple(cut_of(tuple(names), 1, n, n, axes) if names else None for names, n in zip(dims, shape, strict=True))
-    )
+def layout_of(shape: Sequence[int], axes: dict[str, int], seed: int) -> Layout:
+    """Some layout: axes on dimensions at random, of longer dimensions than one."""
+    layout = random_layout([(n,) for n in shape], axes, np.random.default_rng(seed))
+    return Layout(tuple(cut if n > 1 else None for cut, n in zip(layout.dims, shape, strict=True)))
 
 
 def choices(
     eqn: JaxprEqn, d: OperatorDescription, axes: dict[str, int], seed: int
 ) -> Iterator[tuple[list[Given], Choice]]:
-    """Every way over the first axis with others idle; over several axes at once; two ways over different axes."""
+    """Every way over one axis with others idle, over two axes in either order, and two ways over different axes."""
     names = list(axes)
     ways = [(lead, split) for lead, split in d.leads if any(d.sizes[f] > 1 for f in lead) or isinstance(split, Shifted)]
     several = [(Way(lead, split, (names[-1],)),) for lead, split in ways]
     if len(names) > 1:
-        several += [(Way(lead, split, tuple(names[:2])),) for lead, split in ways]
+        several += [(Way(lead, split, (names[k % 2], names[1 - k % 2])),) for k, (lead, split) in enumerate(ways, seed)]
         pairs = list(itertools.permutations(ways, 2))
         np.random.default_rng(seed).shuffle(pairs)  # type: ignore[arg-type]
         several += [(Way(*first, (names[0],)), Way(*second, (names[1],))) for first, second in pairs[:4]]
     for number, made in enumerate(several):
-        given = [Given(layouts_of(atom.aval.shape, axes, seed + 7 * number + i)) for i, atom in enumerate(eqn.invars)]
+        given = [Given(layout_of(atom.aval.shape, axes, seed + 7 * number + i)) for i, atom in enumerate(eqn.invars)]
         choice = carried_out(eqn, d, made, given, axes, ())
         if choice is not None:
             yield given, choice
@@ -103,7 +103,7 @@ def check_over(instance: Instance, mesh: Mesh, seed: int) -> int:
     for (_, choice), results in zip(found, made, strict=True):
         for got, whole in zip(results, want, strict=True):
             context = f"{eqn.primitive.name} by {choice.ways} from {[str(o) for o in choice.operands]}"
-            assert_same(as_array(got).data, as_array(whole).data, limit, context)
+            same_everywhere(got, whole, limit, context)
     return len(found)
 
 
@@ -112,13 +112,87 @@ def as_array(x: Any) -> Array:
     return Array.of(x, [(k,) for k in range(x.ndim)], x.shape)
 
 
-@pytest.mark.parametrize("shape", MESHES)
-@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
-def test_equation(example: Any, shape: str) -> None:
-    sizes = dict(MESHES[shape])
-    count = int(np.prod(list(sizes.values())))
-    mesh = Mesh(np.array(jax.devices()[:count]).reshape(*sizes.values()), tuple(sizes))
+def same_everywhere(got: Any, want: Any, limit: float, context: str) -> None:
+    """Every device has what is wanted, or its block of that."""
+    want = as_array(want).data
+    for shard in got.addressable_shards:
+        assert_same(as_array(shard.data).data, want[shard.index], limit, f"{context} on {shard.device}")
+
+
+def gradient_of(eqn: JaxprEqn) -> Any:
+    """A function of an equation's operands and of cotangents that gives the gradients; None if there are none."""
+    inexact = [i for i, atom in enumerate(eqn.invars) if jnp.issubdtype(atom.aval.dtype, np.inexact)]
+    if not inexact or not all(jnp.issubdtype(var.aval.dtype, np.inexact) for var in eqn.outvars):
+        return None
+
+    def gradient(operands: Sequence[Any], cotangents: Sequence[Any]) -> Any:
+        def of(*some: Any) -> Any:
+            given = dict(zip(inexact, some, strict=True))
+            results = eqn.primitive.bind(*(given.get(i, x) for i, x in enumerate(operands)), **eqn.params)
+            return list(results) if eqn.primitive.multiple_results else [results]
+
+        return jax.vjp(of, *(operands[i] for i in inexact))[1](list(cotangents))
+
+    return gradient
+
+
+def cotangent(var: Var) -> Any:
+    """Different numbers for every element."""
+    numbers = 2 * np.cos(np.arange(math.prod(var.aval.shape)) * 1.3 + 0.2).reshape(var.aval.shape)
+    return jnp.asarray(numbers).astype(var.aval.dtype)
+
+
+def check_gradient(instance: Instance, mesh: Mesh, seed: int) -> bool:
+    """Follows the equations of an equation's gradient from random layouts; False if it has none."""
+    eqn = instance.eqn
+    gradient = gradient_of(eqn)
+    if gradient is None:
+        return False
+    given = list(instance.operands), [cotangent(var) for var in eqn.outvars]
+    try:
+        closed = jax.make_jaxpr(gradient)(*given)
+    except (NotImplementedError, TypeError, ValueError):  # jax has none, or not of what was bound without parameters
+        return False
+    axes = dict(mesh.shape)
+    program = inline(closed.jaxpr, closed.consts)
+    flow = follow(program, [layout_of(v.aval.shape, axes, seed + i) for i, v in enumerate(program.inputs)], axes)
+    made = jax.jit(over_mesh(flow, mesh))(*jax.tree.leaves(given))
+    want = jax.jit(gradient)(*given)
+    d = describe(eqn)
+    assert d is not None
+    limit = max(tolerance(d, [as_array(x) for x in (*instance.operands, *want)]), 1e-10)
+    context = f"gradient of {eqn.primitive.name} from {[str(layout) for layout in flow.inputs]}"
+    for got, whole in zip(made, want, strict=True):
+        same_everywhere(got, whole, limit, context)
+    return True
+
+
+def runs(few: int) -> list[Any]:
+    """Every example on every mesh, all but one of `few` for the sweep."""
+    pairs = itertools.product(EXAMPLES, MESHES)
+    return [
+        pytest.param(example, shape, id=f"{example.name}-{shape}", marks=[pytest.mark.sweep] if number % few else [])
+        for number, (example, shape) in enumerate(pairs)
+    ]
+
+
+@pytest.mark.parametrize(("example", "shape"), runs(10))
+def test_equation(example: Example, shape: str) -> None:
     checked: dict[str, int] = {}
+    with contextlib.ExitStack() as uncompiled:
+        if example.name in UNCOMPILED:
+            error = pytest.raises(jax.errors.JaxRuntimeError, match="Unable to convert MHLO to StableHLO")
+            uncompiled.enter_context(error)
+        for instance in instances(example.fun, *example.args, of=example.of):
+            if instance.signature not in checked:
+                checked[instance.signature] = check_over(instance, mesh_of(MESHES[shape]), len(checked))
+
+
+@pytest.mark.parametrize(("example", "shape"), runs(13))
+def test_gradient(example: Example, shape: str) -> None:
+    checked: dict[str, bool] = {}
     for instance in instances(example.fun, *example.args, of=example.of):
         if instance.signature not in checked:
-            checked[instance.signature] = check_over(instance, mesh, len(checked))
+            checked[instance.signature] = check_gradient(instance, mesh_of(MESHES[shape]), len(checked))
+    if not any(checked.values()):
+        pytest.skip("no gradient")

@@ -21,6 +21,7 @@ from vnode.operators.description import (
     Dims,
     Factors,
     OperatorDescription,
+    Positions,
     Sizes,
     Work,
 )
@@ -31,7 +32,7 @@ NONLINEAR = (
     "abs", "acos", "acosh", "and", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt",
     "ceil", "clamp", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to",
-    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "mulhi", "ne", "nextafter", "not",
+    "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "ne", "nextafter", "not",
     "one_minus_square", "or", "philox2x32", "philox4x32", "polygamma", "polynomial", "population_count", "pow",
     "reciprocal", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
@@ -117,6 +118,35 @@ def elementwise(
 @rule(*NONLINEAR)
 def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
     return elementwise(eqn, (), Algebra.CONTINUOUS if eqn.primitive.name in CONTINUOUS else NOTHING)
+
+
+def high_product(x: Any, y: Any) -> Any:
+    """The high half of the product of integers, from products of their halves.
+
+    As `jax.lax.mulhi`, which jaxlib does not compile for several devices (0.10.2: "Unable to convert MHLO").
+
+    >>> high_product(jnp.uint32(1 << 20), jnp.uint32(3 << 20)).item() == (3 << 40) >> 32
+    True
+    """
+    x, y = jnp.broadcast_arrays(x, y)
+    if jnp.issubdtype(x.dtype, jnp.signedinteger):  # a negative number stands for itself and all that fits, more
+        unsigned = jnp.dtype(f"u{x.dtype}")
+        high = high_product(x.astype(unsigned), y.astype(unsigned)).astype(x.dtype)
+        return high - jnp.where(x < 0, y, 0) - jnp.where(y < 0, x, 0)
+    half = jnp.asarray(jnp.iinfo(x.dtype).bits // 2, x.dtype)
+    mask = (jnp.ones((), x.dtype) << half) - jnp.ones((), x.dtype)
+    low_x, low_y, high_x, high_y = x & mask, y & mask, x >> half, y >> half
+    first, second = low_x * high_y, high_x * low_y
+    middle = ((low_x * low_y) >> half) + (first & mask) + (second & mask)
+    return high_x * high_y + (first >> half) + (second >> half) + (middle >> half)
+
+
+@rule("mulhi")
+def mulhi(eqn: JaxprEqn) -> OperatorDescription:
+    def emit(d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, _: Positions) -> list[Any]:
+        return [high_product(*operands)]
+
+    return dataclasses.replace(elementwise(eqn, ()), replaced_on=dict.fromkeys(("cpu", "gpu", "tpu"), emit))
 
 
 @rule(*LINEAR)

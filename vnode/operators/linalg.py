@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import Factors, OperatorDescription, Positions, Sizes, Work
@@ -118,4 +119,16 @@ def fft(eqn: JaxprEqn) -> OperatorDescription:
         results=(stack + after,),
         linear=(frozenset({0}),),
         work=Work(5 * max(1, math.prod(lengths).bit_length() - 1)),
+        replaced_on={"cpu": in_rows},
     )
+
+
+def in_rows(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """The transform of what lies in memory row by row, to the same: jaxlib's for CPUs fails at run time for others."""
+
+    def rows(x: Any) -> Any:
+        return with_layout_constraint(x, Layout(tuple(range(x.ndim))))
+
+    return [rows(e.primitive.bind(rows(operands[0]), **e.params))]

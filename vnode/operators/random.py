@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from vnode.operators.description import Algebra, Dims, Factors, OperatorDescription, Positions, Sizes, Work
-from vnode.operators.elementwise import broadcast, shapes_of
+from vnode.operators.elementwise import broadcast, high_product, shapes_of
 from vnode.operators.registry import rule
 from vnode.operators.splits import WHOLE
 
@@ -95,7 +95,7 @@ def counters(shape: Sequence[int], positions: Sequence[jax.Array]) -> tuple[jax.
         term = index * lower
         low = low + term
         if math.prod(shape) > 1 << 32:
-            upper = index * jnp.uint32(stride >> 32) + jax.lax.mulhi(index, jnp.full_like(index, lower))
+            upper = index * jnp.uint32(stride >> 32) + high_product(index, lower)
             high = high + upper + (low < term).astype(jnp.uint32)
     return high, low
 

@@ -77,11 +77,14 @@ class Given:
       layout: how it lies.
       anyhow: it can be made in any layout where it is needed, so that nothing is moved.
       zero: all of its elements are zero, so that it may be added once or any number of times.
+      settled: its pieces are combined for some equation anyhow, so that nothing is gained by passing them through
+        another.
     """
 
     layout: Layout
     anyhow: bool = False
     zero: bool = False
+    settled: bool = False
 
 
 def choose(
@@ -99,8 +102,25 @@ def choose(
       given: what is known of each operand.
       axes: of the mesh.
       wishes: for each result the layout that it should have, if somebody says so.
+
+    Returns:
+      The choice.
     """
     passed = stays_partial(eqn, description, given)
+    less = [tuple(each for each in passed if each != combined) for combined in passed]
+    several = [divided(eqn, description, given, axes, wishes, some) for some in dict.fromkeys((passed, *less, ()))]
+    return min(several, key=lambda found: found[0])[1]
+
+
+def divided(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    given: Sequence[Given],
+    axes: Axes,
+    wishes: Sequence[Layout | None],
+    passed: tuple[tuple[str, Monoid], ...],
+) -> tuple[float, Choice]:
+    """How an equation is cut if pieces over some axes are passed through it, and what that costs."""
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[Way, ...] = ()
     for axis in axes:
@@ -118,9 +138,9 @@ def choose(
             now = total_cost(eqn, description, ways, given, axes, passed)
             if cost is not None and (now is None or cost < now):
                 ways = full
-    choice = carried_out(eqn, description, ways, given, axes, passed)
-    assert choice is not None
-    return choice
+    choice, cost = (of(eqn, description, ways, given, axes, passed) for of in (carried_out, total_cost))
+    assert isinstance(choice, Choice) and isinstance(cost, float)
+    return cost, choice
 
 
 def by_element(description: OperatorDescription) -> bool:
@@ -168,6 +188,8 @@ def stays_partial(
     size = sum(math.prod(var.aval.shape) for var in eqn.outvars)
     for axis, monoid in dict.fromkeys(p for each in given for p in each.layout.partial):
         having = {i for i, each in enumerate(given) if (axis, monoid) in each.layout.partial}
+        if any(given[i].settled for i in having):
+            continue
         if any(dict(each.layout.partial).get(axis, monoid) is not monoid for each in given):
             continue
         if size > sum(math.prod(eqn.invars[i].aval.shape) for i in having):
@@ -176,15 +198,17 @@ def stays_partial(
             is_narrow(var.aval.dtype) and not is_narrow(eqn.invars[i].aval.dtype) for var in eqn.outvars for i in having
         ):
             continue  # rather combine before it is rounded
-        alone = len(given) == 1 and description.reduced and set(description.reduced.values()) == {monoid}
-        movable = monoid is Monoid.SUM or description.has(Algebra.MOVES)
-        joined = movable and any(
-            having <= group and all(i in having or (given[i].zero and monoid is Monoid.SUM) for i in group)
-            for group in description.linear
-        )
-        if alone or joined:
+        groups = [group for group in passing(description, monoid) if having <= group]
+        if any(all(i in having or (given[i].zero and monoid is Monoid.SUM) for i in group) for group in groups):
             passed.append((axis, monoid))
     return tuple(passed)
+
+
+def passing(description: OperatorDescription, monoid: Monoid) -> Sequence[frozenset[int]]:
+    """Groups of operands that may be in pieces, all of a group at once: the results are so, then."""
+    if len(description.operands) == 1 and set(description.reduced.values()) == {monoid}:
+        return [frozenset({0})]
+    return description.linear if monoid is Monoid.SUM or description.has(Algebra.MOVES) else ()
 
 
 def is_narrow(dtype: object) -> bool:
@@ -209,7 +233,7 @@ def carried_out(
     parts: dict[int, tuple[tuple[Interval, ...], Way]] = {}
     for way in resolved:
         concerned = finer.parts(way.lead, way.split, count(way.axes, axes))
-        if concerned is None or concerned.keys() & parts.keys():
+        if concerned is None or concerned.keys() & parts.keys() or any(finer.sizes[f] == 0 for f in concerned):
             return None
         parts.update({f: (several, way) for f, several in concerned.items()})
     operands, results = [], []
@@ -277,9 +301,9 @@ def total_cost(
             total += sum(move.sent(axes) for move in moves) * itemsize(atom.aval.dtype)
     for var, layout in zip(eqn.outvars, choice.results, strict=True):
         size = math.prod(layout.local(var.aval.shape, axes)) * itemsize(var.aval.dtype)
-        total += sum(2 * size * (axes[name] - 1) / axes[name] for name, _ in layout.partial if (name, _) not in passed)
-    divided = count([name for way in choice.ways for name in way.axes], axes)
-    return total + description.flops / divided / OPERATIONS_PER_BYTE
+        total += sum(2 * size * (axes[name] - 1) / axes[name] for name, _ in layout.partial)
+    parts = count([name for way in choice.ways for name in way.axes], axes)
+    return total + description.flops / parts / OPERATIONS_PER_BYTE
 
 
 def itemsize(dtype: object) -> int:

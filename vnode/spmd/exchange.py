@@ -6,7 +6,7 @@ Knows layouts and jax's collectives. Must not know equations, nor why values mov
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 import jax
@@ -61,20 +61,42 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
 
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
-    """The pieces of a value on all devices along axes, combined."""
+    """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
     match monoid:
         case Monoid.SUM:
             return lax.psum(value, names)
-        case Monoid.MAX | Monoid.MIN if value.dtype.kind != "c":
+        case Monoid.MAX | Monoid.MIN if jnp.issubdtype(value.dtype, np.integer):
             return (lax.pmax if monoid is Monoid.MAX else lax.pmin)(value, names)
-        case Monoid.AND | Monoid.OR if value.dtype == np.bool_:
-            most = lax.pmin if monoid is Monoid.AND else lax.pmax
+        case Monoid.MAX | Monoid.MIN if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+            return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+        case Monoid.MAX | Monoid.MIN | Monoid.AND | Monoid.OR if value.dtype == np.bool_:
+            most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
             return most(value.astype(jnp.int8), names).astype(np.bool_)
     pieces = lax.all_gather(value, names)
     result = pieces[0]
     for piece in range(1, pieces.shape[0]):
         result = monoid.combine(result, pieces[piece])
     return result.astype(value.dtype)
+
+
+ORDERED = {
+    np.dtype(kind): np.dtype(bits)
+    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
+}
+"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+
+
+def order(value: Any, monoid: Monoid) -> Any:
+    """Integers in the order of numbers; NaN is the one that a monoid (the greatest, or the least) takes."""
+    bits = lax.bitcast_convert_type(value, ORDERED[value.dtype])
+    least, greatest = (jnp.iinfo(bits.dtype).min, jnp.iinfo(bits.dtype).max)
+    nan = greatest if monoid is Monoid.MAX else least
+    return jnp.where(jnp.isnan(value), jnp.asarray(nan, bits.dtype), jnp.where(bits < 0, bits ^ greatest, bits))
+
+
+def of_order(bits: Any, dtype: Any) -> Any:
+    """Undoes `order`: the greatest integer, and the least, are bits of NaN."""
+    return lax.bitcast_convert_type(jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits), dtype)
 
 
 def opened(value: Any, dim: int, cut: Cut | None, n: int, axes: Axes) -> Any:
@@ -148,11 +170,11 @@ def fetch(
     shape = value.shape
     inner = n // (cut.outer * cut.size)
     value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
-    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill) for each in intervals]
+    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill, axes) for each in intervals]
     return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
-def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any) -> Any:
+def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0
@@ -160,7 +182,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
         base = np.zeros(parts, int)
         near = value
     else:
-        near, base = _neighbourhood(value, dim, cut.axes, block, index)
+        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes)
     me = index_along(cut.axes)
     own = np.where(there, index - base[:, None], 0)
     result = _select(near, dim, own, there, me)
@@ -172,7 +194,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
 
 
 def _neighbourhood(
-    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
 ) -> tuple[Any, np.ndarray]:
     """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
 
@@ -199,11 +221,23 @@ def _neighbourhood(
         if distance == first:
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
-        if distance:
-            piece = lax.ppermute(piece, names, sorted(pairs.get(distance, ())))
+        if distance and distance in pairs:  # others only lie between, and may be anything
+            piece = permute(piece, names, pairs[distance], axes)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
     return near, (np.arange(parts) + first) * block + begin
+
+
+def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
+    """Sends values from parts to parts, ``(source, destination)``.
+
+    Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
+    the order in which these are given.
+    """
+    ordered = [name for name in axes if name in names]
+    parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
+    place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()
+    return lax.ppermute(value, tuple(ordered), sorted((int(place[a]), int(place[b])) for a, b in pairs))
 
 
 def _select(value: Any, dim: int, own: np.ndarray, there: np.ndarray, me: jax.Array) -> Any:

@@ -11,6 +11,7 @@ is made in whatever layout it is needed in.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -20,7 +21,7 @@ from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, choose, is_narrow
+from vnode.spmd.choice import Choice, Given, choose, is_narrow, passing
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 
 TURNS = 4
@@ -163,8 +164,34 @@ class _Follower:
             for var, layout in zip(eqn.outvars, choice.results, strict=True)
         )
         results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))
-        self.states.update((var, Given(r)) for var, r in zip(eqn.outvars, results, strict=True))
+        for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
+            if isinstance(atom, Var) and each.layout.partial and not want.partial:
+                self.states[atom] = Given(want)  # from here on it is at hand like this
+        self.states.update(
+            (var, Given(r, settled=bool(r.partial) and self.is_combined(var, r)))
+            for var, r in zip(eqn.outvars, results, strict=True)
+        )
         return Step(eqn, choice.operands, results, choice)
+
+    def is_combined(self, var: Var, layout: Layout) -> bool:
+        """Whether some equation that reads a variable needs its pieces combined."""
+        for eqn in self.readers.get(var, ()):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            having = {i for i, atom in enumerate(eqn.invars) if atom is var}
+            if description is None or not all(
+                any(having <= group for group in passing(description, monoid)) for _, monoid in layout.partial
+            ):
+                return True
+        return False
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[JaxprEqn]]:
+        """The equations that read a variable."""
+        readers: dict[Var, list[JaxprEqn]] = {}
+        for eqn in self.program.equations:
+            for var in {atom for atom in eqn.invars if isinstance(atom, Var)}:
+                readers.setdefault(var, []).append(eqn)
+        return readers
 
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
@@ -203,11 +230,17 @@ class _Follower:
             elif i in region.scanned:
                 layouts[i] = Layout((None, *layouts[i].dims[1:]))
         carried = list(region.carried)
+        # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
+        stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
+        for i in carried:
+            layouts[i] = whole_along(stopping, layouts[i])
         flows, ends = self.bodies(region, programs, layouts)
         for turn in range(TURNS):
             before = [layouts[i] for i in carried]
             after = [
-                end.layout if region.stacks and self.may_be_partial(end.layout, given[i]) else end.layout.complete
+                end.layout
+                if region.stacks and self.may_be_partial(end.layout, given[i])
+                else whole_along(stopping, end.layout.complete)
                 for i, end in zip(carried, ends[-1], strict=False)
             ]
             if before == after or turn == TURNS - 1:
@@ -258,3 +291,8 @@ class _Follower:
                 layout = layout.complete
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
         return tuple(results)
+
+
+def whole_along(dims: int, layout: Layout) -> Layout:
+    """A layout of which the first dimensions are not cut."""
+    return Layout((*(None,) * dims, *layout.dims[dims:]), layout.partial)

@@ -18,7 +18,7 @@ from vnode.operators import Monoid
 from vnode.operators.description import Dim, Sizes
 
 Axes = Mapping[str, int]
-"""The mesh axes that there are, each with its size."""
+"""The mesh axes that there are, each with its size, in the mesh's order."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +90,20 @@ def replicated(ndim: int) -> Layout:
 
 
 def cut_of(names: tuple[str, ...], outer: int, size: int, n: int, axes: Axes) -> Cut:
-    """A cut of a dimension of `n`, in the one form that equal cuts have.
+    """A cut of a dimension of `n`, in the one form that equal cuts have: by the smallest pieces that give its blocks.
 
     >>> cut_of(("x",), 1, 8, 24, {"x": 4})  # blocks of 2 threes are blocks of 6
     Cut(axes=('x',), outer=1, size=24)
     >>> cut_of(("x",), 1, 6, 24, {"x": 4})  # of two fours each, padded: not the same as blocks of 6
     Cut(axes=('x',), outer=1, size=6)
     """
-    return Cut(names, outer, size if size % count(names, axes) else n // outer)
+    if size == 1 or n == 0:  # the first device has all
+        return Cut(names, 1, 1)
+    parts, together, inner = count(names, axes), n // outer, n // (outer * size)
+    block = -(-size // parts) * inner
+    pieces = (p for p in range(1, inner + 1) if block % p == together % p == 0)
+    piece = next(p for p in pieces if -(-(together // p) // parts) * p == block)
+    return Cut(names, outer, together // piece)
 
 
 def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes: Axes) -> Cut:

@@ -6,9 +6,9 @@ are. What it makes runs inside `jax.shard_map` that is manual over all axes, or 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,7 +33,7 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
 from vnode.spmd.exchange import combine, convert, fetch, index_along
 from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
+from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
 
 
@@ -179,8 +179,8 @@ class _Run:
                 if f not in choice.parts:
                     continue
                 intervals, way = choice.parts[f]
-                n, cut = atom.aval.shape[k], cut_along(way.axes, f, dim, d.sizes, self.axes)
-                cut = dataclasses.replace(cut, size=d.sizes[f])
+                n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
+                cut = Cut(way.axes, outer, d.sizes[f])
                 if f not in way.lead:
                     value = fetch(
                         value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes

@@ -1,0 +1,93 @@
+"""Which collectives programs come to that experts know how to split: counted in what is traced, before any compiler.
+
+Knows the programs and their splits over one axis. The reference for values is jax on one device; for collectives, what
+the splits are known to need.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from tests.rounding import assert_same
+from tests.spmd.reference import collectives, mesh_of
+from vnode.analysis.program import inline
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import from_spec
+from vnode.spmd.program import over_mesh
+
+pytestmark = pytest.mark.quickly
+
+AXES = {"x": 4}
+
+
+def numbers(*shape: int) -> np.ndarray:
+    return np.random.default_rng(shape).standard_normal(shape).astype(np.float32)
+
+
+def check(function: Callable[..., Any], *given: tuple[np.ndarray, P], outputs: Any = None, **expected: int) -> None:
+    """Splits a function of arrays that lie so; it must give the same, by so many collectives."""
+    values = [value for value, _ in given]
+    closed = jax.make_jaxpr(function)(*values)
+    program = inline(closed.jaxpr, closed.consts)
+    asked = [from_spec(outputs, atom.aval.shape, AXES) for atom in program.outputs] if outputs is not None else None
+    flow = follow(program, [from_spec(spec, x.shape, AXES) for x, spec in given], AXES, outputs=asked)
+    split = over_mesh(flow, mesh_of(AXES))
+    assert dict(collections.Counter(collectives(jax.make_jaxpr(split)(*values).jaxpr))) == expected
+    assert_same(jax.jit(split)(*values), lambda *xs: jax.tree.leaves(function(*xs)), *values)
+
+
+COLUMNS, ROWS = P(None, "x"), P("x")
+
+
+def test_sums_in_pieces_are_added_before_they_are_combined() -> None:
+    a, b = (numbers(3, 8), COLUMNS), (numbers(8, 5), ROWS)
+    c, d = (numbers(3, 12), COLUMNS), (numbers(12, 5), ROWS)
+    check(lambda a, b, c, d: (a @ b + 2 * (c @ d)).T, a, b, c, d, psum=1)
+
+
+@pytest.mark.parametrize("function", [lambda y: (y * y, 3 * y), lambda y: (3 * y, y * y), lambda y: (y, -y, y > 0)])
+def test_pieces_that_some_equation_needs_combined_are_combined_once(function: Callable[..., Any]) -> None:
+    check(lambda a, b: function(a @ b), (numbers(3, 8), COLUMNS), (numbers(8, 5), ROWS), psum=1)
+
+
+def test_pieces_are_combined_rather_than_what_they_meet_put_together() -> None:
+    """A product's pieces, times something cut over the same axis: combining the small one lets the large one be."""
+    a, b, c = (numbers(3, 8), COLUMNS), (numbers(8, 4), ROWS), (numbers(4, 4000), COLUMNS)
+    check(lambda a, b, c: (a @ b) @ c, a, b, c, outputs=COLUMNS, psum=1)
+
+
+def test_pieces_are_combined_into_blocks() -> None:
+    check(lambda a, b: a @ b, (numbers(8, 8), COLUMNS), (numbers(8, 5), ROWS), outputs=ROWS, reduce_scatter=1)
+
+
+def test_a_vocabulary_in_parts() -> None:
+    """Rows are looked up where they are, and added up."""
+    tokens = np.random.default_rng(0).integers(0, 30, (2, 6))
+    check(lambda table, tokens: table[tokens], (numbers(32, 8), ROWS), (tokens, P()), psum=1)
+
+
+def test_a_loss_over_a_vocabulary_in_parts() -> None:
+    """Shoeybi et al., "Megatron-LM" (2019), section 3: scalars per token are exchanged, no logits."""
+    labels = np.random.default_rng(0).integers(0, 32, (6,))
+
+    def loss(logits: Any, labels: Any) -> Any:
+        picked = jnp.take_along_axis(logits, labels[:, None], axis=1)[:, 0]
+        return jax.nn.logsumexp(logits, axis=1) - picked
+
+    check(loss, (numbers(6, 32), COLUMNS), (labels, P()), pmax=1, psum=2)
+
+
+def test_a_dimension_that_moves_to_another_axis_of_the_array() -> None:
+    check(lambda a: jnp.sin(a), (numbers(8, 12), ROWS), outputs=COLUMNS, all_to_all=1)
+
+
+def test_neighbours_are_fetched_from_both_sides() -> None:
+    check(lambda a: a[2:] - a[:-2], (numbers(16, 3), ROWS), outputs=P(), ppermute=1, all_gather=1)

@@ -1,0 +1,109 @@
+"""Programs split by hand, compiled for a TPU that is not there: which collectives are in them.
+
+Knows the programs, how their arguments lie on a mesh of ``data x model``, and the TPU compiler. `python -m
+tests.spmd.tpu_programs` prints a JSON line for each. Must not know what is expected.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks import hlo, tpu
+from vnode.analysis.program import inline
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import from_spec
+from vnode.spmd.program import long_axes, over_mesh
+
+BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """A function, the shapes of its arguments, and how each lies."""
+
+    function: Callable[..., Any]
+    shapes: tuple[tuple[int, ...], ...]
+    specs: tuple[PartitionSpec, ...]
+
+
+def p(*entries: Any) -> PartitionSpec:
+    return PartitionSpec(*entries)
+
+
+def perceptron(w: Any, v: Any, x: Any) -> Any:
+    return jnp.square(jnp.tanh(x @ w) @ v).sum()
+
+
+def attention(q: Any, k: Any, v: Any, o: Any, x: Any) -> Any:
+    queries, keys, values = (jnp.einsum("bsd,dhk->bhsk", x, w) for w in (q, k, v))
+    weights = jax.nn.softmax(jnp.einsum("bhsk,bhtk->bhst", queries, keys))
+    mixed = jnp.einsum("bhst,bhtk->bshk", weights, values)
+    return jnp.square(jnp.einsum("bshk,hkd->bsd", mixed, o)).sum()
+
+
+def convolution(kernel: Any, x: Any) -> Any:
+    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def normalization(scale: Any, bias: Any, x: Any) -> Any:
+    centered = x - x.mean(-1, keepdims=True)
+    return jnp.square(centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6) * scale + bias).sum()
+
+
+HEAD = WIDTH // HEADS
+SPLITS = {
+    "perceptron": Split(
+        jax.value_and_grad(perceptron, (0, 1)),
+        ((WIDTH, HIDDEN), (HIDDEN, WIDTH), (BATCH * LENGTH, WIDTH)),
+        (p(None, "model"), p("model"), p("data")),
+    ),
+    "attention": Split(
+        jax.value_and_grad(attention, (0, 1, 2, 3)),
+        (*[(WIDTH, HEADS, HEAD)] * 3, (HEADS, HEAD, WIDTH), (BATCH, LENGTH, WIDTH)),
+        (*[p(None, "model")] * 3, p("model"), p("data")),
+    ),
+    "convolution": Split(
+        convolution,
+        ((3, 3, CHANNELS, CHANNELS), (BATCH, IMAGE, IMAGE, CHANNELS)),
+        (p(), p("data", "model")),
+    ),
+    "convolution's gradient": Split(
+        jax.grad(lambda kernel, x: jnp.square(convolution(kernel, x)).sum()),
+        ((3, 3, CHANNELS, CHANNELS), (BATCH, IMAGE, IMAGE, CHANNELS)),
+        (p(), p("data", "model")),
+    ),
+    "normalization": Split(
+        jax.value_and_grad(normalization, (0, 1)),
+        ((WIDTH,), (WIDTH,), (BATCH, LENGTH, WIDTH)),
+        (p(), p(), p("data", "model")),
+    ),
+}
+
+
+def compiled(split: Split, mesh: Mesh) -> list[hlo.Collective]:
+    """The collectives of a program as the TPU compiler makes it."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in split.shapes]
+    closed = jax.make_jaxpr(split.function)(*shapes)
+    program, axes = inline(closed.jaxpr, closed.consts), long_axes(mesh)
+    layouts = [from_spec(spec, x.shape, axes) for spec, x in zip(split.specs, shapes, strict=True)]
+    given = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
+        for spec, x in zip(split.specs, shapes, strict=True)
+    ]
+    text = jax.jit(over_mesh(follow(program, layouts, axes), mesh)).lower(*given).compile().as_text()
+    return hlo.collectives(hlo.parse(text))
+
+
+if __name__ == "__main__":
+    mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(2, 4), ("data", "model"))
+    for name, split in SPLITS.items():
+        print(json.dumps({"name": name, "collectives": [dataclasses.asdict(c) for c in compiled(split, mesh)]}))
