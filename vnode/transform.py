@@ -105,8 +105,8 @@ def virtualize(
       coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
         so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
         each node from its own examples (ghost batch statistics), together with the counts that they are divided by;
-        not so the buffers of a mixture of experts and the like, which stay exact. ``"error"``: refuse. A mapping from regular
-        expressions, searched in the name stack, to modes chooses per coupling.
+        not so the buffers of a mixture of experts and the like, which stay exact. ``"error"``: refuse. A mapping from
+        regular expressions, searched in the name stack, to modes chooses per coupling.
       recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations. The default
         allows for one repeated forward pass, about a third of a deep step: what a contrastive loss, a statistic of the
         losses or a sort over the batch costs. The statistics of several normalization layers cost more and are

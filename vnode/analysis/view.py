@@ -203,7 +203,8 @@ class View:
             raise CouplingError(
                 message_about(
                     self.eqn,
-                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples what {what}.",
+                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples "
+                    f"what {what}.",
                     remedies=[remedy, "or write the loop out (a Python loop), or the branch", "or coupling='exact'"],
                 )
             )
