@@ -28,17 +28,22 @@ class Keeping:
 
     Attributes:
       price: scalar operations that a byte is worth.
-      bounded: whether all that is kept at a time takes no more than the batched arguments do; else that holds of each
-        value only.
+      bounded: whether all that is kept at a time takes no more than the batched arguments do.
+      each: whether that holds of each value that is kept.
     """
 
     price: float
     bounded: bool
+    each: bool = True
 
 
 KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
 """From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
 device computes in the time in which it writes and reads one."""
+
+FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False))
+"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do, as
+the layers of a convolutional network. The step as written holds all of it."""
 
 
 class Choice:
@@ -179,7 +184,9 @@ class Choice:
             state = states[var]
             if var in waiting:
                 return 0.0
-            if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
+            if not isinstance(state.form, Slice) or state.level >= self.level:
+                return None
+            if self.keeping.each and size_of(var) > self.room:
                 return None
             return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
 
