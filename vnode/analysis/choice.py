@@ -144,12 +144,11 @@ class Choice:
         """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
         requests = [(var, self.flow.states[var].form) for var in values]
         self.given_kept = set()
+        alone = 0
         if self.level > 0:
             makes, reads = self.anew()
             alone = self.ancestry.union(values, makes)
-            again = alone & (
-                self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind)
-            )
+            again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind))
             if self.ancestry.work(again):
                 kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
                 waiting = {var for var, level in kept.items() if level < self.level}

@@ -16,7 +16,7 @@ What is summed over places but not read by place is a statistic all the same: th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Var
@@ -26,7 +26,7 @@ from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Monoid, OperatorDescription, Role
 from vnode.operators.control import Region
-from vnode.operators.description import Dims
+from vnode.operators.description import Dim
 
 Dimensions = frozenset[int]
 NONE: Dimensions = frozenset()
@@ -70,7 +70,7 @@ def reads_by_place(places: Places, step: Step, operand: int) -> bool:
     return bool(looked_up) and not description.role(Role.INDEX).isdisjoint(others)
 
 
-def factors(*arrays: Dims) -> set[int]:
+def factors(*arrays: Sequence[Dim]) -> set[int]:
     return {factor for dims in arrays for dim in dims for factor in dim}
 
 

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
-from vnode.analysis.passes import Schedule
+from vnode.analysis.choice import FOR_BUDGET
+from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, where
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
@@ -84,7 +85,7 @@ def check_couplings(
             layout_message(
                 f"exactness would recompute {share:.0%} of the step "
                 f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                facts=facts(made, couplings),
+                facts=[*facts(made, couplings), memory(made)],
                 remedies=[
                     f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
                     *locally(made, couplings, option, budget, again),
@@ -142,6 +143,14 @@ def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
     shown = sorted(lines, key=lambda line: -lines[line])[:SHOWN]
     rest = [f"... and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
     return [line for line in lines if line in shown] + rest
+
+
+def memory(made: Schedule) -> str:
+    """Why passes do not keep what later ones compute again."""
+    kept = sum(sum(map(nbytes, inner.between)) for inner, _ in schedules(made))
+    held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
+    worth = f"fewer than {FOR_BUDGET[-1].price} operations saved per byte"
+    return f"to keep what passes compute again{held} is not worth its memory: {worth}"
 
 
 def place(eqn: JaxprEqn) -> str:
