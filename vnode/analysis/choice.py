@@ -42,8 +42,8 @@ KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
 device computes in the time in which it writes and reads one."""
 
 FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False))
-"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do, as
-the layers of a convolutional network. The step as written holds all of it."""
+"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
+as the layers of a convolutional network. The step as written holds all of it."""
 
 
 class Choice:

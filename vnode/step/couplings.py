@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
-from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
 from vnode.analysis.choice import FOR_BUDGET
+from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
 from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, where
 from vnode.analysis.states import Coupling, Flow
