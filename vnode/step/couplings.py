@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
@@ -142,7 +142,24 @@ def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
         lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
     shown = sorted(lines, key=lambda line: -lines[line])[:SHOWN]
     rest = [f"... and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
-    return [line for line in lines if line in shown] + rest
+    return list(paths_once(line for line in lines if line in shown)) + rest
+
+
+def paths_once(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that name source lines, the directory of each file once only.
+
+    >>> list(paths_once(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
+    ['mul at /home/me/net.py:3 (f)', 'add at net.py:5 (f)']
+    """
+    named: set[str] = set()
+
+    def brief(found: re.Match[str]) -> str:
+        known = found[0] in named
+        named.add(found[0])
+        return found[2] if known else found[0]
+
+    for line in lines:
+        yield re.sub(r"(\S*[/\\])([^/\\\s]+)(?=:\d+ )", brief, line)
 
 
 def memory(made: Schedule) -> str:
