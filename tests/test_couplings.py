@@ -229,3 +229,10 @@ def test_what_may_overflow_in_a_loop_is_named() -> None:
     assert re.search(rf"{what} at \S*test_couplings.py:{here}", str(error.value))
     assert "bfloat16" in str(error.value)
     assert any(re.search(what, line.what) for line in virtual.explain(jnp.ones(WIDTH), x).couplings)
+
+
+def test_a_refusal_names_the_directory_of_a_file_once() -> None:
+    with pytest.raises(vnode.CouplingError) as caught:
+        vnode.virtualize(train(normalized), virtual_nodes=NODES).explain(PARAMS, X)
+    message = str(caught.value)
+    assert message.count(str(Path(__file__))) == 1 and message.count("test_couplings.py:") > 2

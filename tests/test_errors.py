@@ -522,3 +522,17 @@ def test_looking_at_a_step_without_arguments() -> None:
     for used in (step, step.on(TWO[:1])):
         assert str(used.explain()) == str(used.explain(*given()))
         assert used.lower().compile().memory_analysis() is not None
+
+
+def test_shapes_without_values_are_refused_where_a_step_is_run() -> None:
+    """`explain` and `lower` take them; a call needs numbers."""
+
+    def step(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+
+    virtual = vnode.virtualize(step, virtual_nodes=4)
+    args: Any = (jnp.ones(3), jax.ShapeDtypeStruct((8, 3), jnp.float32))
+    for run in (lambda: virtual(*args), lambda: vnode.check(virtual, args), lambda: vnode.profile(virtual, args)):
+        with pytest.raises(vnode.VnodeError, match=r"shapes without values[\s\S]*argument 1: ShapeDtypeStruct"):
+            run()
+    assert len(virtual.explain(*args).passes) == 1

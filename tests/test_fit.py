@@ -257,6 +257,10 @@ def test_nnx_prepare_chooses() -> None:
 def test_nothing_fits() -> None:
     with pytest.raises(vnode.MemoryLimitError, match=r"no V fits in the 1\.00 KiB of a device") as caught:
         automatic("1KiB", light)(*arguments(4))
+    nodes, needed = re.search(r"V = (\d+) needs least, ([\d.]+ \w+)", str(caught.value)).groups()  # type: ignore[union-attr]
+    rows = [line.split() for line in str(caught.value).splitlines() if "too much" in line]
+    table = {row[0]: float(row[3]) * {"B": 1, "KiB": 2**10, "MiB": 2**20}[row[4]] for row in rows}
+    assert min(table.values()) == table[nodes] and needed in str(caught.value)
     assert isinstance(caught.value, vnode.VnodeError)
     for said in ("too much", "remat", "donate", "lanes", "ZeRO", "more devices"):
         assert said in str(caught.value)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -18,7 +19,14 @@ from jax.extend.core import JaxprEqn, Var
 
 import vnode
 from tests.zoo import kit
+from vnode.analysis.ancestry import Ancestry
+from vnode.analysis.choice import KEEPING, Choice, known_values
+from vnode.analysis.flow import Follower
+from vnode.analysis.forms import WHOLE, Batch, Partial, Slice
 from vnode.analysis.keep import cheapest
+from vnode.analysis.recipe import evaluated, recipe
+from vnode.analysis.states import State
+from vnode.analysis.tracing import trace
 
 FLOAT = 4
 BATCH, WIDTH, LAYERS, NODES = 4096, 64, 3, 8
@@ -208,3 +216,55 @@ def test_no_choice_costs_less(seed: int) -> None:
     choices = itertools.chain.from_iterable(itertools.combinations(may_be, k) for k in range(len(may_be) + 1))
     found = cheapest(flow, wanted, lambda var: False, memory.__getitem__, work.__getitem__)
     assert price(found) == min(price(set(kept)) for kept in choices)
+
+
+def test_more_than_the_batch_is_kept_only_where_the_step_would_be_refused_otherwise() -> None:
+    """Layers that are wider than the input, as those of every convolutional network: the step as written holds them."""
+    args = kit.normal(64, 512, scale=0.1), kit.normal(512, 512, scale=0.04), kit.normal(1024, 64)
+
+    def step(first: jax.Array, second: jax.Array, x: jax.Array) -> Any:
+        return jax.grad(lambda w: jnp.mean(layer(layer(layer(x, w[0]), w[1]), w[1]) ** 3))((first, second))
+
+    def virtual(budget: float) -> Any:
+        options: dict[str, Any] = {"in_axes": (None, None, 0), "recompute_budget": budget}
+        return vnode.virtualize(step, virtual_nodes=NODES, **options).on(jax.devices()[:1])
+
+    within, without = virtual(0.5).explain(*args), virtual(100.0).explain(*args)
+    assert within.recomputed <= 0.5 * within.flops < without.recomputed
+    assert {line.bytes for line in within.between} == {FLOAT * 1024 * 512} and not without.between
+    assert "more than the batch takes" in str(within) and "more than the batch takes" not in str(without)
+    got, want = virtual(0.5)(*args), jax.jit(step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6), got, want)
+
+
+def test_what_is_refused_is_refused_for_its_memory() -> None:
+    """Layers of six by six cost too little to be worth keeping."""
+    args = kit.normal(LAYERS, 6, 6), kit.normal(BATCH, 6)
+    with pytest.raises(vnode.CouplingError, match=r"not worth its memory: fewer than 10 operations saved per byte"):
+        vnode.virtualize(step_of(network), virtual_nodes=NODES).explain(*args)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_sets_of_steps_are_those_of_a_walk(seed: int) -> None:
+    """What a pass evaluates if it is given nothing, of every value, against a recipe for that value alone."""
+    rng = np.random.default_rng(seed)
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        values = [x]
+        for _ in range(4):
+            a, b = (values[i] for i in rng.integers(len(values), size=2))
+            values.append(layer(a, w) + b if rng.random() < 0.6 else jnp.sin(a) * b.mean(0))
+        return jnp.mean(values[-1] ** 3)
+
+    traced = trace(lambda w, x: jax.tree.leaves(jax.value_and_grad(loss)(w, x)), jnp.ones((4, 4)), jnp.ones((8, 4)))
+    states = [State(WHOLE, model=True), State(Slice(Batch(8), 0, 1, Fraction(1)), given=True)]
+    flow = Follower(Batch(8), 4, lambda eqn: "exact").follow(traced.program, states)
+    choice = Choice(flow, KEEPING[0], {}, known_values(flow))
+    choice.level = 99
+    ancestry = Ancestry(flow, choice.is_whole)
+    makes, _ = ancestry.given(choice.is_leaf)
+    for var in flow.position:
+        if isinstance(flow.states[var].form, Slice | Partial):
+            made = recipe(flow, [(var, flow.states[var].form)], flow.node_size, is_leaf=choice.is_leaf)
+            divided = {step for step in evaluated(made) if step.location is not None}  # no clones of what is whole
+            assert divided == {s for s in flow.steps if s.location is not None and ancestry.has(makes[var], s)}

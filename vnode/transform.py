@@ -109,13 +109,14 @@ def virtualize(
         prefix, for each positional argument. Arguments beyond its end are not split; nor are keyword arguments.
       coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
         so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
-        each node from its own examples (ghost batch statistics). ``"error"``: refuse. A mapping from regular
-        expressions, searched in the name stack, to modes chooses per coupling.
+        each node from its own examples (ghost batch statistics), together with the counts that they are divided by;
+        not so the buffers of a mixture of experts and the like, which stay exact. ``"error"``: refuse. A mapping from
+        regular expressions, searched in the name stack, to modes chooses per coupling.
       recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations. The default
         allows for one repeated forward pass, about a third of a deep step: what a contrastive loss, a statistic of the
         losses or a sort over the batch costs. The statistics of several normalization layers cost more and are
-        refused, unless what they would repeat is dear and small enough to be kept. Within the budget as little as
-        possible is kept, so that a larger one, up to 1, saves memory.
+        refused, unless what they would repeat is dear enough to be kept. Within the budget as little as possible is
+        kept, so that a larger one, up to 1, saves memory.
       reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
         the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 
 from jax.extend.core import Var
 
+from vnode.analysis.ancestry import Ancestry, Steps
 from vnode.analysis.forms import Form, Slice, Whole
 from vnode.analysis.keep import cheapest
 from vnode.analysis.passes import size_of
@@ -27,17 +28,22 @@ class Keeping:
 
     Attributes:
       price: scalar operations that a byte is worth.
-      bounded: whether all that is kept at a time takes no more than the batched arguments do; else that holds of each
-        value only.
+      bounded: whether all that is kept at a time takes no more than the batched arguments do.
+      each: whether that holds of each value that is kept.
     """
 
     price: float
     bounded: bool
+    each: bool = True
 
 
 KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
 """From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
 device computes in the time in which it writes and reads one."""
+
+FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False))
+"""What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
+as the layers of a convolutional network. The step as written holds all of it."""
 
 
 class Choice:
@@ -64,6 +70,8 @@ class Choice:
         self.level = 0
         self.given_kept: set[Var] = set()
         self.kept: dict[Var, None] = {}
+        self.ancestry = Ancestry(flow, self.is_whole)
+        self.alone: tuple[frozenset[Var], dict[Var, Steps], dict[Var, Steps]] | None = None
         self.room = sum(size_of(var) for var in flow.program.inputs if isinstance(flow.states[var].form, Slice))
 
     def postponed(self, level: int, ready: Iterable[Var], pending: Container[Var], earlier: Sequence[Var]) -> set[Var]:
@@ -86,20 +94,19 @@ class Choice:
         if not others:
             return set()
         here = evaluated(base)
-        before = self.behind(self.pieces(base))
+        behind = self.ancestry.behind
+        before = self.ancestry.union((var for var, _ in base.leaves), behind)
         little = work(here) // 20
         late: set[Var] = set()
         for var in sorted(others, key=lambda v: self.position.get(v, -1)):
-            more = self.extra(var, here, self.is_leaf)
-            cost = work(more)
-            comes = (var, states[var].form) not in base.leaves and (
-                cost <= little or cost <= work(self.extra(var, before, self.is_whole))
-            )
-            if comes:
-                here |= more
-            else:
-                late.add(var)
-                before |= self.extra(var, before, self.is_whole)
+            if (var, states[var].form) not in base.leaves:
+                anew = behind.get(var, 0) & ~before
+                more = self.extra(var, here, max(little, self.ancestry.work(anew)))
+                if more is not None:
+                    here |= more
+                    continue
+            late.add(var)
+            before |= behind.get(var, 0)
         return late
 
     def is_leaf(self, var: Var, form: Form) -> bool:
@@ -137,24 +144,33 @@ class Choice:
         """What makes the values that no other pass can make; decides what the pass is given that earlier ones kept."""
         requests = [(var, self.flow.states[var].form) for var in values]
         self.given_kept = set()
-        anew = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
-        if self.level == 0:
-            return anew
-        again = self.behind([*self.pieces(anew), *earlier]) & evaluated(anew)
-        if not work(again):
-            return anew
-        kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
-        waiting = {var for var, level in kept.items() if level < self.level}
-        written = {var for var, level in kept.items() if level == self.level}
-        self.given_kept = self.worth_keeping(values, again, waiting, written)
+        alone = 0
+        if self.level > 0:
+            makes, reads = self.anew()
+            alone = self.ancestry.union(values, makes)
+            again = alone & (self.ancestry.union(values, reads) | self.ancestry.union(earlier, self.ancestry.behind))
+            if self.ancestry.work(again):
+                kept = {var: self.flow.states[var].level for var in self.kept if var in pending}
+                waiting = {var for var, level in kept.items() if level < self.level}
+                written = {var for var, level in kept.items() if level == self.level}
+                self.given_kept = self.worth_keeping(values, again, waiting, written)
         given = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
-        if work(evaluated(given)) > 0.95 * work(evaluated(anew)):
+        if not self.given_kept:
+            return given
+        if work(evaluated(given)) > 0.95 * self.ancestry.work(alone):
             self.given_kept = set()  # not for a loss or two
-            return anew
-        self.kept.update(dict.fromkeys(var for var in self.flow.position if var in self.given_kept))
+            return recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
+        self.kept.update(dict.fromkeys(sorted(self.given_kept, key=self.position.__getitem__)))
         return given
 
-    def worth_keeping(self, values: Sequence[Var], again: set[Step], waiting: set[Var], written: set[Var]) -> set[Var]:
+    def anew(self) -> tuple[dict[Var, Steps], dict[Var, Steps]]:
+        """What the current pass evaluates and reads for every value if it is given what it must be given only."""
+        must = frozenset(var for var, level in self.decided.items() if self.is_leaf(var, self.flow.states[var].form))
+        if self.alone is None or self.alone[0] != must:
+            self.alone = must, *self.ancestry.given(self.is_leaf)
+        return self.alone[1:]
+
+    def worth_keeping(self, values: Sequence[Var], again: Steps, waiting: set[Var], written: set[Var]) -> set[Var]:
         """What the pass that makes `values` is given, lest it compute the steps `again` that earlier ones evaluate.
 
         What is `waiting` is kept for a later pass in any case. What is `written` for one, while the pass reads what it
@@ -167,12 +183,14 @@ class Choice:
             state = states[var]
             if var in waiting:
                 return 0.0
-            if not isinstance(state.form, Slice) or state.level >= self.level or size_of(var) > self.room:
+            if not isinstance(state.form, Slice) or state.level >= self.level:
+                return None
+            if self.keeping.each and size_of(var) > self.room:
                 return None
             return self.keeping.price * size_of(var) if allowed is None or var in allowed else None
 
         def cost(step: Step) -> float:
-            return float(step.flops) if step in again and step.per_node else 0.0
+            return float(step.flops) if step.per_node and self.ancestry.has(again, step) else 0.0
 
         def choice() -> set[Var]:
             return cheapest(self.flow, values, lambda var: self.is_leaf(var, states[var].form), memory, cost)
@@ -188,44 +206,32 @@ class Choice:
             found = choice()  # what is worth it without those that have no room
         return found
 
-    def behind(self, values: Iterable[Var]) -> set[Step]:
-        """The steps that nodes evaluate for values, in whichever passes."""
-        steps: set[Step] = set()
-        for var in values:
-            steps |= self.extra(var, steps, self.is_whole)
-        return steps
-
-    def pieces(self, made: Recipe) -> list[Var]:
-        """What earlier passes complete or keep so that `made` is given what it reads."""
-        found: list[Var] = []
-        seen: set[Var] = set()
-        stack: list[Atom] = [var for var, _ in made.leaves]
-        while stack:
-            var = stack.pop()
-            if not isinstance(var, Var) or var in seen or var not in self.position:
-                continue
-            seen.add(var)
-            if self.is_whole(var, self.flow.states[var].form):
-                stack += self.flow.steps[self.position[var]].eqn.invars
-            else:
-                found.append(var)
-        return found
-
-    def is_whole(self, var: Var, form: Form) -> bool:
+    def is_whole(self, var: Var) -> bool:
         """Whether no pass has to make a value."""
-        return isinstance(form, Whole) or self.flow.states[var].given
+        state = self.flow.states[var]
+        return isinstance(state.form, Whole) or state.given
 
-    def extra(self, var: Var, done: set[Step], is_leaf: Callable[[Var, Form], bool]) -> set[Step]:
-        """The steps that nodes would evaluate besides `done` for a value."""
+    def extra(self, var: Var, done: set[Step], most: float) -> set[Step] | None:
+        """The steps that the current pass would evaluate besides `done` for a value; None if that is more than `most`.
+
+        Args:
+          var: the value.
+          done: what it evaluates anyway.
+          most: scalar operations.
+        """
         extra: set[Step] = set()
         stack: list[Atom] = [var]
+        cost = 0
         while stack:
             atom = stack.pop()
             if not isinstance(atom, Var) or atom not in self.position:
                 continue
             step = self.flow.steps[self.position[atom]]
-            if step not in done and step not in extra and not is_leaf(atom, self.flow.states[atom].form):
+            if step not in done and step not in extra and not self.is_leaf(atom, self.flow.states[atom].form):
                 extra.add(step)
+                cost += step.flops if step.per_node else 0
+                if cost > most:
+                    return None
                 stack += step.eqn.invars
         return extra
 

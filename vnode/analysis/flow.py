@@ -31,6 +31,7 @@ from vnode.analysis.forms import (
 )
 from vnode.analysis.loops import region_step
 from vnode.analysis.nested import nested_step
+from vnode.analysis.picked import picked_sums
 from vnode.analysis.program import Program, message_about
 from vnode.analysis.states import NONZERO, Coupled, Coupling, Flow, Mode, State, Step, Why
 from vnode.analysis.view import View
@@ -79,6 +80,7 @@ class Follower:
       couplings: found so far.
       grain: the number of examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
+      picked: sums that no node can estimate, because examples pick their place in them.
     """
 
     batch: Batch
@@ -87,6 +89,7 @@ class Follower:
     couplings: list[Coupling] = dataclasses.field(default_factory=list)
     grain: int = 1
     sums: set[Var] = dataclasses.field(default_factory=set)
+    picked: set[Var] = dataclasses.field(default_factory=set)
 
     def anew(self, batch: Batch | None) -> Follower:
         """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
@@ -118,6 +121,19 @@ class Follower:
           Coupled: in a body, where something would have to be.
           UnsupportedPrimitiveError: a batched value meets a primitive without description.
         """
+        met = len(self.couplings)
+        while True:
+            flow = self.followed(program, inputs, body)
+            if body or not any(coupling.mode == "local" for coupling in self.couplings[met:]):
+                return flow
+            found = picked_sums(flow) - self.picked
+            if not found:
+                return flow
+            self.picked |= found
+            del self.couplings[met:]
+
+    def followed(self, program: Program, inputs: Sequence[State], body: bool) -> Flow:
+        """One run over `program`."""
         flow = Flow(program, {}, [])
         flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
         flow.states.update((var, NONZERO) for var in program.constants)
@@ -147,15 +163,17 @@ class Follower:
     def plain(flow: Flow, eqn: JaxprEqn, reducers: dict[Var, JaxprEqn]) -> Step | None:
         """The quick way for what most equations of an optimizer are: whole values that nodes have no part in."""
         level = local = 0
-        model, source = False, None
+        ghost = model = False
+        source = None
         for atom in eqn.invars:
             state = flow.state(atom)
-            if state.form is not WHOLE or state.zero or state.examples:
+            if state.form is not WHOLE or state.zero or state.examples or state.crosses:
                 return None
-            level, local, model = max(level, state.level), max(local, state.local), model or state.model
+            level, local = max(level, state.level), max(local, state.local)
+            ghost, model = ghost or state.ghost, model or state.model
             if source is None and isinstance(atom, Var):
                 source = reducers.get(atom)
-        state = flow.whole(level, local, model)
+        state = flow.whole(level, local, ghost, model)
         for var in eqn.outvars:
             flow.states[var] = state
             if source is not None:
@@ -242,8 +260,14 @@ class Follower:
         if any(not isinstance(form, Whole | Partial) for form in view.forms):
             return None
         made = max(view.states[i].level for i in partial)
-        if any(view.states[i].local > made for i, form in enumerate(view.forms) if isinstance(form, Whole)):
+        wholes = [state for state, form in zip(view.states, view.forms, strict=True) if isinstance(form, Whole)]
+        if any(state.ready > made for state in wholes):
             return None  # it would be computed in a later pass for the sake of one whole operand (gradient clipping)
+        if any(view.states[i].ghost for i in partial) and (
+            any(state.estimable and not state.ghost for state in wholes)
+            or not all(view.states[i].estimable for i in partial)
+        ):
+            return None  # an estimate is made of estimates of both, or of one that is and one that is not
         if not all(view.states[i].estimates for i in partial) and any(
             state.estimated and isinstance(form, Whole) for state, form in zip(view.states, view.forms, strict=True)
         ):

@@ -66,6 +66,8 @@ def cheapest(
         edges[place(var), place(step)] = np.inf if price is None else price
         if not known:
             edges[place(step), sink] = cost(step)
+            if price is not None and price <= cost(step) and len(step.eqn.outvars) == 1:
+                continue  # cheaper to keep than to evaluate once more, whatever it is made of
             for atom in step.eqn.invars:
                 meet(place(step), atom)
     total = sum(price for (_, end), price in edges.items() if end == sink)

@@ -10,7 +10,10 @@ import dataclasses
 import functools
 from collections.abc import Sequence
 
+from jax.extend.core import Var
+
 from vnode.analysis.forms import WHOLE, Batch, Form, Partial, Slice, Varying
+from vnode.analysis.picked import NONE, places_of
 from vnode.analysis.program import Atom, Program, inline
 from vnode.analysis.states import Flow, Follows, State, Step, Why
 from vnode.analysis.view import View
@@ -32,6 +35,10 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
                 view.states[i], examples=beside(form, view.eqn.invars[i].aval.shape, follower.nodes)
             )
     given = [outside(form, state) for form, state in zip(view.forms, view.states, strict=True)]
+    places = places_of(view.flow)
+    for i, atom in enumerate(view.eqn.invars):
+        if isinstance(given[i].form, Slice) and isinstance(atom, Var):
+            given[i] = dataclasses.replace(given[i], places=places.get(atom, NONE))
     for i in region.scanned:
         given[i] = inside(given[i])
     carried = list(region.carried)
@@ -40,7 +47,11 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
         after = [
             functools.reduce(either, states)
             for states in zip(
-                *([meet(f, atom) for atom in f.program.outputs] for f in flows[region.tests :]), strict=True
+                *(
+                    [meet(f, atom, k in range(len(carried))) for k, atom in enumerate(f.program.outputs)]
+                    for f in flows[region.tests :]
+                ),
+                strict=True,
             )
         ]
         joined = [either(given[i], state) for i, state in zip(carried, after[: len(carried)], strict=True)]
@@ -88,14 +99,22 @@ def inner(follower: Follows, states: Sequence[State], program: Program) -> Follo
 def outside(form: Form, state: State) -> State:
     """The state of an input of a body with passes of its own."""
     if isinstance(form, Slice):
-        return State(form, given=True, model=state.model)
-    return State(WHOLE, zero=state.zero, model=state.model, examples=state.examples)
+        return State(form, given=True, model=state.model, places=state.places)
+    return State(
+        WHOLE,
+        zero=state.zero,
+        model=state.model,
+        examples=state.examples,
+        handed_on=state.handed_on,
+        counted=state.counted or (state.estimable and not state.ghost),
+    )
 
 
-def meet(flow: Flow, atom: Atom) -> State:
-    """The state in which a body with passes of its own returns a value."""
+def meet(flow: Flow, atom: Atom, carried: bool) -> State:
+    """The state in which a body with passes of its own returns a value; what is carried is for the next turn."""
     state = flow.state(atom)
-    return outside(state.form, state)
+    handed_on = state.handed_on or (state.estimated and not carried)
+    return dataclasses.replace(outside(state.form, state), handed_on=handed_on, counted=False)
 
 
 def either(a: State, b: State) -> State:
@@ -103,14 +122,22 @@ def either(a: State, b: State) -> State:
     model, zero = a.model or b.model, a.zero and b.zero
     forms = {state.form for state in (a, b) if isinstance(state.form, Slice)}
     if len(forms) == 1:
-        return State(forms.pop(), given=True, model=model)
-    return State(WHOLE, zero=zero, model=model, examples=a.examples | b.examples)
+        return State(forms.pop(), given=True, model=model, places=a.places | b.places)
+    return State(
+        WHOLE,
+        zero=zero,
+        model=model,
+        examples=a.examples | b.examples,
+        handed_on=a.handed_on or b.handed_on,
+        counted=a.counted or b.counted,
+    )
 
 
 def inside(state: State) -> State:
     """The state of a scanned array inside the loop's body."""
     if isinstance(state.form, Slice):
-        return dataclasses.replace(state, form=state.form.move(state.form.dim - 1))
+        places = frozenset(d - 1 for d in state.places if d > 0)
+        return dataclasses.replace(state, form=state.form.move(state.form.dim - 1), places=places)
     return dataclasses.replace(state, examples=frozenset(d - 1 for d in state.examples if d > 0))
 
 

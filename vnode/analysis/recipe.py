@@ -125,7 +125,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
 
 
 def estimate(flow: Flow, atom: Atom) -> Form:
-    """How a node reads a whole value: as it is, or its own estimate of it where that is available earlier."""
+    """How a node's examples read a whole value: as it is, or what their node makes of its own."""
     return VARYING if flow.state(atom).estimated else WHOLE
 
 
@@ -190,18 +190,21 @@ def recipe(
         whole = [isinstance(form, Whole) for form in step.results]
         for i, var in enumerate(results):
             for form in list(wanted.get(var, ())):
-                if form == step.results[i]:
+                if not isinstance(form, Slice) or form == step.results[i]:
                     continue
-                if isinstance(form, Slice):
-                    clone = pull(flow, step, i, form, node_size)
-                    if clone is not None:
-                        add(clone)
-                        continue
-                if isinstance(form, Varying) and whole[i] and flow.states[var].estimated:
+                clone = pull(flow, step, i, form, node_size)
+                if clone is not None:
+                    add(clone)
+                else:
+                    convert(var, form)  # of a node's own estimate, maybe, which is then wanted as well
+            for form in list(wanted.get(var, ())):
+                if isinstance(form, Slice) or form == step.results[i]:
+                    continue
+                if isinstance(form, Varying) and whole[i] and flow.states[var].estimable:
                     add(estimated(flow, step, i))
-                    continue
-                convert(var, form)
-                native[i] = native[i] or (var in wanted and step.results[i] in wanted[var])
+                else:
+                    convert(var, form)
+            native[i] = step.results[i] in wanted.get(var, ())
         in_whole = [n and w for n, w in zip(native, whole, strict=True)]
         in_nodes = [n and not w for n, w in zip(native, whole, strict=True)]
         if any(in_nodes) or (forced and step.per_node):
@@ -235,7 +238,7 @@ def recipe(
 
 def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
     """The evaluation of a whole equation on a node's own estimates of its operands."""
-    operands = [estimate(flow, atom) for atom in step.eqn.invars]
+    operands = [VARYING if flow.state(atom).estimable else WHOLE for atom in step.eqn.invars]
     results: tuple[Form | None, ...] = tuple(VARYING if i == result else None for i in range(len(step.eqn.outvars)))
     return Evaluation(step, tuple(operands), results)
 

@@ -17,19 +17,22 @@ from typing import Any
 
 from jax.extend.core import Var
 
-from vnode.analysis.choice import KEEPING, Choice, Keeping, known_values
+from vnode.analysis.choice import FOR_BUDGET, KEEPING, Choice, Keeping, known_values
 from vnode.analysis.decisions import decisions, first_reads, living
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.host import answered, answers, check_calls
 from vnode.analysis.narrow import after_sums, rounded_results
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, accumulator_dtype, size_of
 from vnode.analysis.program import Atom
-from vnode.analysis.recipe import Evaluation, evaluation, recipe
+from vnode.analysis.recipe import Evaluation, evaluated, evaluation, recipe
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra
 
 FOR_MEMORY = 1.0
 """The fraction of a step that is computed again at most for no other reason than to keep less."""
+
+HOPELESS = 4 * FOR_MEMORY
+"""What is not waited for: the last of several sweeps computes less again than the first, but not so much less."""
 
 
 def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf) -> Schedule:
@@ -44,19 +47,61 @@ def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf)
     Returns:
       The schedule.
     """
-    made = None
-    for keeping in KEEPING:
-        before, made = made, divided(flow, accumulate_dtype, keeping)
-        if before is not None and made.recomputed >= before.recomputed:
-            made = before  # to keep more would not help
-        if made.recomputed <= min(budget, FOR_MEMORY) * made.flops:
+    limit = min(budget, FOR_MEMORY)
+    most = HOPELESS if budget <= HOPELESS else math.inf
+    made = least(flow, accumulate_dtype, KEEPING, limit, HOPELESS)
+    if most > HOPELESS and not within(made, limit):
+        made = least(flow, accumulate_dtype, KEEPING, limit, most)
+    if not within(made, budget):
+        made = least(flow, accumulate_dtype, FOR_BUDGET, budget, most, made)
+    return made or divided(flow, accumulate_dtype, FOR_BUDGET[-1])
+
+
+def within(made: Schedule | None, share: float) -> bool:
+    """Whether a schedule computes no more than a share of the step again."""
+    return made is not None and (share == math.inf or made.recomputed <= share * made.flops)
+
+
+def least(
+    flow: Flow,
+    accumulate_dtype: Any,
+    keepings: Sequence[Keeping],
+    enough: float,
+    most: float,
+    made: Schedule | None = None,
+) -> Schedule | None:
+    """The first schedule that computes little enough again, or the one that computes least, `made` included.
+
+    Args:
+      flow: batch flow of the step.
+      accumulate_dtype: as of `schedule`.
+      keepings: what may be kept, in order.
+      enough: the share of the step that may be computed again.
+      most: the share at which a try is given up.
+      made: a schedule to begin with.
+    """
+    for keeping in keepings:
+        try:
+            found = divided(flow, accumulate_dtype, keeping, most)
+        except TooMuch:
+            continue
+        if made is None or found.recomputed < made.recomputed:
+            made = found  # else to keep more would not help
+        if within(made, enough):
             break
-    assert made is not None
     return made
 
 
-def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping) -> Schedule:
-    """Divides a step into passes."""
+class TooMuch(Exception):
+    """So much is computed again in a sweep that its schedule will not be taken."""
+
+
+def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping, most: float = math.inf) -> Schedule:
+    """Divides a step into passes.
+
+    Raises:
+      TooMuch: they compute more than `most` times the step again.
+    """
     earliest: dict[Var, int] = {}
     decided: dict[Var, int] = {}
     if any(step.level for step in flow.steps):
@@ -65,7 +110,7 @@ def divided(flow: Flow, accumulate_dtype: Any, keeping: Keeping) -> Schedule:
         decided = {**decisions(flow, steps, earliest), **answers(flow)}
     known = known_values(flow)
     while True:
-        sweep = Sweep(flow, accumulate_dtype, keeping, decided, earliest, known)
+        sweep = Sweep(flow, accumulate_dtype, keeping, decided, earliest, known, most)
         stages = sweep.run()
         late = {var: stage for var, stage in sweep.needed.items() if sweep.made.get(var, stage) > stage}
         if not late:
@@ -96,6 +141,7 @@ class Sweep:
         decided: dict[Var, int],
         earliest: dict[Var, int],
         known: set[Var],
+        most: float,
     ) -> None:
         self.flow = flow
         self.node_size = flow.node_size
@@ -115,6 +161,9 @@ class Sweep:
         self.evaluated: set[int] = set()
         self.keeping = keeping
         self.choice = Choice(flow, keeping, decided, known)
+        self.most = most * sum(step.flops for step in flow.steps) if most < math.inf else most
+        self.again = 0
+        self.in_passes: set[Step] = set()
         self.held: dict[int, list[int]] = {}
         for i, step in enumerate(flow.steps):
             if step.eqn.effects and not step.per_node:
@@ -177,6 +226,7 @@ class Sweep:
                 step.level == self.level for step in self.effects
             ):
                 moved, nodes = self.make_pass()
+                self.count(nodes)
                 if moved:
                     stages[-1] = Stage((*moved, *stages[-1].once), stages[-1].nodes)
             stages.append(Stage(self.once(), nodes))
@@ -185,6 +235,18 @@ class Sweep:
         while stages and not stages[-1].once and stages[-1].nodes is None:
             stages.pop()
         return stages
+
+    def count(self, nodes: Pass) -> None:
+        """Counts what a pass and later ones both evaluate.
+
+        Raises:
+          TooMuch: it is more than the sweep is worth.
+        """
+        steps = {step for step in evaluated(nodes.recipe) if step.per_node}
+        self.again += sum(step.flops for step in steps & self.in_passes)
+        self.in_passes |= steps
+        if self.again > self.most:
+            raise TooMuch
 
     def once(self) -> tuple[Evaluation, ...]:
         """Everything wanted so far that is evaluated once, on whole values: as late as those who want it allow."""
@@ -241,9 +303,15 @@ class Sweep:
         collected = {var: form for var in ready if isinstance(form := flow.states[var].form, Slice)}
         self.level += 1  # what is moved behind the pass is evaluated at the next level
         if any(isinstance(flow.states[var].form, Partial) for var in ready):
-            for step in reversed(flow.steps):
-                if step.level > level or not step.per_node or self.pending.keys().isdisjoint(step.eqn.outvars):
+            waiting = [-self.position[var] for var in self.pending]  # the steps that make them, the last one first
+            heapq.heapify(waiting)
+            last = None
+            while waiting:
+                position = heapq.heappop(waiting)
+                step = flow.steps[-position]
+                if position == last or step.level > level or not step.per_node:
                     continue
+                last = position
                 late = [v for v in step.eqn.outvars if v in self.pending and isinstance(flow.states[v].form, Partial)]
                 late = [v for v in late if v not in postponed and (v in ready or self.may_wait_for(v, level))]
                 if not late:
@@ -251,6 +319,9 @@ class Sweep:
                 ready.update(dict.fromkeys(late))
                 if self.moves_once(step, late):
                     moved.append(self.whole(step, [var in late for var in step.eqn.outvars]))
+                    for atom in step.eqn.invars:
+                        if isinstance(atom, Var) and atom in self.pending:
+                            heapq.heappush(waiting, -self.position[atom])
                 else:
                     completed += late
                 for var in late:

@@ -33,24 +33,38 @@ class State:
     Attributes:
       form: how nodes hold it.
       level: the round after which a whole value is available; the earliest pass that can compute any other.
-      local: the round after which nodes can have the whole value or their own estimate of it; below `whole_level`
-        where ``coupling="local"`` applies.
+      local: the round after which nodes can have the whole value, or one made of their own examples alone.
+      ghost: made of a sum over the batch that depends on the model, where ``coupling="local"`` applies: examples read
+        what their node makes of its own.
       zero: known to be all zeros.
       model: depends on an argument that is not batched.
       estimates: of a value that nodes hold in pieces: computed from a node's own estimates.
       given: a batched value that exists for all nodes at once (an argument, what a loop around passes returns), so that
         reading it whole takes no pass.
       examples: of a whole value, dimensions that descend from the batch; nodes may divide them again.
+      places: of an input of a body with passes of its own, dimensions along which examples pick places.
+      handed_on: made of sums that examples in a loop or branch with passes of its own read their nodes' estimates of,
+        while outside there are only the sums themselves.
+      counted: in a body with passes of its own, made of sums of the batch alone that are formed outside of it.
     """
 
     form: Form
     level: int = 0
     local: int = 0
+    ghost: bool = False
     zero: bool = False
     model: bool = False
     estimates: bool = False
     given: bool = False
     examples: frozenset[int] = frozenset()
+    places: frozenset[int] = frozenset()
+    handed_on: bool = False
+    counted: bool = False
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it comes of sums on the other side of a loop's or branch's border."""
+        return self.handed_on or self.counted
 
     @property
     def whole_level(self) -> int:
@@ -58,9 +72,19 @@ class State:
         return self.level if isinstance(self.form, Whole) or self.given else self.level + 1
 
     @property
+    def estimable(self) -> bool:
+        """Whether nodes need not wait for the whole value where an estimate is made of it: a count of examples, say."""
+        return self.estimated or (isinstance(self.form, Whole | Partial) and self.local < self.whole_level)
+
+    @property
     def estimated(self) -> bool:
-        """Whether nodes that would have to wait for the whole value read their own estimate of it instead."""
-        return isinstance(self.form, Whole | Partial) and self.local < self.whole_level
+        """Whether nodes read their own estimate of the whole value, rather than to wait for it."""
+        return self.ghost and isinstance(self.form, Whole | Partial)
+
+    @property
+    def ready(self) -> int:
+        """The round after which nodes can read the value, if they need it as a whole."""
+        return self.local if self.estimated else self.whole_level
 
 
 ZERO, NONZERO = State(WHOLE, zero=True), State(WHOLE)
@@ -169,17 +193,17 @@ class Flow:
 
     _once: dict[State, State] = dataclasses.field(default_factory=lambda: {ZERO: ZERO, NONZERO: NONZERO})
 
-    _wholes: dict[tuple[int, int, bool], State] = dataclasses.field(default_factory=dict)
+    _wholes: dict[tuple[int, int, bool, bool], State] = dataclasses.field(default_factory=dict)
 
     def one(self, state: State) -> State:
         """The one of several equal states that the flow holds, so that they can be told by identity."""
         return self._once.setdefault(state, state)
 
-    def whole(self, level: int, local: int, model: bool) -> State:
+    def whole(self, level: int, local: int, ghost: bool, model: bool) -> State:
         """What is known of a value that is computed once and is neither zero nor has examples."""
-        key = (level, local, model)
+        key = (level, local, ghost, model)
         if key not in self._wholes:
-            self._wholes[key] = self.one(State(WHOLE, level, local, model=model))
+            self._wholes[key] = self.one(State(WHOLE, level, local, ghost, model=model))
         return self._wholes[key]
 
     @functools.cached_property
@@ -217,6 +241,7 @@ class Follows(Protocol):
     mode: Mode
     couplings: list[Coupling]
     sums: set[Var]
+    picked: set[Var]
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
         """Batch flow of a program."""

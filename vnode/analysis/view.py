@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole
+from vnode.analysis.program import message_about
 from vnode.analysis.states import Coupled, Coupling, Flow, Follows, State, Step, Why
+from vnode.errors import CouplingError
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
 
@@ -115,11 +117,14 @@ class View:
                     Coupling(self.flow, self.eqn, "loop", step.level, source=self.coupled.eqn, why=self.coupled.why)
                 )
             return
+        if step.per_node:
+            self.check_borders(step)
         zero = self.results_zero(step)
         estimates = step.per_node and any(
             isinstance(form, Varying) or (state.estimates and not isinstance(form, Whole))
             for form, state in zip(step.operands, self.states, strict=True)
         )
+        crossing = [state for state in self.states if state.crosses]
         states = [
             dataclasses.replace(state, examples=state.examples | {state.form.dim})
             if isinstance(state.form, Slice) and isinstance(form, Whole)
@@ -131,21 +136,37 @@ class View:
         if descends and description is None and region_of(self.eqn) is None:
             description = self.flow.program.describe(self.eqn)
         inherited = [self.reducers[a] for a in self.eqn.invars if isinstance(a, Var) and a in self.reducers]
+        adds = {state for state, form in zip(self.states, step.operands, strict=True) if isinstance(form, Partial)}
+        if any(isinstance(form, Slice | Varying) for form in step.operands):
+            adds.clear()  # the sum is formed here
         for k, (var, form) in enumerate(zip(self.eqn.outvars, step.results, strict=True)):
-            local = step.level
+            local, ghost = step.level, False
             examples: set[int] = set()
             match form:
                 case Whole():
                     if descends and not step.per_node:
                         examples = examples_of(self.eqn, k, states, description)
                     local = min(local, max((state.local for state in self.states), default=0))
+                    ghost = any(state.estimated for state in self.states)
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
-                    estimate = model and form.monoid is Monoid.SUM  # a node's own maximum estimates nothing
-                    local += not (estimate and self.follower.mode(self.reducers[var]) == "local")
+                    if adds:
+                        ghost = any(state.ghost for state in adds)
+                        local += not all(state.estimable for state in adds)
+                    elif form.monoid is not Monoid.SUM or var in self.follower.picked:
+                        local += 1  # a node's own maximum estimates nothing
+                    elif model:
+                        ghost = self.follower.mode(self.reducers[var]) == "local"
+                        local += not ghost
                 case _:
                     local += 1
-            state = State(form, step.level, local, zero, model, estimates, False, frozenset(examples))
+            state = State(form, step.level, local, ghost, zero, model, estimates, False, frozenset(examples))
+            if crossing:
+                state = dataclasses.replace(
+                    state,
+                    handed_on=any(other.handed_on for other in crossing),
+                    counted=any(other.counted for other in crossing) and not isinstance(form, Slice),
+                )
             self.flow.states[var] = self.flow.one(state)
             if isinstance(form, Whole) and inherited:
                 self.reducers[var] = inherited[0]
@@ -163,6 +184,30 @@ class View:
                 mode = "local" if self.states[i].estimated else "exact"
                 source = self.reducers.get(atom) if isinstance(atom, Var) else None
                 self.follower.couplings.append(Coupling(self.flow, self.eqn, "reduction", step.level, mode, source))
+
+    def check_borders(self, step: Step) -> None:
+        """Refuses estimates on one side of a loop's or branch's border where the other has the sum itself.
+
+        Raises:
+          CouplingError: examples read both.
+        """
+        for state, form in zip(self.states, step.operands, strict=True):
+            if state.handed_on:
+                what = "a loop or branch has made of a sum over the batch that is estimated inside of it only"
+                remedy = "compute it again where it is read: jax.checkpoint around the body of the loop or branch"
+            elif state.counted and state.estimated and not isinstance(form, Partial):
+                what = "is made of an estimate in a loop or branch, and of a count that comes from outside"
+                remedy = "keep the count out of it: normalize by what does not depend on the batch"
+            else:
+                continue
+            raise CouplingError(
+                message_about(
+                    self.eqn,
+                    f"coupling='local' cannot be kept: {self.eqn.primitive.name!r} applies to single examples "
+                    f"what {what}.",
+                    remedies=[remedy, "or write the loop out (a Python loop), or the branch", "or coupling='exact'"],
+                )
+            )
 
     def results_zero(self, step: Step) -> bool:
         """Whether the equation maps zeros to zeros, and its operands are zeros."""

@@ -213,6 +213,9 @@ class Report(Drawn):
         if self.kept_between:
             most = max((self, *self.descendants), key=lambda one: one.of_device(one.between))
             facts.append(held("kept for later passes", self.kept_between, most.between))
+            given = sum(line.bytes for line in self.inputs)
+            if any(line.bytes > given for one in (self, *self.descendants) for line in one.between):
+                facts.append(Fact("", "more than the batch takes, for else recompute_budget would be exceeded"))
         if self.kept_around:
             lines = [line for one in (self, *self.descendants) for line in one.around]
             facts.append(held("held around loops", self.kept_around, lines))

@@ -8,15 +8,17 @@ estimating sums locally is tried on the step itself before it is proposed.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn
 
+from vnode.analysis.choice import FOR_BUDGET
 from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
-from vnode.analysis.passes import Schedule
+from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, where
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
@@ -61,9 +63,12 @@ def check_couplings(
     """
     refused = [c for c in couplings if mode_of(option, c.source or c.eqn) == "error"]
     if refused:
+        local: list[Coupling] = []
         remedies = ["coupling='exact': further passes, for the result of the whole batch"]
         allowed = {pattern: "local" if mode == "error" else mode for pattern, mode in patterns(option).items()}
-        if any(coupling.mode == "local" for coupling in again(allowed)[1]):
+        with contextlib.suppress(CouplingError):
+            local = [coupling for coupling in again(allowed)[1] if coupling.mode == "local"]
+        if local:
             remedies.append(f"coupling='local': {LOCAL}")
         raise CouplingError(
             layout_message(
@@ -80,7 +85,7 @@ def check_couplings(
             layout_message(
                 f"exactness would recompute {share:.0%} of the step "
                 f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                facts=facts(made, couplings),
+                facts=[*facts(made, couplings), memory(made)],
                 remedies=[
                     f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
                     *locally(made, couplings, option, budget, again),
@@ -137,7 +142,32 @@ def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
         lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
     shown = sorted(lines, key=lambda line: -lines[line])[:SHOWN]
     rest = [f"... and {len(lines) - len(shown)} more"] if len(lines) > len(shown) else []
-    return [line for line in lines if line in shown] + rest
+    return list(paths_once(line for line in lines if line in shown)) + rest
+
+
+def paths_once(lines: Iterable[str]) -> Iterator[str]:
+    """Lines that name source lines, the directory of each file once only.
+
+    >>> list(paths_once(["mul at /home/me/net.py:3 (f)", "add at /home/me/net.py:5 (f)"]))
+    ['mul at /home/me/net.py:3 (f)', 'add at net.py:5 (f)']
+    """
+    named: set[str] = set()
+
+    def brief(found: re.Match[str]) -> str:
+        known = found[0] in named
+        named.add(found[0])
+        return found[2] if known else found[0]
+
+    for line in lines:
+        yield re.sub(r"(\S*[/\\])([^/\\\s]+)(?=:\d+ )", brief, line)
+
+
+def memory(made: Schedule) -> str:
+    """Why passes do not keep what later ones compute again."""
+    kept = sum(sum(map(nbytes, inner.between)) for inner, _ in schedules(made))
+    held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
+    worth = f"fewer than {FOR_BUDGET[-1].price} operations saved per byte"
+    return f"to keep what passes compute again{held} is not worth its memory: {worth}"
 
 
 def place(eqn: JaxprEqn) -> str:
@@ -188,7 +218,10 @@ def locally(
     elif normalizing:
         choices = [("local", GHOST)]
     for choice, meaning in choices:
-        then, _ = again(choice)
+        try:
+            then, _ = again(choice)
+        except CouplingError:
+            continue
         last = choice == "local"
         if then.recomputed <= budget * then.flops or (last and made.recomputed - then.recomputed > made.flops / 100):
             share = then.recomputed / max(then.flops, 1)

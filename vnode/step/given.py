@@ -1,4 +1,4 @@
-"""Arguments that no step can be called with: too few of them, or arrays that are gone, or donated and needed again.
+"""Arguments that no step can be called with: too few, shapes without values, arrays that are gone or donated twice.
 
 Knows signatures and deleted arrays. Must not know what becomes of the arguments.
 """
@@ -27,6 +27,37 @@ def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         return
     except TypeError as error:
         raise TypeError(f"{name}() {error}") from None
+
+
+def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    """Refuses shapes without values where the step is run.
+
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+
+    Raises:
+      VnodeError: there are some.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> check_values([jnp.ones(3), 1.0], {})
+    """
+    named = {**{f"argument {i}": arg for i, arg in enumerate(args)}, "argument ": kwargs}
+    found = [
+        f"{name}{jax.tree_util.keystr(path)}: {leaf}"
+        for name, tree in named.items()
+        for path, leaf in jax.tree.leaves_with_path(tree)
+        if isinstance(leaf, jax.ShapeDtypeStruct)
+    ]
+    if found:
+        raise VnodeError(
+            layout_message(
+                "the step is to be run on shapes without values (jax.ShapeDtypeStruct).",
+                facts=[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])],
+                remedies=["give arrays", "or ask what needs shapes only: step.explain(...), step.lower(...)"],
+            )
+        )
 
 
 def check_arguments(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = ()) -> None:

@@ -25,6 +25,7 @@ from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
+from vnode.step.given import check_values
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 
@@ -205,7 +206,11 @@ class VirtualStep(Step[P, R]):
         executor = self.executor
         if self._preparation is not None:
             self._await()
-        results = executor(args, kwargs)
+        try:
+            results = executor(args, kwargs)
+        except TypeError:
+            check_values(args, kwargs)
+            raise
         if executor.traced:
             executor.traced = False
             if not tracing():

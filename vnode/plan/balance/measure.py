@@ -30,6 +30,7 @@ from vnode.placement.waiting import check_own
 from vnode.plan.balance.profiles import Measurement, Profile, Profiles, Signature, different
 from vnode.plan.nodes.memory import byte_count, program_memory, reported
 from vnode.step.explain import analysis
+from vnode.step.given import check_values
 from vnode.step.protocol import Resolved, Step
 from vnode.step.virtual import VirtualStep, first_nodes
 
@@ -98,6 +99,7 @@ def profile(
             ],
         )
     with step.resolved(args, {}) as here:
+        check_values(here.args, here.kwargs)
         return measured(here.step, here.args, groups, nodes, steps, memory, mixed, None if path is None else Path(path))
 
 

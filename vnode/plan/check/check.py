@@ -21,7 +21,7 @@ from vnode.plan.check.answer import Check
 from vnode.plan.check.arrays import DIFFERENT, EQUAL, ROUNDING, UNKNOWN, compared, host, same
 from vnode.plan.check.plain import Reference
 from vnode.show.units import several
-from vnode.step.given import check_arguments
+from vnode.step.given import check_arguments, check_values
 from vnode.step.protocol import step_and_arguments
 
 
@@ -71,6 +71,7 @@ def check(
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
+        check_values(here.args, here.kwargs)
         check_arguments(dict(enumerate(here.args)), here.kwargs)
         virtual = here.step
         places = places_of(virtual, devices)

@@ -209,7 +209,7 @@ class AutoStep(Step[P, R]):
                 if step is None:
                     raise MemoryLimitError(
                         layout_message(
-                            f"{found.verdict}.",
+                            f"{found.verdict}{found.floor and '; '}{found.floor}.",
                             facts=found.lines,
                             remedies=REMEDIES,
                         )

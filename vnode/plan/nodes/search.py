@@ -68,6 +68,12 @@ class NodeSearch:
         limit = f"in the {size(self.limit, 2)} of a device"
         return f"no V fits {limit}" if self.chosen is None else f"V = {self.chosen}, the smallest that fits {limit}"
 
+    @property
+    def floor(self) -> str:
+        """The number of nodes that needs least, of those tried, in a few words; empty if none is known."""
+        known = [(trial.bytes, trial.virtual_nodes) for trial in self.trials if trial.bytes is not None]
+        return f"of those tried V = {min(known)[1]} needs least, {size(min(known)[0], 2)}" if known else ""
+
     def __str__(self) -> str:
         return "\n".join([self.verdict, *self.lines])
 
