@@ -1,0 +1,97 @@
+"""The program of one device of a mesh: equations at local sizes, explicit collectives between them.
+
+Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
+
+The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
+copies of equations, masks, halos and every exchange. What nobody reads is left out, as the compiler does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program, inline
+from vnode.operators.control import region_of
+from vnode.spmd.exchange import convert
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Axes
+from vnode.spmd.program import at_the_border
+from vnode.spmd.run import run
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProgram:
+    """What one device of a mesh runs.
+
+    Attributes:
+      program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
+      axes: of the mesh, those longer than one.
+      donated: the inputs whose memory results may take.
+    """
+
+    program: Program
+    axes: Mapping[str, int]
+    donated: frozenset[int] = frozenset()
+
+
+def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = ()) -> DeviceProgram:
+    """Traces what one device runs.
+
+    Args:
+      flow: layouts through the program.
+      axes: of the mesh, those longer than one.
+      platform: what is compiled for.
+      donated: the inputs of the program that are given away.
+
+    Returns:
+      The program; its inputs and outputs are those of the flow, in local shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> traced = jax.make_jaxpr(lambda x: jnp.sum(x))(jnp.ones((8, 4)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> flow = follow(program, [from_spec(P("x"), (8, 4), axes)], axes)
+      >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in device_program(flow, axes).program.equations]
+      [('reduce_sum', (2, 4)), ('psum', ())]
+    """
+    given = [at_the_border(layout, axes) for layout in flow.inputs]
+    made = [at_the_border(layout, axes) for layout in flow.outputs]
+    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.inputs]
+    results = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.outputs]
+
+    def on_one(*values: Any) -> list[Any]:
+        inputs = [convert(*each, axes) for each in zip(values, given, flow.inputs, shapes, strict=True)]
+        outputs = run(flow, inputs, axes, platform)
+        return [convert(*each, axes) for each in zip(outputs, flow.outputs, made, results, strict=True)]
+
+    local = [
+        jax.ShapeDtypeStruct(layout.local(shape, axes), var.aval.dtype)
+        for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
+    ]
+    traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
+    return DeviceProgram(needed(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
+
+
+def needed(program: Program) -> Program:
+    """The program without equations whose results nobody reads."""
+    wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(program.equations):
+        if eqn.effects or wanted.intersection(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return dataclasses.replace(program, equations=kept[::-1])
+
+
+def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
+    """The programs of the bodies of a loop or branch; nothing for any other equation."""
+    region = region_of(eqn)
+    return [] if region is None else [needed(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies]
