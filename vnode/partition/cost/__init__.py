@@ -4,7 +4,7 @@ from vnode.partition.cost.cache import Cache
 from vnode.partition.cost.collectives import Transfer, transfer_of, transfers_of_route
 from vnode.partition.cost.compiler import Compiler
 from vnode.partition.cost.device import DeviceProgram, device_program
-from vnode.partition.cost.kernels import Fusing
+from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.measured import Measured
 from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece, copy_of, piece_of
@@ -15,13 +15,13 @@ __all__ = [
     "Cache",
     "Compiler",
     "DeviceProgram",
-    "Fusing",
     "Measured",
     "Memory",
     "Piece",
     "ProgramCost",
     "Roofline",
     "Source",
+    "Target",
     "Time",
     "Times",
     "Transfer",

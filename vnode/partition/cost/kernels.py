@@ -8,11 +8,14 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
   if a single one reads it, since it would be computed again for each.
 - A reduction takes in what it reads, and is computed once: its result is in memory.
-- A contraction takes in rearrangements only, and on TPUs (`Fusing.contractions`) also element-wise producers; and there
+- A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
 - Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
+
+Collectives of one kind over the same axes that do not wait for each other are sent together (XLA's combiners), so that
+what all of them send, and bring, is in memory at once.
 
 What compilers do beyond that (several results from one kernel, reductions inside of one, libraries of fused attention)
 is not modelled.
@@ -22,14 +25,16 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import graphlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control import region_of
+from vnode.operators.cost import nbytes
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
@@ -57,19 +62,39 @@ class Shape(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True)
-class Fusing:
-    """What a compiler takes together.
+class Target:
+    """What XLA does when it compiles for a platform, as far as time and memory depend on it.
 
     Attributes:
       contractions: whether element-wise producers and consumers are taken into contractions.
+      combines: kinds of collectives that are sent together where none waits for another.
+      together: bytes of operands up to which they are.
+      breadth: whether kernels run as soon as their operands are there, first come first served, for the sake of
+        threads that run them at the same time; otherwise in an order in which little is held.
     """
 
     contractions: bool = True
+    combines: frozenset[str] = frozenset({"all-reduce"})
+    together: int = 1 << 62
+    breadth: bool = False
 
     @staticmethod
-    def on(platform: str) -> Fusing:
-        """That of XLA for a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``."""
-        return Fusing(contractions=platform == "tpu")
+    def on(platform: str) -> Target:
+        """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+
+        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; the orders are those
+        of what jaxlib 0.10 schedules.
+
+        >>> Target.on("cpu").breadth, Target.on("tpu").contractions
+        (True, True)
+        """
+        match platform:
+            case "cpu":
+                return Target(contractions=False, breadth=True)
+            case "gpu":
+                kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
+                return Target(contractions=False, combines=kinds, together=30 << 20)
+        return Target()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -159,12 +184,12 @@ TAKES = {Shape.EACH: 3, Shape.SAME: 3, Shape.MOVED: 3, Shape.REDUCED: 2, Shape.C
 """What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 contractions too."""
 
 
-def kernels_of(program: Program, fusing: Fusing) -> Kernels:
+def kernels_of(program: Program, target: Target) -> Kernels:
     """Takes equations together.
 
     Args:
       program: of one device.
-      fusing: what the compiler takes together.
+      target: what the compiler does.
 
     Returns:
       The kernels, in an order in which they can run.
@@ -182,7 +207,7 @@ def kernels_of(program: Program, fusing: Fusing) -> Kernels:
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         own = TAKES.get(shape, 0)
-        if shape is Shape.CONTRACTED and fusing.contractions:
+        if shape is Shape.CONTRACTED and target.contractions:
             own = 2
         takes[id(eqn)] = own
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
@@ -192,7 +217,7 @@ def kernels_of(program: Program, fusing: Fusing) -> Kernels:
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
             alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if fusing.contractions and least == 3 and alone and id(reader) not in contracted:
+            if target.contractions and least == 3 and alone and id(reader) not in contracted:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
@@ -220,7 +245,96 @@ def kernels_of(program: Program, fusing: Fusing) -> Kernels:
         members = gathered(eqn, definitions, inside)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
-    return Kernels(program, tuple(found), names)
+    return Kernels(program, combined(found, names, target), names)
+
+
+def combined(kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target) -> tuple[Kernel, ...]:
+    """Kernels with collectives sent together, in an order in which they can run."""
+
+    def memory_of(var: Var) -> Var:
+        while var in names:
+            var = names[var]
+        return var
+
+    maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
+    needs = [
+        {maker[v] for v in map(memory_of, kernel.piece.reads) if v in maker} for kernel in kernels
+    ]
+    above: list[int] = []  # for each kernel, as bits, the collectives that it waits for in the end
+    groups: list[list[int]] = []
+    group_of: dict[int, int] = {}
+    waits: list[int] = []  # for each group, as bits, the collectives that its members wait for
+    open_groups: dict[object, list[int]] = {}
+    for k, kernel in enumerate(kernels):
+        bits = 0
+        for n in needs[k]:
+            bits |= above[n] | (1 << n if kernels[n].shape is Shape.COLLECTIVE else 0)
+        above.append(bits)
+        if kernel.shape is not Shape.COLLECTIVE:
+            continue
+        size = sum(nbytes(var.aval) for var in kernel.piece.reads)
+        key, chosen = key_of(kernel.root, target), None
+        for g in open_groups.get(key, []) if key is not None else []:
+            held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads)
+            if held + size <= target.together and not reaches(bits, g, groups, group_of, waits):
+                chosen = g
+                break
+        if chosen is None:
+            chosen = len(groups)
+            groups.append([])
+            waits.append(0)
+            open_groups.setdefault(key, []).append(chosen)
+        groups[chosen].append(k)
+        waits[chosen] |= bits
+        group_of[k] = chosen
+    merged = [combined_kernel([kernels[m] for m in members]) for members in groups]
+    nodes: dict[int, Kernel] = {}
+    links: dict[int, set[int]] = {}
+    first = {k: groups[g][0] for k, g in group_of.items()}
+    for k, kernel in enumerate(kernels):
+        own = first.get(k, k)
+        nodes[own] = merged[group_of[k]] if k in group_of else kernel
+        links.setdefault(own, set()).update(first.get(n, n) for n in needs[k])
+    return tuple(nodes[k] for k in graphlib.TopologicalSorter(ordered(links)).static_order())
+
+
+def ordered(links: Mapping[int, set[int]]) -> dict[int, list[int]]:
+    """Dependencies in an order that does not depend on hashes."""
+    return {k: sorted(found) for k, found in sorted(links.items())}
+
+
+def key_of(eqn: JaxprEqn, target: Target) -> object:
+    """What collectives have in common that may be sent together; None for one that is sent alone."""
+    kind = KINDS[eqn.primitive.name]
+    if kind not in target.combines:
+        return None
+    params = {name: value for name, value in eqn.params.items()}
+    return eqn.primitive.name, repr(sorted(params.items())), eqn.invars[0].aval.dtype
+
+
+def reaches(bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Mapping[int, int], waits: Sequence[int]) -> bool:
+    """Whether some of these collectives are in a group, or wait for one of it."""
+    seen, pending = set[int](), bits
+    while pending:
+        low = pending & -pending
+        pending ^= low
+        g = group_of[low.bit_length() - 1]
+        if g == group:
+            return True
+        if g not in seen:
+            seen.add(g)
+            pending |= waits[g]
+            for member in groups[g]:
+                pending &= ~(1 << member)
+    return False
+
+
+def combined_kernel(members: Sequence[Kernel]) -> Kernel:
+    """Several collectives as one kernel."""
+    if len(members) == 1:
+        return members[0]
+    equations = [eqn for kernel in members for eqn in kernel.piece.equations]
+    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), Shape.COLLECTIVE, members[0].root)
 
 
 def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:

@@ -7,7 +7,7 @@ value is held from the kernel that writes it to the last that reads it, under wh
 by element may write over what nobody reads after it, if it is as large. A loop holds what it carries and what it stacks
 once, and beside them what its body holds at most; branches the largest of theirs.
 
-Compilers choose the order of kernels so that little is held. XLA (``hlo_memory_scheduler.cc``) tries several and takes
+Where a compiler chooses the order of kernels so that little is held (`Target.breadth` is False): XLA (``hlo_memory_scheduler.cc``) tries several and takes
 the one that holds least at a time: so does this, of the program's own order, of one that follows operands depth first
 from the results, and of one that runs next what frees most (Sarkar and Hennessy's list scheduling, as XLA cites it).
 """
@@ -24,7 +24,7 @@ from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import Fusing, Kernel, Kernels, Shape, kernels_of
+from vnode.partition.cost.kernels import Target, Kernel, Kernels, Shape, kernels_of
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -91,7 +91,6 @@ class Buffers:
       inside: for each kernel the bytes that it holds while it runs.
       over: for each kernel the pairs of a value that it writes and one over which it may do so.
       kept: values that are held to the end.
-      there: values that are there before, and whose memory is not counted.
       after: for each kernel those that must have run before it.
     """
 
@@ -100,7 +99,6 @@ class Buffers:
     inside: tuple[int, ...]
     over: tuple[tuple[tuple[Var, Var], ...], ...]
     kept: frozenset[Var]
-    there: frozenset[Var]
     after: tuple[frozenset[int], ...]
 
     def peak(self, order: Sequence[int]) -> tuple[int, frozenset[Var], int]:
@@ -192,18 +190,35 @@ class Buffers:
                     heapq.heappush(ready, (growth(n), n))
         return order
 
-    def least(self) -> tuple[int, frozenset[Var], int]:
-        """The peak of the best of the orders."""
+    def breadth_first(self) -> list[int]:
+        """Kernels as soon as what they need has run, first come first served."""
+        following: list[list[int]] = [[] for _ in self.after]
+        missing = [len(needs) for needs in self.after]
+        for k, needs in enumerate(self.after):
+            for n in needs:
+                following[n].append(k)
+        order = [k for k, n in enumerate(missing) if n == 0]
+        for k in order:
+            for n in following[k]:
+                missing[n] -= 1
+                if missing[n] == 0:
+                    order.append(n)
+        return order
+
+    def under(self, target: Target) -> tuple[int, frozenset[Var], int]:
+        """The peak in the order of a compiler, or in the best that is tried."""
+        if target.breadth:
+            return self.peak(self.breadth_first())
         orders = [list(range(len(self.after))), self.depth_first(), self.freeing()]
         return min((self.peak(order) for order in orders), key=lambda found: found[0])
 
 
-def memory_of(device: DeviceProgram, fusing: Fusing) -> Memory:
+def memory_of(device: DeviceProgram, target: Target) -> Memory:
     """The peak of one device's program.
 
     Args:
       device: the program.
-      fusing: what the compiler takes together.
+      target: what the compiler takes together.
 
     Returns:
       The memory.
@@ -219,10 +234,10 @@ def memory_of(device: DeviceProgram, fusing: Fusing) -> Memory:
                 taken.add(i)
                 aliased += nbytes(given)
                 break
-    kernels = kernels_of(program, fusing)
+    kernels = kernels_of(program, target)
     made = {kernels.memory_of(var) for var in results} - {*program.inputs, *program.constants}
-    buffers = buffers_of(kernels, fusing, elsewhere={*program.inputs, *program.constants, *made}, written_over=())
-    most, when, at = buffers.least()
+    buffers = buffers_of(kernels, target, elsewhere={*program.inputs, *program.constants, *made}, written_over=())
+    most, when, at = buffers.under(target)
     definitions = program.definitions
     held = [
         Held(nbytes(var.aval), var.aval.str_short(short_dtypes=True), where(definitions[var]))
@@ -237,13 +252,13 @@ def memory_of(device: DeviceProgram, fusing: Fusing) -> Memory:
 
 
 def buffers_of(
-    kernels: Kernels, fusing: Fusing, *, elsewhere: Collection[Var], written_over: Collection[Var], kept: Collection[Var] = ()
+    kernels: Kernels, target: Target, *, elsewhere: Collection[Var], written_over: Collection[Var], kept: Collection[Var] = ()
 ) -> Buffers:
     """What kernels of a program write and read.
 
     Args:
       kernels: of the program.
-      fusing: for bodies.
+      target: for bodies.
       elsewhere: variables whose memory is not counted here.
       written_over: those of them that may be written over after the last reader.
       kept: variables that are held to the end.
@@ -258,13 +273,12 @@ def buffers_of(
         own = [(var, nbytes(var.aval)) for var in outs if var in counted]
         written.append(tuple(own))
         read.append(frozenset(reads & (counted | set(written_over))))
-        inside.append(0 if region is None else inside_of(kernel.root, region, fusing))
+        inside.append(0 if region is None else inside_of(kernel.root, region, target))
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
         after.append(frozenset(maker[var] for var in reads if var in maker))
     return Buffers(
         *map(tuple, (written, read, inside, over)),  # type: ignore[arg-type]
         kept=frozenset(kernels.memory_of(var) for var in kept),
-        there=frozenset(elsewhere),
         after=tuple(after),
     )
 
@@ -282,17 +296,17 @@ def overwritten(
     return [(out, var) for var in reads if nbytes(var.aval) == nbytes(out.aval)]
 
 
-def inside_of(eqn: JaxprEqn, region: Region, fusing: Fusing) -> int:
+def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
     return max(
-        (body_peak(body, inputs, region, k < region.tests, fusing) for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))),
+        (body_peak(body, inputs, region, k < region.tests, target) for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))),
         default=0,
     )
 
 
-def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bool, fusing: Fusing) -> int:
+def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target) -> int:
     """The most bytes that a body holds beside what its loop or branch holds."""
-    kernels = kernels_of(program, fusing)
+    kernels = kernels_of(program, target)
     given: Mapping[int, Var] = dict(zip(inputs, program.inputs, strict=True))
     carried = [given[i] for i in region.carried if i in given]
     ends = [] if tests else program.outputs
@@ -306,10 +320,10 @@ def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bo
             if isinstance(atom, Var) and shapes.get(kernels.memory_of(atom)) in IN_PLACE:
                 elsewhere.add(kernels.memory_of(atom))
     kept = [atom for atom in ends if isinstance(atom, Var) and kernels.memory_of(atom) not in elsewhere]
-    buffers = buffers_of(kernels, fusing, elsewhere=elsewhere, written_over=carried, kept=kept)
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=carried, kept=kept)
     slices = 0
     for i in region.scanned:
         readers = [each for each in kernels.kernels if given[i] in map(kernels.memory_of, each.piece.reads)]
         if any(each.shape not in SLICED for each in readers):
             slices += nbytes(given[i].aval)
-    return buffers.least()[0] + slices
+    return buffers.under(target)[0] + slices

@@ -13,7 +13,7 @@ counts once for every turn.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
@@ -22,8 +22,9 @@ from vnode.analysis.program import Program
 from vnode.operators.control import Region, region_of
 from vnode.partition.cost.collectives import Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import Fusing, Kernels, Shape, kernels_of
+from vnode.partition.cost.kernels import Target, Kernels, Shape, kernels_of
 from vnode.partition.cost.memory import Memory, memory_of
+from vnode.partition.cost.pieces import Piece
 from vnode.partition.cost.time import Time, Times, by_source
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
@@ -38,7 +39,7 @@ class Planned:
     Attributes:
       transfer: what moves, over which axes.
       runs: how often, loops counted by their turns.
-      seconds: of one run.
+      seconds: of one run; of several that are sent together, its share.
     """
 
     transfer: Transfer
@@ -154,15 +155,15 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    fusing = Fusing.on(platform)
-    taken = _Taken(machine, mesh, program.axes, times or Times(), fusing, overlap)
+    target = Target.on(platform)
+    taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
     timeline = taken.timeline(program.program, 1)
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
         timeline=timeline,
         collectives=tuple(taken.collectives),
-        memory=memory_of(program, fusing),
+        memory=memory_of(program, target),
         sources=by_source(taken.times),
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
@@ -186,10 +187,10 @@ class _Taken:
     """Adds up what a program takes; bodies of loops are programs."""
 
     def __init__(
-        self, machine: Machine, mesh: MachineMesh, axes: Mapping[str, int], times: Times, fusing: Fusing, overlap: bool
+        self, machine: Machine, mesh: MachineMesh, axes: Mapping[str, int], times: Times, target: Target, overlap: bool
     ) -> None:
         self.machine, self.mesh, self.axes = machine, mesh, axes
-        self.source, self.fusing, self.overlap = times, fusing, overlap
+        self.source, self.target, self.overlap = times, target, overlap
         self.times: list[tuple[Time, float]] = []
         self.collectives: list[Planned] = []
         self.unknown: set[str] = set()
@@ -198,7 +199,7 @@ class _Taken:
 
     def timeline(self, program: Program, runs: int) -> Timeline:
         """The timeline of a program that runs so often."""
-        kernels = kernels_of(program, self.fusing)
+        kernels = kernels_of(program, self.target)
         tasks = list[_Task]()
         for kernel in kernels.kernels:
             eqn, piece = kernel.root, kernel.piece
@@ -208,22 +209,25 @@ class _Taken:
         return simulate(graph_of(tasks, self.overlap, len(self.machine.resources)))
 
     def taken(
-        self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: object, runs: int
+        self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: Piece, runs: int
     ) -> tuple[float, tuple[int, ...], bool]:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
-        transfer = transfer_of(eqn, self.axes) if shape is Shape.COLLECTIVE else None
-        if transfer is not None:
-            cost = transfer.cost(self.machine, self.mesh)
-            seconds = cost.seconds(transfer.bytes)
-            self.collectives.append(Planned(transfer, runs, seconds))
+        found = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
+        transfers = [transfer for transfer in found if transfer is not None]
+        if transfers:
+            cost = transfers[0].cost(self.machine, self.mesh)
+            seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
+            for transfer in transfers:
+                share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
+                self.collectives.append(Planned(transfer, runs, share))
             return seconds, cost.resources, False
         region = region_of(eqn) if shape is Shape.REGION else None
         if region is not None:
             return self.region(eqn, region, runs)
         self.unknown |= {each.primitive.name for each in self.undescribed(kernels.program, eqn)}
-        key = piece.digest  # type: ignore[attr-defined]
+        key = piece.digest
         if key not in self.known:
-            self.known[key] = self.source.slowest(piece, self.machine.kinds)  # type: ignore[arg-type]
+            self.known[key] = self.source.slowest(piece, self.machine.kinds)
         self.times.append((self.known[key], runs))
         return self.known[key].seconds, (), True
 
@@ -284,5 +288,3 @@ def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):  # noqa: ANN201
         made.update(dict.fromkeys(task.writes, int(number)))
     return builder.build()
 
-
-Measure = Callable[[Program], float]
