@@ -169,19 +169,25 @@ class Found:
 
     Attributes:
         kind: Its opcode, without ``-start``.
-        bytes: Of one device's arrays: of the results of an all-gather, of the operands of the others.
-        parts: How many arrays are sent together.
-        runs: How often it runs; loops whose length the text does not tell count once.
+        arrays: Bytes of one device's arrays that are sent together: of the results of an all-gather, of the operands of
+            the others.
+        devices: Of a group; 0 where the text names pairs.
+        runs: How often it runs; None in a loop whose length the text does not tell.
         name: In the text.
         type: Of the result, as the text has it.
     """
 
     kind: str
-    bytes: int
-    parts: int
-    runs: int
+    arrays: tuple[int, ...]
+    devices: int
+    runs: int | None
     name: str
     type: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays."""
+        return sum(self.arrays)
 
 
 def found_collectives(module: Module) -> list[Found]:
@@ -195,18 +201,19 @@ def found_collectives(module: Module) -> list[Found]:
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:
             continue
-        permute = kind in ("collective-permute", "collective-broadcast")
-        if not permute and members(instruction) == 1:
+        devices = 0 if kind in ("collective-permute", "collective-broadcast") else members(instruction)
+        if devices == 1:
             continue
         own = arrays(instruction)
         if instruction.opcode == "collective-permute-start":
             own = own[1:2]
         elif instruction.opcode == "all-gather-start":
             own = own[len(own) // 2 :]
-        times = members(instruction) if kind == "reduce-scatter" else 1
-        found.append(
-            Found(kind, sum(own) * times, len(own), int(visit.times({})), instruction.name, instruction.type)
-        )
+        if kind == "reduce-scatter":
+            own = [n * devices for n in own]
+        trips = [trip for _, trip in visit.loops]
+        runs = None if None in trips else math.prod(trip for trip in trips if trip is not None)
+        found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type))
     return found
 
 

@@ -3,7 +3,8 @@
 Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
 
 The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
-copies of equations, masks, halos and every exchange. What nobody reads is left out, as the compiler does.
+copies of equations, masks, halos and every exchange. What nobody reads is left out, and what is computed twice of the
+same operands, an exchange too, is computed once, as compilers do.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Program, inline
+from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
@@ -77,21 +78,44 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
-    return DeviceProgram(needed(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
+    return DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
 
 
-def needed(program: Program) -> Program:
-    """The program without equations whose results nobody reads."""
-    wanted = {atom for atom in program.outputs if isinstance(atom, Var)}
+def simplified(program: Program) -> Program:
+    """The program without equations that repeat others, or whose results nobody reads."""
+    barrier = barrier_equation().primitive  # what comes after it is meant to be computed again
+    same: dict[Var, Var] = {}
+    known: dict[object, JaxprEqn] = {}
+    equations: list[JaxprEqn] = []
+
+    def first(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    for eqn in program.equations:
+        eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+        if not eqn.effects and region_of(eqn) is None and eqn.primitive is not barrier:
+            key = eqn.primitive, tuple(map(said, eqn.invars)), repr(sorted(eqn.params.items(), key=str))
+            other = known.setdefault(key, eqn)
+            if other is not eqn:
+                same.update(zip(eqn.outvars, other.outvars, strict=True))
+                continue
+        equations.append(eqn)
+    outputs = [first(atom) for atom in program.outputs]
+    wanted = {atom for atom in outputs if isinstance(atom, Var)}
     kept: list[JaxprEqn] = []
-    for eqn in reversed(program.equations):
+    for eqn in reversed(equations):
         if eqn.effects or wanted.intersection(eqn.outvars):
             kept.append(eqn)
             wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return dataclasses.replace(program, equations=kept[::-1])
+    return Program(program.inputs, program.constants, kept[::-1], outputs)
+
+
+def said(atom: Any) -> object:
+    """What tells operands apart: literals are the same if their values and types are."""
+    return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else atom
 
 
 def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch; nothing for any other equation."""
     region = region_of(eqn)
-    return [] if region is None else [needed(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies]
+    return [] if region is None else [simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies]

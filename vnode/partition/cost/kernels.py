@@ -139,10 +139,10 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     >>> import jax, jax.numpy as jnp
     >>> from vnode.operators import describe
     >>> x = jnp.ones((4, 8))
-    >>> for f in (lambda x: x.reshape(32), lambda x: x.T, jnp.tanh, lambda x: x.sum(0), lambda x: x @ x.T):
-    ...     eqn = jax.make_jaxpr(f)(x).jaxpr.eqns[-1]
-    ...     print(shape_of(eqn, describe(eqn)).value, end=" ")
-    same moved each reduced contracted
+    >>> functions = [lambda x: x.reshape(32), lambda x: x.T, jnp.tanh, lambda x: x.sum(0), lambda x: x @ x.T]
+    >>> equations = [jax.make_jaxpr(f)(x).jaxpr.eqns[-1] for f in functions]
+    >>> [shape_of(eqn, describe(eqn)).value for eqn in equations]
+    ['same', 'moved', 'each', 'reduced', 'contracted']
     """
     if eqn.primitive.name in KINDS:
         return Shape.COLLECTIVE
