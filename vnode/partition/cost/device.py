@@ -10,7 +10,7 @@ same operands, an exchange too, is computed once, as compilers do.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
+from vnode.partition.cost.collectives import KINDS
+from vnode.partition.cost.kernels import Shape, shape_of
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -82,7 +84,10 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
 
 
 def simplified(program: Program) -> Program:
-    """The program without equations that repeat others, or whose results nobody reads."""
+    """The program without equations that repeat others, or whose results nobody reads.
+
+    The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
+    """
     barrier = barrier_equation().primitive  # what comes after it is meant to be computed again
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
@@ -91,9 +96,9 @@ def simplified(program: Program) -> Program:
     def first(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
-    for eqn in program.equations:
+    for eqn in reshaped_after(program):
         eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
-        if not eqn.effects and region_of(eqn) is None and eqn.primitive is not barrier:
+        if region_of(eqn) is None and eqn.primitive is not barrier:
             key = eqn.primitive, tuple(map(said, eqn.invars)), repr(sorted(eqn.params.items(), key=str))
             other = known.setdefault(key, eqn)
             if other is not eqn:
@@ -104,10 +109,23 @@ def simplified(program: Program) -> Program:
     wanted = {atom for atom in outputs if isinstance(atom, Var)}
     kept: list[JaxprEqn] = []
     for eqn in reversed(equations):
-        if eqn.effects or wanted.intersection(eqn.outvars):
+        if wanted.intersection(eqn.outvars):
             kept.append(eqn)
             wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
     return Program(program.inputs, program.constants, kept[::-1], outputs)
+
+
+def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
+    """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
+    makers = program.definitions
+    for eqn in program.equations:
+        maker = makers.get(eqn.invars[0]) if KINDS.get(eqn.primitive.name) == "all-reduce" and eqn.invars else None
+        if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
+            yield eqn
+            continue
+        reduced = Var(maker.invars[0].aval)
+        yield eqn.replace(invars=[maker.invars[0]], outvars=[reduced])
+        yield maker.replace(invars=[reduced], outvars=eqn.outvars)
 
 
 def said(atom: Any) -> object:
