@@ -40,9 +40,9 @@ def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
     if opcode in ("collective-permute", "collective-broadcast"):
         return instruction.bytes
-    members = members(instruction)
-    others = {"all-reduce": 2 * (members - 1) / members, "reduce-scatter": members - 1}
-    return round(instruction.bytes * others.get(opcode, (members - 1) / members))
+    n = members(instruction)
+    others = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+    return round(instruction.bytes * others.get(opcode, (n - 1) / n))
 
 
 def named_loops(module: Module) -> dict[str, tuple[str, ...]]:
@@ -73,9 +73,9 @@ def additions(module: Module, devices: int) -> list[str]:
 
     def scattered(held: list[str], groups: str) -> list[str]:
         sums = list(held)
-        for members in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
-            for d in members:
-                sums[d] = f"({' + '.join(held[m] for m in members)})"
+        for own in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
+            for d in own:
+                sums[d] = f"({' + '.join(held[m] for m in own)})"
         return sums
 
     def values(computation: str, given: list[Any]) -> dict[str, Any]:

@@ -9,12 +9,12 @@ operations a second / (units x rows x columns x 2).
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 from typing import Any
 
 import jax
-import jaxlib
 
 from vnode.errors import MachineError
 from vnode.partition.cost.cache import Cache
@@ -47,8 +47,9 @@ ALONE = {
 
 
 class Compiler:
-    """The TPU compiler's estimates. It needs the package ``libtpu`` (extra ``tpu-aot``), and some seconds for each piece
-    that is not in the cache.
+    """The TPU compiler's estimates.
+
+    It needs the package ``libtpu`` (extra ``tpu-aot``), and some seconds for each piece that is not in the cache.
 
     Args:
       cache: where estimates are kept; by default in the user's cache folder.
@@ -78,15 +79,13 @@ class Compiler:
         """See `Source`: None for kinds that are no TPUs, and where the compiler estimates nothing."""
         if kind.name not in CLOCKS:
             return None
-        import libtpu
-
         key = {
             "source": "compiler",
             "piece": piece.key,
             "device": kind.name,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-            "libtpu": str(getattr(libtpu, "__version__", "")),
+            "jaxlib": importlib.metadata.version("jaxlib"),
+            "libtpu": importlib.metadata.version("libtpu"),
         }
         found = self.cache.get(key)
         if found is None or "cycles" not in found:
@@ -99,4 +98,4 @@ class Compiler:
         place = jax.sharding.SingleDeviceSharding(self.device(kind))
         given = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place) for shape in piece.shapes]
         compiled = jax.jit(piece.function, out_shardings=place).lower(*given).compile()
-        return cycles(parse(compiled.as_text()), {})
+        return cycles(parse(compiled.as_text() or ""), {})

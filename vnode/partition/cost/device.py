@@ -119,7 +119,8 @@ def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
     """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
     makers = program.definitions
     for eqn in program.equations:
-        maker = makers.get(eqn.invars[0]) if KINDS.get(eqn.primitive.name) == "all-reduce" and eqn.invars else None
+        reduces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-reduce", (*eqn.invars, None)
+        maker = makers.get(operand) if reduces and isinstance(operand, Var) else None
         if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
             yield eqn
             continue

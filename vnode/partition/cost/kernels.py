@@ -233,11 +233,10 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         maker = definitions.get(source) if isinstance(source, Var) else None
         if id(eqn) in inside or not isinstance(source, Var) or (maker is not None and id(maker) in inside):
             continue
-        if shapes[id(eqn)] is Shape.SAME:
+        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED
+        alone = of_contraction and len(users[source]) == 1 and source not in ends
+        if shapes[id(eqn)] is Shape.SAME or (shapes[id(eqn)] is Shape.MOVED and alone):
             names[eqn.outvars[0]] = source
-        elif shapes[id(eqn)] is Shape.MOVED and maker is not None and shapes[id(maker)] is Shape.CONTRACTED:
-            if len(users[source]) == 1 and source not in ends:
-                names[eqn.outvars[0]] = source
     found = []
     for eqn in equations:
         if id(eqn) in inside or eqn.outvars[0] in names:
@@ -257,9 +256,7 @@ def combined(kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
         return var
 
     maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
-    needs = [
-        {maker[v] for v in map(memory_of, kernel.piece.reads) if v in maker} for kernel in kernels
-    ]
+    needs = [{maker[v] for v in map(memory_of, kernel.piece.reads) if v in maker} for kernel in kernels]
     above: list[int] = []  # for each kernel, as bits, the collectives that it waits for in the end
     groups: list[list[int]] = []
     group_of: dict[int, int] = {}
@@ -308,11 +305,12 @@ def key_of(eqn: JaxprEqn, target: Target) -> object:
     kind = KINDS[eqn.primitive.name]
     if kind not in target.combines:
         return None
-    params = {name: value for name, value in eqn.params.items()}
-    return eqn.primitive.name, repr(sorted(params.items())), eqn.invars[0].aval.dtype
+    return eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
 
 
-def reaches(bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Mapping[int, int], waits: Sequence[int]) -> bool:
+def reaches(
+    bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Mapping[int, int], waits: Sequence[int]
+) -> bool:
     """Whether some of these collectives are in a group, or wait for one of it."""
     seen, pending = set[int](), bits
     while pending:
@@ -334,7 +332,9 @@ def combined_kernel(members: Sequence[Kernel]) -> Kernel:
     if len(members) == 1:
         return members[0]
     equations = [eqn for kernel in members for eqn in kernel.piece.equations]
-    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), Shape.COLLECTIVE, members[0].root)
+    return Kernel(
+        piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), Shape.COLLECTIVE, members[0].root
+    )
 
 
 def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:

@@ -11,13 +11,13 @@ The noise is half of the distance between the quartiles of the batches of either
 
 from __future__ import annotations
 
+import importlib.metadata
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 
 from vnode.partition.cost.cache import Cache
@@ -65,11 +65,11 @@ class Measured:
             "device": self.device.device_kind,
             "platform": self.device.client.platform_version,
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": importlib.metadata.version("jaxlib"),
         }
 
     def time(self, piece: Piece, kind: Kind) -> Time | None:
-        """See `Source`: None for another kind of device than the one that is here, and for operands of no plain type."""
+        """See `Source`: None for another kind of device than the one that is here, and for operands that are keys."""
         mine = {self.device.device_kind, JAX_NAMES.get(self.device.device_kind)}
         if kind.name not in mine or not all(map(is_plain, piece.shapes)):
             return None
@@ -90,9 +90,7 @@ class Measured:
             scalar = jnp.zeros((), jnp.float32)
             pair: Sequence[Callable[[], Any]] = (lambda: run(*values), lambda: nothing(scalar))
             counts = [runs_of(function) for function in pair]
-            samples = np.array(
-                [[batch(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)]
-            )
+            samples = np.array([[batch(f, n) for f, n in zip(pair, counts, strict=True)] for _ in range(self.batches)])
         middle = np.median(samples, axis=0)
         low, high = np.percentile(samples, [25, 75], axis=0)
         noise = float((high - low).max() / 2)

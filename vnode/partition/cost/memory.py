@@ -7,9 +7,9 @@ value is held from the kernel that writes it to the last that reads it, under wh
 by element may write over what nobody reads after it, if it is as large. A loop holds what it carries and what it stacks
 once, and beside them what its body holds at most; branches the largest of theirs.
 
-Where a compiler chooses the order of kernels so that little is held (`Target.breadth` is False): XLA (``hlo_memory_scheduler.cc``) tries several and takes
-the one that holds least at a time: so does this, of the program's own order, of one that follows operands depth first
-from the results, and of one that runs next what frees most (Sarkar and Hennessy's list scheduling, as XLA cites it).
+Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
+(``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
+runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import Target, Kernel, Kernels, Shape, kernels_of
+from vnode.partition.cost.kernels import Kernel, Kernels, Shape, Target, kernels_of
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -130,7 +130,7 @@ class Buffers:
 
     def depth_first(self) -> list[int]:
         """Kernels after those they need, from the last on, operands that hold most first."""
-        wanted = {k for k in range(len(self.after))}
+        wanted = set(range(len(self.after)))
         for needs in self.after:
             wanted -= needs
         size_of = [sum(need for _, need in written) for written in self.written]
@@ -252,7 +252,12 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
 
 
 def buffers_of(
-    kernels: Kernels, target: Target, *, elsewhere: Collection[Var], written_over: Collection[Var], kept: Collection[Var] = ()
+    kernels: Kernels,
+    target: Target,
+    *,
+    elsewhere: Collection[Var],
+    written_over: Collection[Var],
+    kept: Collection[Var] = (),
 ) -> Buffers:
     """What kernels of a program write and read.
 
@@ -299,7 +304,10 @@ def overwritten(
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
     return max(
-        (body_peak(body, inputs, region, k < region.tests, target) for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))),
+        (
+            body_peak(body, inputs, region, k < region.tests, target)
+            for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))
+        ),
         default=0,
     )
 

@@ -75,7 +75,9 @@ class Piece:
         lines = [f"({', '.join(map(said, self.reads))})"]
         for eqn in self.equations:
             operands, results = map(said, eqn.invars), map(said, eqn.outvars)
-            lines.append(f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})")
+            lines.append(
+                f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
+            )
         return "\n".join([*lines, f"({', '.join(map(said, self.writes))})"])
 
     @property
@@ -111,8 +113,8 @@ class Piece:
 def stable(value: Any) -> str:
     """A parameter without what differs from run to run: addresses of objects, names of variables."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
-        inner = getattr(value, "jaxpr", value)
-        program = inline(inner, getattr(value, "consts", ()) or [None] * len(inner.constvars))
+        inner = value.jaxpr if isinstance(value, ClosedJaxpr) else value
+        program = inline(inner, value.consts if isinstance(value, ClosedJaxpr) else [None] * len(inner.constvars))
         outputs = tuple(atom for atom in program.outputs if isinstance(atom, Var))
         return f"{{{Piece(tuple(program.equations), tuple(program.inputs), outputs).key}}}"
     if isinstance(value, tuple | list):

@@ -22,7 +22,7 @@ from vnode.analysis.program import Program
 from vnode.operators.control import Region, region_of
 from vnode.partition.cost.collectives import Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import Target, Kernels, Shape, kernels_of
+from vnode.partition.cost.kernels import Kernels, Shape, Target, kernels_of
 from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece
 from vnode.partition.cost.time import Time, Times, by_source
@@ -267,7 +267,7 @@ def turns_of(region: Region, bodies: int) -> list[int] | None:
     return [region.times + 1] * region.tests + [region.times] * (bodies - region.tests)
 
 
-def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):  # noqa: ANN201
+def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):
     """A task graph: what each waits for, by what it reads."""
     used: dict[int, set[int]] = {}
     sets = list(dict.fromkeys(task.links for task in tasks if task.links))
@@ -276,9 +276,7 @@ def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):  # noqa: ANN201
             used.setdefault(link, set()).add(number)
     classes = list(dict.fromkeys(frozenset(numbers) for numbers in used.values()))
     place = {numbers: 1 + i for i, numbers in enumerate(classes)}
-    resources = {
-        found: sorted({place[frozenset(used[link])] for link in found}) for found in sets
-    }
+    resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
     builder = Builder(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
     made: dict[Var, int] = {}
     for task in tasks:
@@ -287,4 +285,3 @@ def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):  # noqa: ANN201
         (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
         made.update(dict.fromkeys(task.writes, int(number)))
     return builder.build()
-

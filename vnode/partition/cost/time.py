@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 TRANSCENDENTAL = 10
-"""How many multiplications an exponential or a logarithm takes: the degree of the polynomials that compute it in float32
+"""How many multiplications an exponential or a logarithm takes: the degree of polynomials that compute it in float32
 (Cephes' single precision functions have 5 to 8 terms, and the reduction of the argument)."""
 
 LAUNCH = 2e-6
