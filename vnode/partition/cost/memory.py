@@ -2,10 +2,11 @@
 
 Knows kernels, loops and branches. Must not know machines, times, or who reports the figure.
 
-Arguments are there all the time, and so are results that do not take the memory of donated arguments. In between, a
-value is held from the kernel that writes it to the last that reads it, under whatever name. A kernel that goes element
-by element may write over what nobody reads after it, if it is as large. A loop holds what it carries and what it stacks
-once, and beside them what its body holds at most; branches the largest of theirs.
+Arguments are there all the time, and so is room for results that do not take the memory of donated arguments; what is
+temporary may be there until the result is written, if it fits. In between, a value is held from the kernel that writes
+it to the last that reads it, under whatever name. A kernel that goes element by element may write over what nobody reads
+after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body holds
+at most; branches the largest of theirs.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
@@ -18,7 +19,7 @@ import dataclasses
 import heapq
 from collections.abc import Collection, Mapping, Sequence
 
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
@@ -224,30 +225,39 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
       The memory.
     """
     program = device.program
-    results = [atom for atom in program.outputs if not isinstance(atom, Literal)]
-    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    taken, aliased = set[int](), 0
+    kernels = kernels_of(program, target)
+    there = {*program.inputs, *program.constants}
+    taken, aliased, elsewhere = set[int](), 0, set(there)
     for atom in program.outputs:  # as jax matches what is donated: in order, by type
         for i in sorted(device.donated - taken):
             given = program.inputs[i].aval
             if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
                 taken.add(i)
                 aliased += nbytes(given)
+                if isinstance(atom, Var):
+                    elsewhere.add(kernels.memory_of(atom))
                 break
-    kernels = kernels_of(program, target)
-    made = {kernels.memory_of(var) for var in results} - {*program.inputs, *program.constants}
-    buffers = buffers_of(kernels, target, elsewhere={*program.inputs, *program.constants, *made}, written_over=())
+    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own)
     most, when, at = buffers.under(target)
+    room = sorted(nbytes(var.aval) for var in own - when)
+    most -= sum(nbytes(var.aval) for var in own & when)
+    for need in sorted((nbytes(var.aval) for var in when - own), reverse=True):
+        fits = next((i for i, free in enumerate(room) if free >= need), None)
+        if fits is not None:
+            most -= need
+            del room[fits]
     definitions = program.definitions
     held = [
         Held(nbytes(var.aval), var.aval.str_short(short_dtypes=True), where(definitions[var]))
         for var in when
-        if var in definitions and var not in made
+        if var in definitions and var not in own
     ]
     if at >= 0 and buffers.inside[at]:
         held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[at].root)))
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
+    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held))
 
 

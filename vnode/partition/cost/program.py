@@ -224,15 +224,15 @@ class _Taken:
         region = region_of(eqn) if shape is Shape.REGION else None
         if region is not None:
             return self.region(eqn, region, runs)
-        self.unknown |= {each.primitive.name for each in self.undescribed(kernels.program, eqn)}
+        if eqn.effects:  # which place on an axis this device has
+            return 0.0, (), True
+        if kernels.program.describe(eqn) is None:
+            self.unknown.add(eqn.primitive.name)
         key = piece.digest
         if key not in self.known:
             self.known[key] = self.source.slowest(piece, self.machine.kinds)
         self.times.append((self.known[key], runs))
         return self.known[key].seconds, (), True
-
-    def undescribed(self, program: Program, eqn: JaxprEqn) -> list[JaxprEqn]:
-        return [] if program.describe(eqn) is not None or eqn.primitive.name == "axis_index" else [eqn]
 
     def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
