@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import warnings
 from typing import Any
 
 import jax
@@ -97,5 +98,7 @@ class Compiler:
         """The estimate for one run, loops counted as often as they run."""
         place = jax.sharding.SingleDeviceSharding(self.device(kind))
         given = [jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place) for shape in piece.shapes]
-        compiled = jax.jit(piece.function, out_shardings=place).lower(*given).compile()
+        with warnings.catch_warnings():  # jax's cache of compiled programs cannot be read without such a device
+            warnings.filterwarnings("ignore", message="Error reading persistent compilation cache")
+            compiled = jax.jit(piece.function, out_shardings=place).lower(*given).compile()
         return cycles(parse(compiled.as_text() or ""), {})

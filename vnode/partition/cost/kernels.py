@@ -17,15 +17,18 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 Collectives of one kind over the same axes that do not wait for each other are sent together (XLA's combiners), so that
 what all of them send, and bring, is in memory at once.
 
-What compilers do beyond that (several results from one kernel, reductions inside of one, libraries of fused attention)
-is not modelled.
+What is element by element, or a reduction, becomes one kernel with others that read the same, or with the one that
+writes it, if nothing else has to run between them (XLA's multi-output fusion; not on CPUs).
+
+What compilers do beyond that (reductions inside of a kernel, libraries of fused attention, operands of contractions
+that are kept in bfloat16) is not modelled.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-import graphlib
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 
@@ -71,12 +74,14 @@ class Target:
       together: bytes of operands up to which they are.
       breadth: whether kernels run as soon as their operands are there, first come first served, for the sake of
         threads that run them at the same time; otherwise in an order in which little is held.
+      siblings: whether element-wise kernels and reductions that read the same become one with several results.
     """
 
     contractions: bool = True
     combines: frozenset[str] = frozenset({"all-reduce"})
     together: int = 1 << 62
     breadth: bool = False
+    siblings: bool = True
 
     @staticmethod
     def on(platform: str) -> Target:
@@ -90,7 +95,7 @@ class Target:
         """
         match platform:
             case "cpu":
-                return Target(contractions=False, breadth=True)
+                return Target(contractions=False, breadth=True, siblings=False)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
@@ -244,11 +249,13 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
-    return Kernels(program, combined(found, names, target), names)
+    return Kernels(program, combined(program, found, names, target), names)
 
 
-def combined(kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target) -> tuple[Kernel, ...]:
-    """Kernels with collectives sent together, in an order in which they can run."""
+def combined(
+    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
+) -> tuple[Kernel, ...]:
+    """Kernels with those taken together that may be, in an order in which they can run."""
 
     def memory_of(var: Var) -> Var:
         while var in names:
@@ -256,85 +263,110 @@ def combined(kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
         return var
 
     maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
-    needs = [{maker[v] for v in map(memory_of, kernel.piece.reads) if v in maker} for kernel in kernels]
-    above: list[int] = []  # for each kernel, as bits, the collectives that it waits for in the end
+    reads = [list(dict.fromkeys(map(memory_of, kernel.piece.reads))) for kernel in kernels]
+    needs = [{maker[var] for var in found if var in maker} for found in reads]
+    above: list[int] = []  # for each kernel, as bits, all that it waits for in the end
     groups: list[list[int]] = []
-    group_of: dict[int, int] = {}
-    waits: list[int] = []  # for each group, as bits, the collectives that its members wait for
-    open_groups: dict[object, list[int]] = {}
+    group_of: list[int] = []
+    waits: list[int] = []  # for each group, as bits, what its members wait for
+    offered: dict[object, list[int]] = {}
     for k, kernel in enumerate(kernels):
-        bits = 0
+        above.append(0)
         for n in needs[k]:
-            bits |= above[n] | (1 << n if kernels[n].shape is Shape.COLLECTIVE else 0)
-        above.append(bits)
-        if kernel.shape is not Shape.COLLECTIVE:
-            continue
-        size = sum(nbytes(var.aval) for var in kernel.piece.reads)
-        key, chosen = key_of(kernel.root, target), None
-        for g in open_groups.get(key, []) if key is not None else []:
-            held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads)
-            if held + size <= target.together and not reaches(bits, g, groups, group_of, waits):
+            above[k] |= above[n] | 1 << n
+        collective, size = kernel.shape is Shape.COLLECTIVE, sum(nbytes(var.aval) for var in kernel.piece.reads)
+        wanted, offers = keys_of(kernel, reads[k], target)
+        chosen = None
+        for g in offered.get(wanted, []) if wanted is not None else []:
+            inside = needs[k] & {*groups[g]}
+            held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
+            if (collective and inside) or held + size * collective > target.together:
+                continue
+            bits = 0
+            for n in needs[k] - inside:
+                bits |= above[n] | 1 << n
+            if not reaches(bits, g, groups, group_of, waits):
                 chosen = g
                 break
         if chosen is None:
             chosen = len(groups)
             groups.append([])
             waits.append(0)
-            open_groups.setdefault(key, []).append(chosen)
         groups[chosen].append(k)
-        waits[chosen] |= bits
-        group_of[k] = chosen
-    merged = [combined_kernel([kernels[m] for m in members]) for members in groups]
-    nodes: dict[int, Kernel] = {}
-    links: dict[int, set[int]] = {}
-    first = {k: groups[g][0] for k, g in group_of.items()}
-    for k, kernel in enumerate(kernels):
-        own = first.get(k, k)
-        nodes[own] = merged[group_of[k]] if k in group_of else kernel
-        links.setdefault(own, set()).update(first.get(n, n) for n in needs[k])
-    return tuple(nodes[k] for k in graphlib.TopologicalSorter(ordered(links)).static_order())
+        waits[chosen] |= above[k]
+        group_of.append(chosen)
+        for key in offers:
+            if chosen not in offered.setdefault(key, []):
+                offered[key].append(chosen)
+    place = {id(eqn): i for i, eqn in enumerate(program.equations)}
+    merged = [together([kernels[m] for m in members], place) for members in groups]
+    following: list[set[int]] = [set() for _ in groups]
+    missing = [0] * len(groups)
+    for k, found in enumerate(needs):
+        for n in found:
+            if group_of[n] != group_of[k] and group_of[k] not in following[group_of[n]]:
+                following[group_of[n]].add(group_of[k])
+                missing[group_of[k]] += 1
+    ready = [(members[-1], g) for g, members in enumerate(groups) if not missing[g]]
+    heapq.heapify(ready)
+    order = []
+    while ready:  # as near to the program's order as can be
+        _, g = heapq.heappop(ready)
+        order.append(merged[g])
+        for other in following[g]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (groups[other][-1], other))
+    assert len(order) == len(groups), "kernels wait for each other in a circle"
+    return tuple(order)
 
 
-def ordered(links: Mapping[int, set[int]]) -> dict[int, list[int]]:
-    """Dependencies in an order that does not depend on hashes."""
-    return {k: sorted(found) for k, found in sorted(links.items())}
+def keys_of(kernel: Kernel, reads: Sequence[Var], target: Target) -> tuple[object, list[object]]:
+    """With what a kernel may be taken together, and what others may have in common with it.
 
-
-def key_of(eqn: JaxprEqn, target: Target) -> object:
-    """What collectives have in common that may be sent together; None for one that is sent alone."""
-    kind = KINDS[eqn.primitive.name]
-    if kind not in target.combines:
-        return None
-    return eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
+    Collectives must be alike; others must read the same, where it is the largest that they read, or what one writes.
+    """
+    eqn = kernel.root
+    if kernel.shape is Shape.COLLECTIVE:
+        if KINDS[eqn.primitive.name] not in target.combines:
+            return None, []
+        key = eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
+        return key, [key]
+    if not target.siblings or kernel.shape not in (Shape.EACH, Shape.REDUCED) or not reads:
+        return None, []
+    largest = max(reads, key=lambda var: nbytes(var.aval))
+    written = kernel.piece.writes if kernel.shape is Shape.EACH else ()
+    return largest, [largest, *(var for var in written if nbytes(var.aval) >= nbytes(largest.aval))]
 
 
 def reaches(
-    bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Mapping[int, int], waits: Sequence[int]
+    bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Sequence[int], waits: Sequence[int]
 ) -> bool:
-    """Whether some of these collectives are in a group, or wait for one of it."""
+    """Whether some of these kernels are in a group, or wait for one of it."""
+    mine = sum(1 << member for member in groups[group])
     seen, pending = set[int](), bits
     while pending:
-        low = pending & -pending
-        pending ^= low
-        g = group_of[low.bit_length() - 1]
-        if g == group:
+        if pending & mine:
             return True
+        low = pending & -pending
+        g = group_of[low.bit_length() - 1]
+        own = sum(1 << member for member in groups[g])
         if g not in seen:
             seen.add(g)
-            pending |= waits[g]
-            for member in groups[g]:
-                pending &= ~(1 << member)
+            pending |= waits[g] if len(groups[g]) > 1 else 0  # of a single one, all is there already
+        pending &= ~own
     return False
 
 
-def combined_kernel(members: Sequence[Kernel]) -> Kernel:
-    """Several collectives as one kernel."""
+def together(members: Sequence[Kernel], place: Mapping[int, int]) -> Kernel:
+    """Several kernels as one."""
     if len(members) == 1:
         return members[0]
-    equations = [eqn for kernel in members for eqn in kernel.piece.equations]
-    return Kernel(
-        piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), Shape.COLLECTIVE, members[0].root
-    )
+    found = {id(eqn): eqn for kernel in members for eqn in kernel.piece.equations}
+    equations = [found[key] for key in sorted(found, key=lambda key: place[key])]
+    shape = Shape.EACH if any(kernel.shape is Shape.EACH for kernel in members) else members[0].shape
+    root = next(kernel.root for kernel in members if kernel.shape is shape)
+    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), shape, root)
 
 
 def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:

@@ -4,9 +4,9 @@ Knows kernels, loops and branches. Must not know machines, times, or who reports
 
 Arguments are there all the time, and so is room for results that do not take the memory of donated arguments; what is
 temporary may be there until the result is written, if it fits. In between, a value is held from the kernel that writes
-it to the last that reads it, under whatever name. A kernel that goes element by element may write over what nobody reads
-after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body holds
-at most; branches the largest of theirs.
+it to the last that reads it, under whatever name. A kernel that goes element by element may write over what nobody
+reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
+holds at most; branches the largest of theirs.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
@@ -307,8 +307,7 @@ def overwritten(
         return [(out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var)]
     if kernel.shape not in IN_PLACE:
         return []
-    (out,) = kernel.root.outvars
-    return [(out, var) for var in reads if nbytes(var.aval) == nbytes(out.aval)]
+    return [(out, var) for out in kernel.piece.writes for var in reads if nbytes(var.aval) == nbytes(out.aval)]
 
 
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
