@@ -12,7 +12,8 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
-- Everything else (scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
+- There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
+- Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
 
 Collectives of one kind over the same axes that do not wait for each other are sent together (XLA's combiners), so that
 what all of them send, and bring, is in memory at once.
@@ -212,7 +213,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         own = TAKES.get(shape, 0)
-        if shape is Shape.CONTRACTED and target.contractions:
+        if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
         takes[id(eqn)] = own
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
@@ -229,7 +230,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
             if least >= wanted and (len(readers) == 1 or not dear(program, eqn)):
                 inside.add(id(eqn))
-                takes[id(eqn)] = least
+                takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if any(id(reader) in contracted for reader in readers):
                     contracted.add(id(eqn))
     names: dict[Var, Var] = {}
@@ -250,6 +251,20 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     return Kernels(program, combined(program, found, names, target), names)
+
+
+def only_sliced(
+    eqn: JaxprEqn, shape: Shape, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
+) -> bool:
+    """Whether of an array with some elements replaced only a part is read, so that only that part need be made."""
+    if shape is not Shape.UPDATED:
+        return False
+    size = eqn.outvars[0].aval.size
+    while len(readers := users.get(eqn.outvars[0], ())) == 1:
+        (eqn,) = readers
+        if shapes[id(eqn)] is not Shape.SAME:
+            return shapes[id(eqn)] is Shape.EACH and eqn.outvars[0].aval.size < size
+    return False
 
 
 def combined(
