@@ -262,6 +262,38 @@ def test_what_is_computed_inside_of_what() -> None:
     assert kernels(lambda x, w: x.T @ w, ones(16, 8), w) == ["transpose + dot_general"]
 
 
+def test_kernels_with_several_results() -> None:
+    x = ones(64, 64)
+    several = lambda x: (x.sum(0), x.max(1), jnp.tanh(x))  # noqa: E731
+    (kernel,) = kernels_of(program_of(several, x), TPU).kernels
+    assert kernel.piece.cost.read == 64 * 64 * 4 and kernel.piece.cost.written == (64 + 64 + 64 * 64) * 4
+    assert len(kernels(several, x)) == 3, "not on CPUs"
+    # With what writes it; not with what waits for the whole of a sum, nor around something that runs between.
+    assert len(kernels(lambda x: (lambda y: (y, y.sum(0)))(jnp.tanh(x)), x, target=TPU)) == 1
+    assert len(kernels(lambda x: x - x.sum(0), x, target=TPU)) == 2
+    assert len(kernels(lambda x: x * jnp.sort(x.sum(0)), x, target=TPU)) == 3
+
+
+def test_what_a_tpu_does_not_write() -> None:
+    table, places, values = ones(8, 512), ones(8, dtype=jnp.int32), ones(8)
+
+    def part(width: int) -> Any:
+        def put(i: Any, v: Any) -> Any:
+            filled = jnp.zeros(table.shape).at[jnp.arange(8), i].add(v, mode="promise_in_bounds")
+            return jnp.exp(lax.dynamic_slice(filled, (0, 64), (8, width)))
+
+        return put
+
+    assert sum("scatter-add" in kernel for kernel in kernels(part(128), places, values, target=TPU)) == 1
+    assert "scatter-add" not in kernels(part(128), places, values, target=TPU), "made inside of its reader"
+    assert any(kernel.endswith("scatter-add") for kernel in kernels(part(512), places, values, target=TPU))
+    x = ones(128, 128)
+    chain = device_of(lambda x: ((x @ x) @ x).sum(), x)
+    assert memory_of(chain, TPU).temporaries < memory_of(chain, CPU).temporaries
+    exact = device_of(lambda x: (jnp.dot(jnp.dot(x, x), x, precision="highest")).sum(), x)
+    assert memory_of(exact, TPU).temporaries > memory_of(chain, TPU).temporaries
+
+
 def test_every_equation_that_is_wanted_is_in_a_kernel() -> None:
     def loss(w: Any, x: Any) -> Any:
         h = jax.nn.gelu(x @ w)

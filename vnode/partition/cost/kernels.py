@@ -21,8 +21,9 @@ what all of them send, and bring, is in memory at once.
 What is element by element, or a reduction, becomes one kernel with others that read the same, or with the one that
 writes it, if nothing else has to run between them (XLA's multi-output fusion; not on CPUs).
 
-What compilers do beyond that (reductions inside of a kernel, libraries of fused attention, operands of contractions
-that are kept in bfloat16) is not modelled.
+On TPUs a float32 array that only contractions read, in the default precision, is kept in bfloat16.
+
+What compilers do beyond that (reductions inside of a kernel, libraries of fused attention) is not modelled.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ import dataclasses
 import enum
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
@@ -126,11 +128,17 @@ class Kernels:
       program: whose.
       kernels: in the program's order.
       names: variables that are other names for something in memory, with that.
+      narrow: variables that are in memory in half of their bytes.
     """
 
     program: Program
     kernels: tuple[Kernel, ...]
     names: Mapping[Var, Var]
+    narrow: frozenset[Var] = frozenset()
+
+    def nbytes(self, var: Var) -> int:
+        """Bytes of a variable in memory."""
+        return nbytes(var.aval) // (2 if var in self.narrow else 1)
 
     def memory_of(self, var: Var) -> Var:
         """The variable whose memory a variable has."""
@@ -228,6 +236,13 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
             wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
+            if (
+                shape is Shape.EACH
+                and least < 3
+                and target.contractions
+                and ends_contraction(eqn, program, shapes, users)
+            ):
+                continue
             if least >= wanted and (len(readers) == 1 or not dear(program, eqn)):
                 inside.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
@@ -250,7 +265,45 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
-    return Kernels(program, combined(program, found, names, target), names)
+    made = combined(program, found, names, target)
+    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in (Shape.EACH, Shape.CONTRACTED)}
+    narrow = {var for var in held if target.contractions and only_multiplied(var, shapes, users, ends)}
+    return Kernels(program, made, names, frozenset(narrow))
+
+
+def only_multiplied(
+    var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> bool:
+    """Whether a float32 array is only read by contractions in bfloat16, so that it may be kept in bfloat16."""
+    readers = users.get(var, ())
+    if var.aval.dtype != np.float32 or var in ends or not readers:
+        return False
+    for eqn in readers:
+        match shapes[id(eqn)]:
+            case Shape.CONTRACTED:
+                if "HIGH" in str(eqn.params.get("precision")) or "F32" in str(eqn.params.get("precision")):
+                    return False
+            case Shape.SAME | Shape.MOVED:
+                if not only_multiplied(eqn.outvars[0], shapes, users, ends):
+                    return False
+            case _:
+                return False
+    return True
+
+
+def ends_contraction(
+    eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
+) -> bool:
+    """Whether an equation alone reads a contraction of its own size, which then writes this one's result instead."""
+    for atom in eqn.invars:
+        while isinstance(atom, Var) and len(users[atom]) == 1 and atom in program.definitions:
+            maker = program.definitions[atom]
+            if shapes[id(maker)] is Shape.CONTRACTED:
+                return maker.outvars[0].aval.size == eqn.outvars[0].aval.size
+            if shapes[id(maker)] is not Shape.SAME:
+                break
+            (atom,) = (a for a in maker.invars if isinstance(a, Var))
+    return False
 
 
 def only_sliced(
@@ -295,7 +348,7 @@ def combined(
         for g in offered.get(wanted, []) if wanted is not None else []:
             inside = needs[k] & {*groups[g]}
             held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
-            if (collective and inside) or held + size * collective > target.together:
+            if any(kernels[n].shape is not Shape.EACH for n in inside) or held + size * collective > target.together:
                 continue
             bits = 0
             for n in needs[k] - inside:

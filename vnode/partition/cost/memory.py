@@ -249,7 +249,7 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
             del room[fits]
     definitions = program.definitions
     held = [
-        Held(nbytes(var.aval), var.aval.str_short(short_dtypes=True), where(definitions[var]))
+        Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
         for var in when
         if var in definitions and var not in own
     ]
@@ -285,7 +285,7 @@ def buffers_of(
         outs = [var for var in kernel.piece.writes if type(var) is Var]
         reads = {kernels.memory_of(var) for var in kernel.piece.reads}
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        own = [(var, nbytes(var.aval)) for var in outs if var in counted]
+        own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
         written.append(tuple(own))
         read.append(frozenset(reads & (counted | set(written_over))))
         inside.append(0 if region is None else inside_of(kernel.root, region, target))
@@ -307,7 +307,7 @@ def overwritten(
         return [(out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var)]
     if kernel.shape not in IN_PLACE:
         return []
-    return [(out, var) for out in kernel.piece.writes for var in reads if nbytes(var.aval) == nbytes(out.aval)]
+    return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]
 
 
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
