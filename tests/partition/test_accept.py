@@ -165,6 +165,16 @@ TEXT = """HloModule m, is_scheduled=true
   ROOT %c = f32[] add(%a, %b)
 }
 
+%step.1 (u: f32[8]) -> f32[32] {
+  %u = f32[8]{0} parameter(0)
+  ROOT %g.1 = f32[32]{0} all-gather(%u), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+}
+
+%step.2 (u.2: f32[8]) -> f32[32] {
+  %u.2 = f32[8]{0} parameter(0)
+  ROOT %g.2 = f32[32]{0} all-gather(%u.2), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+}
+
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
   %p = (s32[], f32[8]{0}) parameter(0)
   %x = f32[8]{0} get-tuple-element(%p), index=1
@@ -191,6 +201,8 @@ ENTRY %main (w: f32[8], v: bf16[4,2]) -> f32[8] {
   %cd = f32[8]{0} collective-permute-done(%cp)
   %alone = f32[8]{0} all-reduce(%w), replica_groups={{0},{1},{2},{3}}, to_apply=%add
   %two = (f32[8]{0}, f32[2]{0}) all-reduce(%w, %rs), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %f.1 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.1
+  %f.2 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.2
   %init = (s32[], f32[8]{0}) tuple(%z, %cd)
   %loop = (s32[], f32[8]{0}) while(%init), condition=%condition, body=%body
   ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
@@ -206,6 +218,7 @@ def test_collectives_are_read_off_the_text() -> None:
         "cp": ("collective-permute", (32,), 0, 1),
         "two": ("all-reduce", (32, 8), 2, 1),
         "r": ("all-reduce", (32,), 2, 6),
+        "g.1": ("all-gather", (128,), 4, 1),
     }
 
 

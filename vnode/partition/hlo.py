@@ -25,6 +25,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?)(?<=[\s)])([a-z][a-z
 _CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CHAIN = re.compile(r'chain_id="(\d+)"')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
@@ -192,9 +193,11 @@ class Found:
 def found_collectives(module: Module) -> list[Found]:
     """All collectives of more than one device that a module runs.
 
-    A collective that begins and ends in two places has its operands and its results in the first one's type.
+    A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
+    compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
+    which counts once.
     """
-    found = []
+    found, chains = [], set[tuple[str, ...]]()
     for visit in module.walk():
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
@@ -203,6 +206,12 @@ def found_collectives(module: Module) -> list[Found]:
         devices = 0 if kind in ("collective-permute", "collective-broadcast") else members(instruction)
         if devices == 1:
             continue
+        chain = _CHAIN.search(instruction.rest) if visit.fused else None
+        if chain is not None:
+            link = chain[1], kind, instruction.type
+            if link in chains:
+                continue
+            chains.add(link)
         own = arrays(instruction)
         if instruction.opcode == "collective-permute-start":
             own = own[1:2]

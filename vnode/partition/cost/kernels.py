@@ -336,7 +336,8 @@ def combined(
     above: list[int] = []  # for each kernel, as bits, all that it waits for in the end
     groups: list[list[int]] = []
     group_of: list[int] = []
-    waits: list[int] = []  # for each group, as bits, what its members wait for
+    masks: list[int] = []  # for each group, as bits, its members
+    waits: list[int] = []  # and what they wait for
     offered: dict[object, list[int]] = {}
     for k, kernel in enumerate(kernels):
         above.append(0)
@@ -353,14 +354,16 @@ def combined(
             bits = 0
             for n in needs[k] - inside:
                 bits |= above[n] | 1 << n
-            if not reaches(bits, g, groups, group_of, waits):
+            if not reaches(bits, g, masks, group_of, waits):
                 chosen = g
                 break
         if chosen is None:
             chosen = len(groups)
             groups.append([])
+            masks.append(0)
             waits.append(0)
         groups[chosen].append(k)
+        masks[chosen] |= 1 << k
         waits[chosen] |= above[k]
         group_of.append(chosen)
         for key in offers:
@@ -407,22 +410,18 @@ def keys_of(kernel: Kernel, reads: Sequence[Var], target: Target) -> tuple[objec
     return largest, [largest, *(var for var in written if nbytes(var.aval) >= nbytes(largest.aval))]
 
 
-def reaches(
-    bits: int, group: int, groups: Sequence[Sequence[int]], group_of: Sequence[int], waits: Sequence[int]
-) -> bool:
+def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int], waits: Sequence[int]) -> bool:
     """Whether some of these kernels are in a group, or wait for one of it."""
-    mine = sum(1 << member for member in groups[group])
-    seen, pending = set[int](), bits
+    pending = bits
+    done = 0
     while pending:
-        if pending & mine:
+        if pending & masks[group]:
             return True
-        low = pending & -pending
-        g = group_of[low.bit_length() - 1]
-        own = sum(1 << member for member in groups[g])
-        if g not in seen:
-            seen.add(g)
-            pending |= waits[g] if len(groups[g]) > 1 else 0  # of a single one, all is there already
-        pending &= ~own
+        g = group_of[pending.bit_length() - 1]
+        done |= masks[g]
+        if masks[g].bit_count() > 1:  # of a single one, all is there already
+            pending |= waits[g]
+        pending &= ~done
     return False
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -79,11 +78,6 @@ class Piece:
                 f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
             )
         return "\n".join([*lines, f"({', '.join(map(said, self.writes))})"])
-
-    @property
-    def digest(self) -> str:
-        """A hash of `key`."""
-        return hashlib.sha256(self.key.encode()).hexdigest()
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:

@@ -195,7 +195,6 @@ class _Taken:
         self.collectives: list[Planned] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
-        self.known: dict[str, Time] = {}
 
     def timeline(self, program: Program, runs: int) -> Timeline:
         """The timeline of a program that runs so often."""
@@ -212,8 +211,8 @@ class _Taken:
         self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: Piece, runs: int
     ) -> tuple[float, tuple[int, ...], bool]:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
-        found = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
-        transfers = [transfer for transfer in found if transfer is not None]
+        sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
+        transfers = [transfer for transfer in sent if transfer is not None]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
             seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
@@ -228,11 +227,9 @@ class _Taken:
             return 0.0, (), True
         if kernels.program.describe(eqn) is None:
             self.unknown.add(eqn.primitive.name)
-        key = piece.digest
-        if key not in self.known:
-            self.known[key] = self.source.slowest(piece, self.machine.kinds)
-        self.times.append((self.known[key], runs))
-        return self.known[key].seconds, (), True
+        found = self.source.slowest(piece, self.machine.kinds)
+        self.times.append((found, runs))
+        return found.seconds, (), True
 
     def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
