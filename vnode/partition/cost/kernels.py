@@ -78,6 +78,7 @@ class Target:
       breadth: whether kernels run as soon as their operands are there, first come first served, for the sake of
         threads that run them at the same time; otherwise in an order in which little is held.
       siblings: whether element-wise kernels and reductions that read the same become one with several results.
+      aligned: bytes of which everything in memory takes a multiple.
     """
 
     contractions: bool = True
@@ -85,6 +86,7 @@ class Target:
     together: int = 1 << 62
     breadth: bool = False
     siblings: bool = True
+    aligned: int = 1
 
     @staticmethod
     def on(platform: str) -> Target:
@@ -98,7 +100,7 @@ class Target:
         """
         match platform:
             case "cpu":
-                return Target(contractions=False, breadth=True, siblings=False)
+                return Target(contractions=False, breadth=True, siblings=False, aligned=64)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
@@ -129,16 +131,19 @@ class Kernels:
       kernels: in the program's order.
       names: variables that are other names for something in memory, with that.
       narrow: variables that are in memory in half of their bytes.
+      aligned: bytes of which everything in memory takes a multiple.
     """
 
     program: Program
     kernels: tuple[Kernel, ...]
     names: Mapping[Var, Var]
     narrow: frozenset[Var] = frozenset()
+    aligned: int = 1
 
     def nbytes(self, var: Var) -> int:
         """Bytes of a variable in memory."""
-        return nbytes(var.aval) // (2 if var in self.narrow else 1)
+        need = nbytes(var.aval) // (2 if var in self.narrow else 1)
+        return -(-need // self.aligned) * self.aligned
 
     def memory_of(self, var: Var) -> Var:
         """The variable whose memory a variable has."""
@@ -268,7 +273,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     made = combined(program, found, names, target)
     held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in (Shape.EACH, Shape.CONTRACTED)}
     narrow = {var for var in held if target.contractions and only_multiplied(var, shapes, users, ends)}
-    return Kernels(program, made, names, frozenset(narrow))
+    return Kernels(program, made, names, frozenset(narrow), target.aligned)
 
 
 def only_multiplied(

@@ -240,9 +240,9 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
     buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own)
     most, when, at = buffers.under(target)
-    room = sorted(nbytes(var.aval) for var in own - when)
-    most -= sum(nbytes(var.aval) for var in own & when)
-    for need in sorted((nbytes(var.aval) for var in when - own), reverse=True):
+    room = sorted(kernels.nbytes(var) for var in own - when)
+    most -= sum(kernels.nbytes(var) for var in own & when)
+    for need in sorted((kernels.nbytes(var) for var in when - own), reverse=True):
         fits = next((i for i, free in enumerate(room) if free >= need), None)
         if fits is not None:
             most -= need
