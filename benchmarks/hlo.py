@@ -1,130 +1,20 @@
-"""Reads compiled HLO text: which computations call which, how often they run, where the collectives are.
+"""What benchmarks and tests ask of compiled HLO text beyond its structure: bytes received, the order of additions.
 
 This file knows the text format only: nothing of JAX, of devices, or of what is being compiled.
 """
 
-import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-COLLECTIVES = (
-    "all-reduce",
-    "all-gather",
-    "all-to-all",
-    "ragged-all-to-all",
-    "reduce-scatter",
-    "collective-permute",
-    "collective-broadcast",
-)
+from vnode.partition.hlo import COLLECTIVES, Instruction, Module, cycles, loops, members, parse
 
-_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?)(?<=[\s)])([a-z][a-z0-9\-]*)\((.*)$")
-_CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
-_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
-_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
-_TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+__all__ = ["Module", "additions", "canonical", "collectives", "cycles", "loops", "named_loops", "parse"]
+
 _ATTRIBUTES = re.compile(r", (metadata|backend_config|frontend_attributes)=\{.*")
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _SPACE = re.compile(r"S\(\d+\)")
-_NAMES = re.compile(r"%([\w.\-]+)")
-_SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of HLO: its name, result type, opcode, and the whole rest of the line."""
-
-    name: str
-    type: str
-    opcode: str
-    rest: str
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of the result, tuples summed."""
-        return sum(_width(kind) * _product(dims) for kind, dims in _SHAPE.findall(self.type)) // 8
-
-    @property
-    def cycles(self) -> int:
-        """The compiler's estimate for this instruction; 0 where it gives none."""
-        found = _CYCLES.search(self.rest)
-        return int(found[1]) if found else 0
-
-    @property
-    def operands(self) -> list[str]:
-        """Names of the instructions whose results it takes."""
-        return _NAMES.findall(self.rest.split(")")[0])
-
-    def called(self) -> dict[str, list[str]]:
-        """Names of the computations it calls, by role."""
-        roles: dict[str, list[str]] = {}
-        for role, name in _CALLS.findall(self.rest):
-            roles.setdefault(role, []).append(name)
-        for names in _BRANCHES.findall(self.rest):
-            roles.setdefault("branch", []).extend(n.strip().lstrip("%") for n in names.split(","))
-        return roles
-
-
-@dataclass(frozen=True)
-class Visit:
-    """An instruction as met on the way from the entry.
-
-    Attributes:
-        instruction: The instruction.
-        loops: Name and trip count of each loop around it, outermost first; None where the text does not tell.
-        fused: Whether it is inside a fusion (whose estimate stands at the fusion itself).
-    """
-
-    instruction: Instruction
-    loops: tuple[tuple[str, int | None], ...]
-    fused: bool
-
-    def times(self, turns: Mapping[str, float]) -> float:
-        """How often it runs, given the turns of loops whose length the text does not tell, by name; else one."""
-        return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
-
-
-@dataclass(frozen=True)
-class Module:
-    """A parsed HLO module."""
-
-    entry: str
-    computations: dict[str, list[Instruction]] = field(repr=False)
-
-    def walk(self) -> Iterator[Visit]:
-        """Every instruction reachable from the entry, once per call site."""
-        yield from self._walk(self.entry, (), False)
-
-    def _walk(self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool) -> Iterator[Visit]:
-        for instruction in self.computations[name]:
-            yield Visit(instruction, loops, fused)
-            if instruction.opcode.endswith(("-done", "-update")):
-                continue  # its start has been followed already
-            for role, names in instruction.called().items():
-                if role == "to_apply" and instruction.opcode != "call":
-                    continue  # the scalar function of a reduction
-                inner = loops
-                if role == "body":
-                    inner = (*loops, (instruction.name, self._trips(instruction)))
-                elif role == "condition":
-                    continue
-                for called in names:
-                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion")
-
-    def _trips(self, loop: Instruction) -> int | None:
-        known = _TRIPS.search(loop.rest)
-        if known:
-            return int(known[1])
-        # A scan's condition is `counter < constant`, and its counter starts at 0; anything else is of unknown length.
-        condition = self.computations[loop.called()["condition"][0]]
-        constants = {i.name: i.rest for i in condition if i.opcode == "constant"}
-        root = condition[-1]
-        operands = root.operands
-        if root.opcode == "compare" and "direction=LT" in root.rest and operands[-1] in constants:
-            return int(constants[operands[-1]].split(")")[0])
-        return None
+_DIMENSIONS = re.compile(r"\b(?:pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
 
 
 @dataclass(frozen=True)
@@ -134,26 +24,6 @@ class Collective:
     opcode: str
     bytes: int
     inside: bool
-
-
-def parse(text: str) -> Module:
-    """Parses the text of a compiled module."""
-    computations: dict[str, list[Instruction]] = {}
-    entry = current = None
-    for line in text.splitlines():
-        header = _HEADER.match(line)
-        if header:
-            current = header[2]
-            computations[current] = []
-            if header[1]:
-                entry = current
-            continue
-        found = _INSTRUCTION.match(line)
-        if found and current is not None:
-            computations[current].append(Instruction(found[2], found[3], found[4], found[5]))
-    if entry is None:
-        raise ValueError("no ENTRY computation in this text")
-    return Module(entry, computations)
 
 
 def collectives(module: Module) -> list[Collective]:
@@ -170,33 +40,9 @@ def _received(instruction: Instruction, opcode: str) -> int:
     """Bytes that each device receives from others, where every part travels once (all-reduce: twice, as in a ring)."""
     if opcode in ("collective-permute", "collective-broadcast"):
         return instruction.bytes
-    members = _members(instruction)
-    others = {"all-reduce": 2 * (members - 1) / members, "reduce-scatter": members - 1}
-    return round(instruction.bytes * others.get(opcode, (members - 1) / members))
-
-
-def _members(instruction: Instruction) -> int:
-    """How many devices a group of a collective has: of three notations."""
-    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] *\{(.*?)\})", instruction.rest)
-    if found is None:
-        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
-    listed, size, mesh, axes = found.groups()
-    if mesh is None:
-        return len(listed.split(",")) if listed else int(size)
-    sizes = dict(axis.split("=") for axis in mesh.split(","))
-    return math.prod(int(sizes[axis]) for axis in axes.split(","))
-
-
-def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
-    """The compiler's estimated cycles, each instruction as often as its loops run.
-
-    Args:
-        module: The module.
-        turns: How often loops run whose length the text does not tell, by name.
-        in_loops: Count only what is in a loop.
-    """
-    counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
-    return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
+    n = members(instruction)
+    others = {"all-reduce": 2 * (n - 1) / n, "reduce-scatter": n - 1}
+    return round(instruction.bytes * others.get(opcode, (n - 1) / n))
 
 
 def named_loops(module: Module) -> dict[str, tuple[str, ...]]:
@@ -227,9 +73,9 @@ def additions(module: Module, devices: int) -> list[str]:
 
     def scattered(held: list[str], groups: str) -> list[str]:
         sums = list(held)
-        for members in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
-            for d in members:
-                sums[d] = f"({' + '.join(held[m] for m in members)})"
+        for own in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
+            for d in own:
+                sums[d] = f"({' + '.join(held[m] for m in own)})"
         return sums
 
     def values(computation: str, given: list[Any]) -> dict[str, Any]:
@@ -304,25 +150,5 @@ def canonical(module: Module, name: str) -> str:
     return "\n".join(lines)
 
 
-def loops(module: Module) -> list[int | None]:
-    """Trip counts of the outermost loops in order; None where the text does not tell."""
-    return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
-
-
-def _width(kind: str) -> int:
-    if kind == "pred":
-        return 8
-    if kind.startswith("f8"):
-        return 8
-    return int(re.sub(r"\D", "", kind))
-
-
-def _product(dims: str) -> int:
-    product = 1
-    for d in filter(None, dims.split(",")):
-        product *= int(d)
-    return product
-
-
 def _dimensions(kind: str) -> list[int]:
-    return [int(n) for n in _SHAPE.findall(kind)[0][1].split(",") if n]
+    return [int(n) for n in _DIMENSIONS.findall(kind)[0].split(",") if n]

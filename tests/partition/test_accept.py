@@ -1,0 +1,230 @@
+"""Predictions beside what XLA compiles: bytes of collectives in its text, and memory in its own analysis.
+
+XLA is the reference here, on eight CPU devices; `test_cost_ahead.py` has the TPU compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from vnode.analysis.program import Program, inline
+from vnode.errors import ProfileError
+from vnode.partition import Machine
+from vnode.partition.accept import Acceptance, accept
+from vnode.partition.cost import Memory, Target, device_program, memory_of, program_cost
+from vnode.partition.cost.device import DeviceProgram, simplified
+from vnode.partition.hlo import found_collectives, parse
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import from_spec
+from vnode.spmd.program import over_mesh
+
+AXES = {"data": 2, "model": 4}
+MACHINE = Machine.tpu("v5e:2x4")
+
+
+def mlp_step(a: Any, b: Any, c: Any, x: Any, y: Any) -> Any:
+    def loss(a: Any, b: Any, c: Any) -> Any:
+        h = jax.nn.gelu(x @ a) @ b
+        return jnp.mean((jnp.tanh(h + x) @ c - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss, (0, 1, 2))(a, b, c)
+    return *(w - 0.1 * g for w, g in zip((a, b, c), grads, strict=True)), value
+
+
+def mlp(width: int, batch: int) -> Program:
+    shapes = (width, 4 * width), (4 * width, width), (width, width), (batch, width), (batch, width)
+    traced = jax.make_jaxpr(mlp_step)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+    return inline(traced.jaxpr, traced.consts)
+
+
+def compared(program: Program, specs: Sequence[P], donated: Sequence[int] = ()) -> tuple[Acceptance, Any]:
+    """A program as it is compiled for eight CPU devices, beside its prediction."""
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), tuple(AXES))
+    layouts = [from_spec(s, v.aval.shape, AXES) for s, v in zip(specs, program.inputs, strict=True)]
+    outputs = [*layouts[: len(donated)], *[None] * (len(program.outputs) - len(donated))]
+    flow = follow(program, layouts, AXES, outputs=outputs)
+    run = jax.jit(over_mesh(flow, mesh), donate_argnums=tuple(donated), keep_unused=True)
+    compiled = run.lower(*(var.aval for var in program.inputs)).compile()
+    device = device_program(flow, AXES, platform="cpu", donated=donated)
+    cost = program_cost(device, MACHINE, MACHINE.mesh(AXES), platform="cpu")
+    return accept(compiled, cost), (compiled, cost)
+
+
+WIDTH, BATCH = 256, 256
+MEGATRON = P(None, "model"), P("model"), P(), P("data"), P("data")
+
+
+def test_a_step_is_accepted_and_another_is_not() -> None:
+    found, (compiled, cost) = compared(mlp(WIDTH, BATCH), MEGATRON, donated=(0, 1, 2))
+    assert found.accepted, str(found)
+    assert str(found).startswith("accepted\n")
+    # Three gradients over the data axis (one of them whole), two activations over the model axis, the loss.
+    gradients, activations = 3 * WIDTH * WIDTH * 4, BATCH // 2 * WIDTH * 4
+    assert found.found == {"all-reduce": gradients + activations + 4}
+    assert sum(found.combined) >= 3
+
+    fewer = dataclasses.replace(cost, collectives=cost.collectives[1:])
+    refused = accept(compiled, fewer)
+    assert not refused.accepted and not refused.missing and len(refused.extra) == 1
+    assert refused.memory_accepted and "found, not planned: 1 x all-reduce" in str(refused)
+
+    more = dataclasses.replace(cost, collectives=(*cost.collectives, cost.collectives[0]))
+    refused = accept(compiled, more)
+    assert not refused.accepted and not refused.extra and len(refused.missing) == 1
+    assert "planned, not found: 1 x all-reduce" in str(refused)
+
+    other = dataclasses.replace(cost, memory=dataclasses.replace(cost.memory, temporaries=cost.memory.temporaries * 2))
+    refused = accept(compiled, other)
+    assert not refused.memory_accepted and refused.exchange_accepted and not refused.accepted
+    assert accept(compiled, other, tolerance=2.0).accepted
+
+
+PLACES = P(), P("model"), P(None, "model"), P("data"), P(None, "data"), P("data", "model"), P("model", "data")
+SPECS = st.sampled_from(PLACES)
+
+
+@given(st.tuples(SPECS, SPECS, SPECS, st.sampled_from([P("data"), P(("data", "model")), P(), P(None, "model")])))
+@settings(max_examples=8, deadline=None, derandomize=True)
+def test_collectives_of_any_plan_are_those_that_are_compiled(specs: tuple[P, P, P, P]) -> None:
+    found, _ = compared(mlp(32, 16), (*specs, specs[3]))
+    assert found.exchange_accepted, str(found)
+
+
+def test_collectives_in_loops_count_by_their_turns() -> None:
+    def step(w: Any, x: Any) -> Any:
+        def body(h: Any, layer: Any) -> Any:
+            return jnp.tanh(h @ layer[0]) @ layer[1], None
+
+        return lax.scan(body, x, w)[0]
+
+    w = jnp.ones((5, 64, 128)), jnp.ones((5, 128, 64))
+    traced = jax.make_jaxpr(step)(w, jnp.ones((16, 64)))
+    found, _ = compared(inline(traced.jaxpr, traced.consts), (P(None, None, "model"), P(None, "model"), P("data")))
+    assert found.found == {"all-reduce": 5 * 8 * 64 * 4} == found.planned
+    assert found.exchange_accepted and not found.open_loops
+
+
+def by_xla(function: Any, *args: Any) -> int:
+    analysis = jax.jit(function).lower(*args).compile().memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def test_temporary_memory_of_single_device_programs() -> None:
+    """Within a twentieth, and a few hundred bytes of tuples and counters."""
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+
+    def turns(x: Any) -> Any:
+        return lax.scan(lambda c, _: (c @ x, None), x @ x, None, length=5)[0] @ x
+
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda w: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w) @ w))(x)
+
+    for function in (
+        lambda x: ((x @ x) @ x) @ x,
+        turns,
+        gradient,
+    ):
+        traced = jax.make_jaxpr(function)(x)
+        device = DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), {})
+        predicted = memory_of(device, Target.on("cpu")).temporaries
+        assert predicted == pytest.approx(by_xla(function, x), rel=0.05, abs=512), function
+
+
+class _Silent:
+    def memory_analysis(self) -> None:
+        return None
+
+    def as_text(self) -> str:
+        return ""
+
+
+def test_a_compiler_that_says_nothing_is_refused() -> None:
+    _, (_, cost) = compared(mlp(8, 8), MEGATRON)
+    with pytest.raises(ProfileError, match="does not say"):
+        accept(_Silent(), cost)
+
+
+TEXT = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%step.1 (u: f32[8]) -> f32[32] {
+  %u = f32[8]{0} parameter(0)
+  ROOT %g.1 = f32[32]{0} all-gather(%u), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+}
+
+%step.2 (u.2: f32[8]) -> f32[32] {
+  %u.2 = f32[8]{0} parameter(0)
+  ROOT %g.2 = f32[32]{0} all-gather(%u.2), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+}
+
+%body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %p = (s32[], f32[8]{0}) parameter(0)
+  %x = f32[8]{0} get-tuple-element(%p), index=1
+  %i = s32[] get-tuple-element(%p), index=0
+  %r = f32[8]{0} all-reduce(%x), channel_id=1, replica_groups={{0,1},{2,3}}, use_global_device_ids=true, to_apply=%add
+  ROOT %t = (s32[], f32[8]{0}) tuple(%i, %r)
+}
+
+%condition (q: (s32[], f32[8])) -> pred[] {
+  %q = (s32[], f32[8]{0}) parameter(0)
+  %n = s32[] constant(6)
+  %j = s32[] get-tuple-element(%q), index=0
+  ROOT %l = pred[] compare(%j, %n), direction=LT
+}
+
+ENTRY %main (w: f32[8], v: bf16[4,2]) -> f32[8] {
+  %w = f32[8]{0} parameter(0)
+  %v = bf16[4,2]{1,0} parameter(1)
+  %z = s32[] constant(0)
+  %s = (bf16[4,2]{1,0}, bf16[16,2]{1,0}) all-gather-start(%v), replica_groups=[1,4]<=[4], dimensions={0}
+  %d = bf16[16,2]{1,0} all-gather-done(%s)
+  %rs = f32[2]{0} reduce-scatter(%w), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}, to_apply=%add
+  %cp = (f32[8]{0}, f32[8]{0}, u32[], u32[]) collective-permute-start(%w), source_target_pairs={{0,1},{1,0}}
+  %cd = f32[8]{0} collective-permute-done(%cp)
+  %alone = f32[8]{0} all-reduce(%w), replica_groups={{0},{1},{2},{3}}, to_apply=%add
+  %two = (f32[8]{0}, f32[2]{0}) all-reduce(%w, %rs), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %f.1 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.1
+  %f.2 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.2
+  %init = (s32[], f32[8]{0}) tuple(%z, %cd)
+  %loop = (s32[], f32[8]{0}) while(%init), condition=%condition, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_collectives_are_read_off_the_text() -> None:
+    found = {each.name: (each.kind, each.arrays, each.devices, each.runs) for each in found_collectives(parse(TEXT))}
+    assert found == {
+        "s": ("all-gather", (64,), 4, 1),
+        "rs": ("reduce-scatter", (32,), 4, 1),
+        "cp": ("collective-permute", (32,), 0, 1),
+        "two": ("all-reduce", (32, 8), 2, 1),
+        "r": ("all-reduce", (32,), 2, 6),
+        "g.1": ("all-gather", (128,), 4, 1),
+    }
+
+
+def test_a_report_says_how_far_memory_is_off() -> None:
+    zero = Memory(100, 0, 0, 0)
+    report = Acceptance({}, {}, (), (), (), zero, 100, 0, 0, 25)
+    assert report.memory_error == -0.2 and not report.accepted
+    assert "predicted 100 B (-20.0%)" in str(report)
+    assert dataclasses.replace(report, temporaries=11).accepted is True

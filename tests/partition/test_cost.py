@@ -1,0 +1,642 @@
+"""What operators, exchanges and programs take, against counts by hand, brute force and published rates."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax import lax
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec as P
+
+from vnode.analysis.program import Program, inline
+from vnode.errors import ProfileError
+from vnode.operators import describe
+from vnode.operators.cost import Cost
+from vnode.partition import Machine
+from vnode.partition.cost import (
+    Cache,
+    DeviceProgram,
+    Measured,
+    Piece,
+    Roofline,
+    Target,
+    Time,
+    Times,
+    Transfer,
+    copy_of,
+    device_program,
+    memory_of,
+    program_cost,
+    transfer_of,
+    transfers_of_route,
+)
+from vnode.partition.cost.device import simplified
+from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.memory import Buffers
+from vnode.partition.cost.pieces import piece_of, traced_piece
+from vnode.partition.machine import Kind
+from vnode.spmd.choice import Given, choose
+from vnode.spmd.exchange import convert
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import Layout, cut_of, from_spec
+from vnode.spmd.route import route
+
+pytestmark = pytest.mark.quickly
+
+CPU, TPU = Target.on("cpu"), Target.on("tpu")
+TOY = Kind("toy", {"float32": 1e12}, vector=1e11, memory=2**30, bandwidth=1e11, host_bandwidth=1e10)
+
+
+def program_of(function: Any, *args: Any) -> Program:
+    traced = jax.make_jaxpr(function)(*args)
+    return inline(traced.jaxpr, traced.consts)
+
+
+def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# Pieces
+
+
+def test_a_fused_piece_reads_and_writes_at_its_border() -> None:
+    piece = traced_piece(lambda x, y: jnp.exp(x) * y + x, ones(8, 16), ones(8, 16))
+    assert len(piece.equations) == 3
+    assert piece.cost == Cost(vector=3 * 128, transcendental=128, read=2 * 128 * 4, written=128 * 4)
+
+
+def test_of_what_is_looked_up_in_only_what_is_found_is_read() -> None:
+    piece = traced_piece(lambda t, i: jnp.tanh(t.at[i].get(mode="clip")), ones(1000, 16), ones(8, dtype=jnp.int32))
+    found = 8 * 16 * 4
+    assert piece.cost.written == found
+    assert found <= piece.cost.read <= found + 2 * 8 * 4  # and the indices; never the table of 64,000 bytes
+
+
+def test_a_piece_computes_what_it_stands_for() -> None:
+    piece = traced_piece(lambda a, b: jnp.tanh(a @ b).sum(0), ones(4, 8), ones(8, 16))
+    a, b = np.random.default_rng(0).random((4, 8)), np.random.default_rng(1).random((8, 16))
+    (found,) = piece.function(jnp.float32(a), jnp.float32(b))
+    np.testing.assert_allclose(found, np.tanh(a @ b).sum(0), rtol=1e-5)
+
+
+def test_keys_tell_computations_apart_and_nothing_else() -> None:
+    def key(function: Any, *args: Any) -> str:
+        return traced_piece(function, *args).key
+
+    same = key(lambda x: x * 2.0, ones(4)), key(lambda y: y * 2.0, ones(4))
+    assert same[0] == same[1]
+    others = [
+        key(lambda x: x * 3.0, ones(4)),
+        key(lambda x: x * 2.0, ones(5)),
+        key(lambda x: x * jnp.bfloat16(2.0), ones(4, dtype=jnp.bfloat16)),
+        key(lambda x: x + 2.0, ones(4)),
+        key(lambda x: x.sum(0), ones(4, 4)),
+        key(lambda x: x.sum(1), ones(4, 4)),
+        key(lambda x, y: x - y, ones(4), ones(4)),
+        key(lambda x, y: y - x, ones(4), ones(4)),
+        key(lambda x: lax.scan(lambda c, _: (c * 2.0, None), x, None, length=3)[0], ones(4)),
+        key(lambda x: lax.scan(lambda c, _: (c * 3.0, None), x, None, length=3)[0], ones(4)),
+    ]
+    assert len({*same, *others}) == 1 + len(others)
+
+
+@given(st.sampled_from([(2, 1), (1, 2), (2, 2), (4, 2)]), st.sampled_from([(8, 16, 4), (16, 8, 8)]), st.integers(0, 2))
+@settings(max_examples=20, deadline=None)
+def test_copies_of_a_product_share_its_operations(mesh: tuple[int, int], sizes: tuple[int, int, int], cut: int) -> None:
+    i, j, k = sizes
+    axes = {name: n for name, n in zip("xy", mesh, strict=True) if n > 1}
+    (eqn,) = program_of(lambda a, b: a @ b, ones(i, j), ones(j, k)).equations
+    specs = [(P("x", "y"), P("y")), (P("x"), P(None, "y")), (P(None, "x"), P("x", "y"))][cut]
+    given_ = [Given(from_spec(s, v.aval.shape, axes)) for s, v in zip(specs, eqn.invars, strict=True)]
+    description = describe(eqn)
+    assert description is not None
+    choice = choose(eqn, description, given_, axes, [None])
+    divided = np.prod([axes[name] for way in choice.ways for name in way.axes], initial=1)
+    assert copy_of(eqn, choice).cost.matrix == {"float32": 2 * i * j * k // divided}
+
+
+# Sources of times
+
+
+def test_roofline_is_bound_by_what_is_slowest() -> None:
+    bare = Roofline(launch=0.0)
+    assert bare.seconds(Cost(matrix={"float32": 4 * 10**9}, read=10**6), TOY) == pytest.approx(4e-3)
+    assert bare.seconds(Cost(matrix={"float32": 10**6}, read=3 * 10**8, written=10**8), TOY) == pytest.approx(4e-3)
+    assert bare.seconds(Cost(vector=2 * 10**8), TOY) == pytest.approx(2e-3)
+    assert bare.seconds(Cost(), TOY) == 0 == Roofline().seconds(Cost(), TOY)
+    assert Roofline(launch=1e-3).seconds(Cost(vector=2 * 10**8), TOY) == pytest.approx(3e-3)
+
+
+def test_roofline_of_a_published_figure() -> None:
+    """ "How to scale your model", chapter "All about rooflines": a product in bfloat16 on a v5e is bound by its
+    operations from a batch of about 240 on (1.97e14 / 8.2e11)."""
+    kind = Machine.tpu("v5e:2x2").kinds[0]
+    ratios = []
+    for batch in (200, 280):
+        piece = traced_piece(
+            lambda a, b: a @ b, ones(batch, 8192, dtype=jnp.bfloat16), ones(8192, 8192, dtype=jnp.bfloat16)
+        )
+        memory = (piece.cost.read + piece.cost.written) / kind.bandwidth
+        ratios.append(Roofline(launch=0).seconds(piece.cost, kind) / memory)
+    assert ratios[0] == 1.0 < ratios[1]
+
+
+class _Fixed:
+    """A source that knows pieces of one equation."""
+
+    def time(self, piece: Piece, kind: Kind) -> Time | None:
+        return Time(1.0, "measured") if len(piece.equations) == 1 else None
+
+
+def test_the_first_source_that_knows_is_asked() -> None:
+    times = Times((_Fixed(), Roofline()))
+    assert times.time(traced_piece(jnp.tanh, ones(4)), TOY).source == "measured"
+    assert times.time(traced_piece(lambda x: jnp.tanh(x) + x, ones(4)), TOY).source == "roofline"
+    slow = Kind("slow", {}, vector=1e3, memory=2**30, bandwidth=1e3, host_bandwidth=1e3)
+    piece = traced_piece(lambda x: jnp.tanh(x) + x, ones(4))
+    assert times.slowest(piece, (TOY, slow)) == Roofline().time(piece, slow)
+
+
+def test_a_measured_time_is_measured_once(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    piece = traced_piece(lambda a: a @ a, ones(64, 64))
+    kind = Machine.here(jax.devices()[:1]).kinds[0]
+    first = Measured(cache=Cache(tmp_path), batches=3).time(piece, kind)
+    assert first is not None and first.source == "measured" and first.seconds > 0 and first.noise >= 0
+    again = Measured(cache=Cache(tmp_path))
+    monkeypatch.setattr(again, "measure", lambda _: pytest.fail("measured a second time"))
+    assert again.time(piece, kind) == first
+    other = traced_piece(lambda a: a @ a, ones(64, 64, dtype=jnp.bfloat16))
+    assert again.cache.get(again.key(other)) is None
+    assert again.time(piece, TOY) is None, "another kind of device"
+    keys = traced_piece(jax.random.key_data, jax.eval_shape(jax.random.key, 0))
+    assert again.time(keys, kind) is None
+
+
+# The cache
+
+
+def test_damaged_and_foreign_files_count_as_none(tmp_path: Any) -> None:
+    cache, key = Cache(tmp_path), {"piece": "a"}
+    cache.put(key, {"seconds": 1.5, "noise": 0.0})
+    path = cache.path(key)
+    good = json.loads(path.read_text())
+    spoiled: list[Any] = [
+        "",
+        "{",
+        "[]",
+        "null",
+        {**good, "format": "other"},
+        {**good, "version": 99},
+        {**good, "key": {"piece": "b"}},
+        {**good, "value": {"seconds": -1}},
+        {**good, "value": {"seconds": "x"}},
+        {**good, "value": 3},
+        {"format": good["format"]},
+    ]
+    for content in spoiled:
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+        assert Cache(tmp_path).get(key) is None, content
+    path.write_bytes(b"\xff\xfe\x00")
+    assert Cache(tmp_path).get(key) is None
+    Cache(tmp_path).put(key, {"seconds": 2.0})
+    assert Cache(tmp_path).get(key) == {"seconds": 2.0}
+
+
+def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Any) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ProfileError, match="cannot be kept"):
+        Cache(tmp_path / "file" / "folder").put({"a": "b"}, {"seconds": 1.0})
+
+
+def test_writers_and_readers_at_once_never_see_half_an_entry(tmp_path: Any) -> None:
+    key = {"piece": "x" * 10_000}
+    seen: list[Any] = []
+
+    def work(number: int) -> None:
+        for _ in range(30):
+            Cache(tmp_path).put(key, {"seconds": float(number)})
+            seen.append(Cache(tmp_path).get(key))
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found is not None and found["seconds"] in range(4) for found in seen) and len(seen) == 120
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "nothing is left behind"
+
+
+# Kernels
+
+
+def kernels(function: Any, *args: Any, target: Target = CPU) -> list[str]:
+    return [str(kernel.piece) for kernel in kernels_of(program_of(function, *args), target).kernels]
+
+
+def test_what_is_computed_inside_of_what() -> None:
+    x, w = ones(8, 16), ones(16, 16)
+    assert kernels(lambda x: (jnp.tanh(x) * 2 + 1).sum(0), x) == ["tanh + mul + add + reduce_sum"]
+    # A reduction's result is in memory, and what depends on it starts anew.
+    assert len(kernels(lambda x: x - x.sum(0), x)) == 2
+    # Dear and read by two that are not the same kernel: computed once. Cheap: computed twice.
+    shared = lambda f: lambda x: (lambda y: (y.sum(0), y.sum(1)))(f(x))  # noqa: E731
+    assert len(kernels(shared(jnp.tanh), x)) == 3
+    assert len(kernels(shared(lambda x: x * 2), x)) == 2
+    # Contractions: alone on CPU, with what is element by element on TPU.
+    fused = lambda x, w: jnp.tanh((x * 2) @ w)  # noqa: E731
+    assert kernels(fused, x, w) == ["mul", "dot_general", "tanh"]
+    assert kernels(fused, x, w, target=TPU) == ["mul + dot_general + tanh"]
+    # A reshape is a name, a transposition of a product is written by it.
+    assert kernels(lambda x: x.reshape(16, 8), x) == []
+    assert kernels(lambda x, w: (x @ w).T, x, w) == ["dot_general"]
+    assert kernels(lambda x, w: x.T @ w, ones(16, 8), w) == ["transpose + dot_general"]
+
+
+def test_kernels_with_several_results() -> None:
+    x = ones(64, 64)
+    several = lambda x: (x.sum(0), x.max(1), jnp.tanh(x))  # noqa: E731
+    (kernel,) = kernels_of(program_of(several, x), TPU).kernels
+    assert kernel.piece.cost.read == 64 * 64 * 4 and kernel.piece.cost.written == (64 + 64 + 64 * 64) * 4
+    assert len(kernels(several, x)) == 3, "not on CPUs"
+    # With what writes it; not with what waits for the whole of a sum, nor around something that runs between.
+    assert len(kernels(lambda x: (lambda y: (y, y.sum(0)))(jnp.tanh(x)), x, target=TPU)) == 1
+    assert len(kernels(lambda x: x - x.sum(0), x, target=TPU)) == 2
+    assert len(kernels(lambda x: x * jnp.sort(x.sum(0)), x, target=TPU)) == 3
+
+
+def test_what_a_tpu_does_not_write() -> None:
+    table, places, values = ones(8, 512), ones(8, dtype=jnp.int32), ones(8)
+
+    def part(width: int) -> Any:
+        def put(i: Any, v: Any) -> Any:
+            filled = jnp.zeros(table.shape).at[jnp.arange(8), i].add(v, mode="promise_in_bounds")
+            return jnp.exp(lax.dynamic_slice(filled, (0, 64), (8, width)))
+
+        return put
+
+    assert sum("scatter-add" in kernel for kernel in kernels(part(128), places, values, target=TPU)) == 1
+    assert "scatter-add" not in kernels(part(128), places, values, target=TPU), "made inside of its reader"
+    assert any(kernel.endswith("scatter-add") for kernel in kernels(part(512), places, values, target=TPU))
+    x = ones(128, 128)
+    chain = device_of(lambda x: ((x @ x) @ x).sum(), x)
+    assert memory_of(chain, TPU).temporaries < memory_of(chain, CPU).temporaries
+    exact = device_of(lambda x: (jnp.dot(jnp.dot(x, x), x, precision="highest")).sum(), x)
+    assert memory_of(exact, TPU).temporaries > memory_of(chain, TPU).temporaries
+
+
+def test_every_equation_that_is_wanted_is_in_a_kernel() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        h = jax.nn.gelu(x @ w)
+        h = (h - h.mean(-1, keepdims=True)) * lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+        return (jax.nn.softmax(h @ w.T, -1) ** 2).sum()
+
+    program = simplified(program_of(jax.grad(loss), ones(16, 32), ones(8, 16)))
+    for target in (CPU, TPU):
+        found = kernels_of(program, target)
+        made = {id(eqn) for kernel in found.kernels for eqn in kernel.piece.equations}
+        names = {var for eqn in program.equations for var in eqn.outvars if var in found.names}
+        assert all(id(eqn) in made or eqn.outvars[0] in names for eqn in program.equations)
+        # They can run in that order, and give the result.
+        rng = np.random.default_rng(0)
+        values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32) for v in program.inputs]
+        held: dict[Var, Any] = dict(zip(program.inputs, values, strict=True)) | program.constants
+        shapes = {v: v.aval.shape for eqn in program.equations for v in eqn.outvars}
+        for kernel in found.kernels:
+            operands = []
+            for var in kernel.piece.reads:
+                value = held[found.memory_of(var)]
+                moved = value.T if value.shape != var.aval.shape and value.T.shape == var.aval.shape else value
+                operands.append(moved.reshape(var.aval.shape))
+            held.update(zip(kernel.piece.writes, kernel.piece.function(*operands), strict=True))
+        (end,) = program.outputs
+        assert isinstance(end, Var)
+        result = held[found.memory_of(end)]
+        result = result.T if result.shape != shapes[end] else result
+        np.testing.assert_allclose(result, jax.grad(loss)(*values), rtol=1e-4, atol=1e-5)
+
+
+def over(function: Any, *args: Any, **axes: int) -> Program:
+    traced = jax.make_jaxpr(function, axis_env=list(axes.items()))(*args)
+    return simplified(inline(traced.jaxpr, traced.consts))
+
+
+def test_collectives_that_do_not_wait_for_each_other_are_sent_together() -> None:
+    def several(a: Any, b: Any, c: Any) -> Any:
+        first, second = lax.psum(a, "x"), lax.psum(b, "x")
+        third = lax.psum(first * 2, "x")  # waits for the first
+        return first, second, third, lax.psum(c, ("x", "y")), lax.pmax(c, "x")
+
+    program = over(several, ones(4), ones(8), ones(2), x=2, y=2)
+    found = [k for k in kernels_of(program, TPU).kernels if k.root.primitive.name in ("psum", "pmax")]
+    assert sorted(len(k.piece.equations) for k in found) == [1, 1, 1, 2]
+    alone = kernels_of(program, Target(combines=frozenset())).kernels
+    assert sum(k.root.primitive.name in ("psum", "pmax") for k in alone) == 5
+    small = kernels_of(program, Target(together=40)).kernels  # 16 and 32 bytes are too many together
+    assert all(len(k.piece.equations) == 1 for k in small if k.root.primitive.name == "psum")
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), min_size=1, max_size=14))
+@settings(max_examples=60, deadline=None)
+def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, bool]]) -> None:
+    def chain(x: Any) -> list[Any]:
+        values = [x]
+        for source, axis in steps:
+            values.append(lax.psum(values[source % len(values)] * 1.5, "x" if axis else "y"))
+        return values
+
+    program = over(chain, ones(4), x=2, y=2)
+    found = kernels_of(program, TPU)
+    there = {*program.inputs}
+    for kernel in found.kernels:
+        assert {found.memory_of(var) for var in kernel.piece.reads} <= there
+        there.update(kernel.piece.writes)
+    count = sum(kernel.root.primitive.name == "psum" for kernel in found.kernels)
+    longest = {program.inputs[0]: (0, 0)}  # how many of either axis follow each other at most
+    for eqn in program.equations:
+        x, y = longest[eqn.invars[0]]
+        own = eqn.params.get("axes")
+        longest[eqn.outvars[0]] = (x + (own == ("x",)), y + (own == ("y",)))
+    assert count >= max(x + y for x, y in longest.values())
+
+
+# Exchange
+
+
+def test_bytes_sent_by_hand() -> None:
+    mesh = {"x": 4, "y": 2}
+
+    def all_kinds(a: Any) -> Any:
+        return (
+            lax.psum(a, ("x", "y")),
+            lax.all_gather(a, "x", axis=0, tiled=True),
+            lax.psum_scatter(a, "x", scatter_dimension=0, tiled=True),
+            lax.all_to_all(a, "x", split_axis=0, concat_axis=1, tiled=True),
+            lax.ppermute(a, "x", [(0, 1), (1, 2), (2, 3)]),
+        )
+
+    program = over(all_kinds, ones(8, 8), **mesh)
+    found = [transfer for eqn in program.equations if (transfer := transfer_of(eqn, mesh)) is not None]
+    n = 8 * 8 * 4
+    assert {t.kind: (t.bytes, t.sent) for t in found} == {
+        "all-reduce": (n, 2 * n * 7 / 8),
+        "all-gather": (4 * n, 3 * n),
+        "reduce-scatter": (n, n * 3 / 4),
+        "all-to-all": (n, n * 3 / 4),
+        "permute": (n, n),
+    }
+    assert next(t for t in found if t.kind == "permute").shifts() == {(1, False)}
+
+
+def test_times_of_exchange_by_hand() -> None:
+    """Rings over a switch: each step takes the latency, each byte the bandwidth (Thakur and others, 2005)."""
+    machine = Machine.gpus("h100-sxm")
+    mesh = machine.mesh({"x": 8})
+    latency, bandwidth, n = 1.9e-6, 450e9, 1 << 30
+    gather = Transfer("all-gather", ("x",), n, 8)
+    assert gather.seconds(machine, mesh) == pytest.approx(7 * latency + 7 / 8 * n / bandwidth)
+    reduce = Transfer("all-reduce", ("x",), n, 8)
+    assert reduce.seconds(machine, mesh) == pytest.approx(14 * latency + 14 / 8 * n / bandwidth)
+    shift = Transfer("permute", ("x",), n, 8, tuple((i, i + 1) for i in range(7)))
+    assert shift.seconds(machine, mesh) == pytest.approx(latency + n / bandwidth)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, shape: tuple[int, ...], axes: dict[str, int]) -> Layout:
+    dims: list[list[str]] = [[] for _ in shape]
+    for name in draw(st.permutations(list(axes))):
+        d = draw(st.integers(-1, len(shape) - 1))
+        if d >= 0:
+            dims[d].append(name)
+    return Layout(
+        tuple(cut_of(tuple(names), 1, n, n, axes) if names else None for names, n in zip(dims, shape, strict=True))
+    )
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_route_is_what_is_sent(data: st.DataObject) -> None:
+    axes, shape = {"x": 2, "y": 4}, (8, 16)
+    start, end = data.draw(layouts(shape, axes)), data.draw(layouts(shape, axes))
+    local = jax.ShapeDtypeStruct(start.local(shape, axes), jnp.float32)
+    program = over(lambda a: convert(a, start, end, shape, axes), local, **axes)
+    sent = [transfer for eqn in program.equations if (transfer := transfer_of(eqn, axes)) is not None]
+    assert list(transfers_of_route(route(start, end, shape, axes), 4, axes)) == sent
+
+
+# Memory
+
+
+def naive_peak(buffers: Buffers, order: Sequence[int]) -> int:
+    """For each kernel in order, whatever has been written and is still to be read, counted from scratch."""
+    most = 0
+    for now in range(len(order)):
+        held = 0
+        for earlier in range(now + 1):
+            for var, need in buffers.written[order[earlier]]:
+                later = any(var in buffers.read[order[t]] for t in range(now, len(order)))
+                if later or earlier == now or var in buffers.kept:
+                    held += need
+        most = max(most, held + buffers.inside[order[now]])
+    return most
+
+
+@st.composite
+def graphs(draw: st.DrawFn, most: int = 6) -> Buffers:
+    n = draw(st.integers(1, most))
+    made = [Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(n)]
+    sizes = draw(st.lists(st.integers(0, 9), min_size=n, max_size=n))
+    after = [frozenset(draw(st.sets(st.integers(0, k - 1), max_size=3)) if k else ()) for k in range(n)]
+    return Buffers(
+        written=tuple(((made[k], sizes[k]),) for k in range(n)),
+        read=tuple(frozenset(made[i] for i in after[k]) for k in range(n)),
+        inside=tuple(draw(st.lists(st.integers(0, 5), min_size=n, max_size=n))),
+        over=((),) * n,
+        kept=frozenset(made[i] for i in draw(st.sets(st.integers(0, n - 1)))),
+        after=tuple(after),
+    )
+
+
+def orders(buffers: Buffers) -> list[tuple[int, ...]]:
+    """All orders in which kernels can run."""
+    n = len(buffers.after)
+
+    def fits(order: tuple[int, ...]) -> bool:
+        return all(buffers.after[k] <= {*order[:t]} for t, k in enumerate(order))
+
+    return list(filter(fits, itertools.permutations(range(n))))
+
+
+@given(graphs())
+@settings(max_examples=100, deadline=None)
+def test_the_peak_of_an_order_is_what_counting_gives(buffers: Buffers) -> None:
+    every = {order: naive_peak(buffers, order) for order in orders(buffers)}
+    for order, peak in list(every.items())[:20]:
+        assert buffers.peak(order)[0] == peak
+    for order in (buffers.depth_first(), buffers.freeing(), buffers.breadth_first()):
+        assert tuple(order) in every
+    assert min(every.values()) <= buffers.under(Target())[0] <= every[tuple(range(len(buffers.after)))]
+
+
+@given(graphs(5), st.data())
+@settings(max_examples=60, deadline=None)
+def test_writing_in_place_takes_no_more(buffers: Buffers, data: st.DataObject) -> None:
+    import dataclasses
+
+    sizes = {var: need for written in buffers.written for var, need in written}
+    over_ = tuple(
+        tuple((w[0][0], r) for r in reads if sizes[r] == w[0][1] and data.draw(st.booleans()))
+        for w, reads in zip(buffers.written, buffers.read, strict=True)
+    )
+    changed = dataclasses.replace(buffers, over=over_)
+    for order in orders(buffers)[:10]:
+        assert changed.peak(order)[0] <= buffers.peak(order)[0]
+
+
+def device_of(function: Any, *args: Any, donated: Sequence[int] = ()) -> DeviceProgram:
+    return DeviceProgram(simplified(program_of(function, *args)), {}, frozenset(donated))
+
+
+N = 16 * 16 * 4
+
+
+def test_memory_by_hand() -> None:
+    x = ones(16, 16)
+    assert memory_of(device_of(lambda x: jnp.tanh(x) * 2, x), CPU).temporaries == 0, "fused into the result"
+    found = memory_of(device_of(lambda x: ((x @ x) @ x) @ x, x), CPU)
+    # Of the two products on the way the first may be where the result will be.
+    assert (found.arguments, found.outputs, found.temporaries, found.total) == (N, N, N, 3 * N)
+    # tanh writes over the product that nobody else reads
+    assert memory_of(device_of(lambda x: jnp.tanh(x @ x) @ x, x), CPU).temporaries == N
+    # kept for later: both products of the forward pass
+    both = memory_of(device_of(lambda x: (lambda y: (y @ x) @ y)(x @ x), x), CPU)
+    assert both.temporaries == 2 * N
+    scalar = memory_of(device_of(lambda x: (((x @ x) @ x) @ x).sum(), x), CPU)
+    assert scalar.temporaries == 2 * N
+    assert memory_of(device_of(lambda x, y: (x + 1, y @ x), x, x, donated=[0]), CPU).aliased == N
+    assert memory_of(device_of(lambda x, y: (x + 1, y @ x), x, x, donated=[0, 1]), CPU).aliased == 2 * N
+    assert memory_of(device_of(lambda x: x.sum(), x, donated=[0]), CPU).aliased == 0
+
+
+def test_memory_of_loops_by_hand() -> None:
+    x = ones(16, 16)
+
+    def turns(x: Any) -> Any:
+        return (lax.scan(lambda c, _: (c @ x, None), x @ x, None, length=5)[0] @ x).sum()
+
+    # The carry, which begins as the product, and beside it the next one; then what follows.
+    assert memory_of(device_of(turns, x), CPU).temporaries == 2 * N
+
+    def stacked(x: Any) -> Any:
+        def body(c: Any, _: Any) -> Any:
+            c = jnp.tanh(c)  # in place of what is carried
+            return c, c * 2  # in its place in the stack
+
+        return lax.scan(body, x @ x, None, length=5)[1].sum()
+
+    assert memory_of(device_of(stacked, x), CPU).temporaries == 6 * N
+    branches = device_of(lambda i, x: lax.cond(i, lambda x: (x @ x) @ x, lambda x: x, x), ones(dtype=jnp.bool_), x)
+    assert memory_of(branches, CPU).temporaries == N + 64, "and the number of the branch, aligned"
+
+
+# Programs
+
+
+def mlp(width: int = 32, batch: int = 16) -> tuple[Program, dict[str, Any]]:
+    def step(a: Any, b: Any, x: Any, y: Any) -> Any:
+        def loss(a: Any, b: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ a) @ b - y) ** 2)
+
+        value, grads = jax.value_and_grad(loss, (0, 1))(a, b)
+        return a - 0.1 * grads[0], b - 0.1 * grads[1], value
+
+    shapes = ones(width, 4 * width), ones(4 * width, width), ones(batch, width), ones(batch, width)
+    return program_of(step, *shapes), {"width": width, "batch": batch}
+
+
+def test_a_program_by_hand() -> None:
+    """Two products, the units between them over four devices, as in Megatron: one all-reduce of activations."""
+    program, sizes = mlp()
+    axes = {"model": 4}
+    specs = P(None, "model"), P("model"), P(), P()
+    flow = follow(program, [from_spec(s, v.aval.shape, axes) for s, v in zip(specs, program.inputs, strict=True)], axes)
+    machine = Machine.gpus("h100-sxm", per_host=4)
+    cost = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1), platform="gpu")
+    activations = sizes["batch"] * sizes["width"] * 4
+    assert cost.bytes == {"all-reduce": activations}
+    assert cost.sent == activations * 2 * 3 / 4
+    bandwidth, latency = 450e9, 1.9e-6
+    assert cost.exchange == pytest.approx(6 * latency + 1.5 * activations / bandwidth)
+    assert cost.memory.aliased == 2 * sizes["width"] ** 2 * 4
+    assert cost.total == cost.compute + cost.exchange
+    assert cost.compute == pytest.approx(sum(cost.sources.values()))
+    assert not cost.unknown and not cost.open_loops
+    # Everything waits for the one exchange or is waited for by it: nothing is gained beside it but what it can hide.
+    assert max(cost.compute, cost.exchange) - 1e-9 <= cost.seconds <= cost.total + 1e-9
+    alone = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1), platform="gpu", overlap=False)
+    assert alone.seconds == pytest.approx(cost.total, abs=1e-10)
+
+
+def test_loops_count_by_their_turns_and_branches_by_the_longest() -> None:
+    def turns(n: int) -> Any:
+        return lambda x: lax.scan(lambda c, _: (lax.psum(c @ c, "x"), None), x, None, length=n)[0]
+
+    machine = Machine.tpu("v5e:2x2")
+    mesh = machine.mesh({"x": 4})
+    costs = []
+    for n in (1, 7):
+        device = DeviceProgram(over(turns(n), ones(128, 128), x=4), {"x": 4})
+        costs.append(program_cost(device, machine, mesh))
+    assert costs[1].bytes["all-reduce"] == 7 * 128 * 128 * 4
+    for name in ("compute", "exchange"):
+        assert getattr(costs[1], name) == pytest.approx(7 * getattr(costs[0], name))
+    assert costs[1].seconds == pytest.approx(7 * costs[0].seconds, rel=1e-6)
+
+    def branch(i: Any, x: Any) -> Any:
+        return lax.cond(i, lambda x: lax.psum(x @ x @ x, "x"), lambda x: x @ x, x)
+
+    device = DeviceProgram(over(branch, ones(dtype=jnp.bool_), ones(128, 128), x=4), {"x": 4})
+    longest = program_cost(device, machine, mesh)
+    assert longest.bytes == {"all-reduce": 128 * 128 * 4}
+    open_loop = over(lambda x: lax.while_loop(lambda c: c.sum() < 9, lambda c: c @ c, x), ones(128, 128), x=4)
+    assert program_cost(DeviceProgram(open_loop, {"x": 4}), machine, mesh).open_loops == 1
+
+
+def test_exchange_runs_beside_what_does_not_need_it() -> None:
+    def beside(a: Any, b: Any) -> Any:
+        return lax.psum(a, "x"), b @ b @ b
+
+    def after(a: Any) -> Any:
+        b = lax.psum(a, "x")
+        return b @ b @ b
+
+    machine = Machine.tpu("v5e:2x2")
+    mesh = machine.mesh({"x": 4})
+    free = program_cost(DeviceProgram(over(beside, ones(1024, 1024), ones(1024, 1024), x=4), {"x": 4}), machine, mesh)
+    bound = program_cost(DeviceProgram(over(after, ones(1024, 1024), x=4), {"x": 4}), machine, mesh)
+    assert free.seconds == pytest.approx(max(free.compute, free.exchange))
+    assert bound.seconds == pytest.approx(bound.compute + bound.exchange)
+
+
+def test_equal_exchanges_are_made_once() -> None:
+    program = over(lambda a: (lax.psum(a.reshape(4), "x"), lax.psum(a.reshape(2, 2), "x") * 2), ones(2, 2), x=2)
+    assert sum(eqn.primitive.name == "psum" for eqn in program.equations) == 1
+
+
+def test_the_device_program_of_a_flow_has_local_sizes() -> None:
+    program, _ = mlp()
+    axes = {"data": 2, "model": 4}
+    specs = P(None, "model"), P("model"), P("data"), P("data")
+    flow = follow(program, [from_spec(s, v.aval.shape, axes) for s, v in zip(specs, program.inputs, strict=True)], axes)
+    device = device_program(flow, axes)
+    assert [v.aval.shape for v in device.program.inputs] == [(32, 32), (32, 32), (8, 32), (8, 32)]
+    assert all(isinstance(piece_of([eqn]).cost, Cost) for eqn in device.program.equations)

@@ -1,0 +1,88 @@
+"""Costs beside the TPU compiler, for machines that are not there.
+
+Run in a process of its own, because the compiler loads a large library. The references are arithmetic for times, and
+the compiler's own analysis of memory.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
+
+from benchmarks import tpu
+
+pytestmark = pytest.mark.thorough
+
+PROGRAM = """
+import json, sys, tempfile
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from benchmarks import tpu
+from vnode.analysis.program import inline
+from vnode.partition import Cache, Compiler, Machine, accept, program_cost
+from vnode.partition.cost.pieces import traced_piece
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import from_spec
+from vnode.spmd.program import over_mesh
+
+machine, axes = Machine.tpu("v5e:2x4"), {"data": 2, "model": 4}
+kind = machine.kinds[0]
+found = {}
+with tempfile.TemporaryDirectory() as folder:
+    a = jax.ShapeDtypeStruct((4096, 4096), jnp.bfloat16)
+    piece = traced_piece(lambda a, b: a @ b, a, a)
+    time = Compiler(Cache(folder)).time(piece, kind)
+    again = Compiler(Cache(folder))
+    again.cycles = None  # from the cache
+    found["product"] = [time.source, time.seconds, again.time(piece, kind).seconds]
+    found["other"] = Compiler(Cache(folder)).time(piece, Machine.gpus("v100-16gb").kinds[0]) is None
+
+n, batch = 4096, 8192
+
+def step(a, b, x, y):
+    def loss(a, b):
+        return jnp.mean((jnp.tanh(x @ a) @ b - y) ** 2)
+    value, grads = jax.value_and_grad(loss, (0, 1))(a, b)
+    return a - 0.1 * grads[0], b - 0.1 * grads[1], value
+
+shapes = (n, 2 * n), (2 * n, n), (batch, n), (batch, n)
+traced = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
+program = inline(traced.jaxpr, traced.consts)
+specs = P(None, "model"), P("model"), P("data"), P("data")
+layouts = [from_spec(s, v.aval.shape, axes) for s, v in zip(specs, program.inputs)]
+flow = follow(program, layouts, axes, outputs=[*layouts[:2], None])
+mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(2, 4), tuple(axes))
+given = [
+    jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, s))
+    for v, s in zip(program.inputs, specs)
+]
+compiled = jax.jit(over_mesh(flow, mesh), donate_argnums=(0, 1)).lower(*given).compile()
+cost = program_cost(flow, machine, machine.mesh(axes), donated=(0, 1))
+report = accept(compiled, cost)
+found["error"], found["report"] = report.memory_error, str(report)
+print(json.dumps(found))
+"""
+
+
+def test_the_compilers_estimates_and_memory() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    source, seconds, again = found["product"]
+    peak = 2 * 4096**3 / 197e12
+    assert source == "compiler" and again == seconds and found["other"]
+    assert peak <= seconds <= 1.5 * peak
+    assert abs(found["error"]) <= 0.1, found["report"]

@@ -1,0 +1,223 @@
+"""Whether a compiled program is what was planned: its collectives, by kind, group and bytes, and its memory.
+
+Knows compiled programs and predictions. Must not know how a split was found, or what it is good for.
+
+Compilers send several arrays by one collective where they can; that is as planned, and listed. What else they may do
+makes a difference of which the report says what it is: an all-reduce of which everybody keeps a part becomes a
+reduce-scatter, bfloat16 is added in float32 on CPUs, and sent in place of float32 on TPUs, equal exchanges are merged.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from vnode.errors import ProfileError, layout_message
+from vnode.partition.cost.memory import Memory
+from vnode.partition.cost.program import Planned, ProgramCost
+from vnode.partition.hlo import Found, found_collectives, parse
+from vnode.show.units import size
+
+TOLERANCE = 0.1
+"""By which share the memory of a compiled program may differ from the prediction."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """Collectives that are alike.
+
+    Attributes:
+      kind: ``"all-reduce"``, ``"all-gather"``, ``"reduce-scatter"``, ``"all-to-all"`` or ``"permute"``, or another that
+        only a compiler makes.
+      bytes: of one device's array: of the result of an all-gather, of the operand of the others.
+      devices: of a group; 0 of a permute.
+      runs: how often they run in all.
+    """
+
+    kind: str
+    bytes: int
+    devices: int
+    runs: int
+
+    def __str__(self) -> str:
+        among = f" among {self.devices}" if self.devices else ""
+        return f"{self.runs} x {self.kind} of {self.bytes:,} bytes{among}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Acceptance:
+    """A compiled program beside its prediction.
+
+    Attributes:
+      planned: bytes by kind of collective, as predicted.
+      found: the same in the compiled program.
+      missing: collectives that are planned and not there.
+      extra: collectives that are there and not planned.
+      combined: how many arrays each collective sends that sends several.
+      predicted: the memory of one device.
+      arguments: bytes of them in the compiled program.
+      outputs: of results.
+      aliased: of results in place of arguments.
+      temporaries: of the rest.
+      open_loops: collectives in loops whose length the compiled text does not tell; they are counted once.
+      tolerance: by which share memory may differ.
+    """
+
+    planned: dict[str, int]
+    found: dict[str, int]
+    missing: tuple[Exchange, ...]
+    extra: tuple[Exchange, ...]
+    combined: tuple[int, ...]
+    predicted: Memory
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    open_loops: int = 0
+    tolerance: float = TOLERANCE
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one device's memory that the compiled program takes."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    @property
+    def memory_error(self) -> float:
+        """The prediction's relative deviation from it."""
+        return (self.predicted.total - self.memory) / max(self.memory, 1)
+
+    @property
+    def memory_accepted(self) -> bool:
+        """Whether memory is as predicted, up to the tolerance."""
+        return abs(self.memory_error) <= self.tolerance
+
+    @property
+    def exchange_accepted(self) -> bool:
+        """Whether all collectives are as planned."""
+        return not (self.missing or self.extra)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether both are."""
+        return self.memory_accepted and self.exchange_accepted
+
+    def __str__(self) -> str:
+        lines = ["accepted" if self.accepted else "not accepted"]
+        for kind in sorted({*self.planned, *self.found}):
+            planned, found = self.planned.get(kind, 0), self.found.get(kind, 0)
+            said = "as planned" if planned == found else f"planned {planned:,}"
+            lines.append(f"  {kind}: {found:,} bytes, {said}")
+        if self.combined:
+            lines.append(f"  sent together: {', '.join(f'{n} arrays' for n in self.combined)}")
+        lines += [f"  planned, not found: {each}" for each in self.missing]
+        lines += [f"  found, not planned: {each}" for each in self.extra]
+        if self.open_loops:
+            lines.append(f"  {self.open_loops} collectives in loops of unknown length, counted once")
+        lines.append(
+            f"  memory: {size(self.memory)}, predicted {size(self.predicted.total)} ({self.memory_error:+.1%}); "
+            f"temporary {size(self.temporaries)}, predicted {size(self.predicted.temporaries)}"
+        )
+        return "\n".join(lines)
+
+
+def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) -> Acceptance:
+    """Compares a compiled program with what was predicted of it.
+
+    Args:
+      compiled: of the program that the prediction is of; a `jax.stages.Compiled`.
+      cost: the prediction.
+      tolerance: by which share memory may differ.
+
+    Returns:
+      What differs.
+
+    Raises:
+      ProfileError: the compiler says nothing about the program's memory, or shows no text.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpy as np
+      >>> from jax.sharding import Mesh, PartitionSpec as P
+      >>> from vnode.analysis.program import inline
+      >>> from vnode.partition import Machine
+      >>> from vnode.partition.cost import program_cost
+      >>> from vnode.spmd.flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> from vnode.spmd.program import over_mesh
+      >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((64, 512)), jnp.ones((512, 64)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> layouts = [from_spec(P(None, "x"), (64, 512), axes), from_spec(P("x"), (512, 64), axes)]
+      >>> flow = follow(program, layouts, axes)
+      >>> run = over_mesh(flow, Mesh(np.array(jax.devices()[:4]), ("x",)))
+      >>> compiled = jax.jit(run).lower(*(var.aval for var in program.inputs)).compile()
+      >>> machine = Machine.tpu("v5e:2x2")
+      >>> cost = program_cost(flow, machine, machine.mesh(axes), platform="cpu")
+      >>> print(accept(compiled, cost))
+      accepted
+        all-reduce: 16,384 bytes, as planned
+        memory: 96.0 KiB, predicted 96.0 KiB (+0.0%); temporary 16.0 KiB, predicted 16.0 KiB
+    """
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    if memory is None or not text:
+        raise ProfileError(
+            layout_message(
+                "the compiler does not say what the program takes.",
+                facts=[f"memory analysis: {memory}", f"text: {len(text or '')} characters"],
+                remedies=["compile for a platform that says so: CPU, GPU or TPU"],
+            )
+        )
+    found = found_collectives(parse(text))
+    wanted, there = counted_plan(cost.collectives), counted(found)
+    return Acceptance(
+        planned=by_kind(wanted),
+        found=by_kind(there),
+        missing=exchanges(wanted - there),
+        extra=exchanges(there - wanted),
+        combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
+        predicted=cost.memory,
+        arguments=memory.argument_size_in_bytes,
+        outputs=memory.output_size_in_bytes,
+        aliased=memory.alias_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        open_loops=sum(each.runs is None for each in found),
+        tolerance=tolerance,
+    )
+
+
+Counts = collections.Counter[tuple[str, int, int]]
+"""How often a collective of a kind, with so many bytes, among so many devices runs."""
+
+
+def counted_plan(planned: Iterable[Planned]) -> Counts:
+    """The collectives of a plan."""
+    found: Counts = collections.Counter()
+    for each in planned:
+        transfer = each.transfer
+        devices = 0 if transfer.kind == "permute" else transfer.devices
+        found[transfer.kind, transfer.bytes, devices] += each.runs
+    return found
+
+
+def counted(collectives_found: Iterable[Found]) -> Counts:
+    """The collectives of a compiled program; the arrays of an all-to-all are parts of one."""
+    found: Counts = collections.Counter()
+    for each in collectives_found:
+        kind = "permute" if each.kind == "collective-permute" else each.kind
+        for n in (each.bytes,) if kind == "all-to-all" else each.arrays:
+            found[kind, n, each.devices] += 1 if each.runs is None else each.runs
+    return found
+
+
+def by_kind(counts: Counts) -> dict[str, int]:
+    """Bytes by kind."""
+    found: dict[str, int] = {}
+    for (kind, n, _), runs in sorted(counts.items()):
+        found[kind] = found.get(kind, 0) + n * runs
+    return found
+
+
+def exchanges(counts: Counts) -> tuple[Exchange, ...]:
+    """The largest first."""
+    found = [Exchange(kind, n, devices, runs) for (kind, n, devices), runs in counts.items()]
+    return tuple(sorted(found, key=lambda each: (-each.bytes * each.runs, str(each))))

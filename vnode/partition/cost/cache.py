@@ -1,0 +1,109 @@
+"""What was measured or compiled once, kept in a folder: one small JSON file for each entry.
+
+Knows keys, numbers and files. Must not know what they mean, nor how they are found.
+
+Any number of processes may share a folder: an entry is written to a file of its own and then put in its place at once,
+so that nobody reads half of one; who comes later with the same key wins. A file that cannot be read, or holds another
+key (of another version, or another computation with the same hash), counts as none, and is written again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from vnode.errors import ProfileError, layout_message
+
+FORMAT = "vnode cost"
+VERSION = 1
+
+
+def usual_folder() -> Path:
+    """Where the user's caches are (XDG Base Directory Specification): ``$XDG_CACHE_HOME/vnode/cost``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "vnode" / "cost"
+
+
+class Cache:
+    """Entries by key.
+
+    Args:
+      folder: where they are; made when the first is written. By default the user's (`usual_folder`).
+
+    Example:
+      >>> import tempfile
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     Cache(folder).put({"what": "add"}, {"seconds": 0.5})
+      ...     Cache(folder).get({"what": "add"}), Cache(folder).get({"what": "mul"})
+      ({'seconds': 0.5}, None)
+    """
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self.folder = usual_folder() if folder is None else Path(folder)
+        self._known: dict[str, dict[str, float]] = {}
+
+    def path(self, key: Mapping[str, str]) -> Path:
+        """The file of an entry."""
+        text = json.dumps(dict(key), sort_keys=True)
+        return self.folder / f"{hashlib.sha256(text.encode()).hexdigest()}.json"
+
+    def get(self, key: Mapping[str, str]) -> dict[str, float] | None:
+        """An entry.
+
+        Args:
+          key: what it is of.
+
+        Returns:
+          The numbers that were put there; None if there are none, or the file holds something else.
+        """
+        path = self.path(key)
+        if path.name not in self._known:
+            try:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                head = content["format"], content["version"], content["key"]
+                numbers = {str(name): float(value) for name, value in content["value"].items()}
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                return None
+            if head != (FORMAT, VERSION, dict(key)) or not all(0 <= n < math.inf for n in numbers.values()):
+                return None
+            self._known[path.name] = numbers
+        return dict(self._known[path.name])
+
+    def put(self, key: Mapping[str, str], value: Mapping[str, float]) -> None:
+        """Writes an entry.
+
+        Args:
+          key: what it is of.
+          value: numbers by name, none negative.
+
+        Raises:
+          ProfileError: the folder cannot be written to.
+        """
+        content = {"format": FORMAT, "version": VERSION, "key": dict(key), "value": dict(value)}
+        path = self.path(key)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=".", suffix=".tmp", dir=self.folder)
+            try:
+                with os.fdopen(handle, "w", encoding="utf-8") as file:
+                    json.dump(content, file)
+                os.replace(name, path)
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    os.unlink(name)
+                raise
+        except OSError as error:
+            raise ProfileError(
+                layout_message(
+                    f"measured times cannot be kept in {self.folder}.",
+                    facts=[f"{type(error).__name__}: {error}"],
+                    remedies=["give another folder: Cache('folder')", "or set XDG_CACHE_HOME"],
+                )
+            ) from None
+        self._known[path.name] = {name: float(number) for name, number in value.items()}

@@ -1,0 +1,140 @@
+"""The program of one device of a mesh: equations at local sizes, explicit collectives between them.
+
+Knows flows, how they are run, and tracing. Must not know machines, or what anything costs.
+
+The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
+copies of equations, masks, halos and every exchange. What nobody reads is left out, and what is computed twice of the
+same operands, an exchange too, is computed once, as compilers do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program, barrier_equation, inline
+from vnode.operators.control import region_of
+from vnode.partition.cost.collectives import KINDS
+from vnode.partition.cost.kernels import Shape, shape_of
+from vnode.spmd.exchange import convert
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Axes
+from vnode.spmd.program import at_the_border
+from vnode.spmd.run import run
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProgram:
+    """What one device of a mesh runs.
+
+    Attributes:
+      program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
+      axes: of the mesh, those longer than one.
+      donated: the inputs whose memory results may take.
+    """
+
+    program: Program
+    axes: Mapping[str, int]
+    donated: frozenset[int] = frozenset()
+
+
+def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = ()) -> DeviceProgram:
+    """Traces what one device runs.
+
+    Args:
+      flow: layouts through the program.
+      axes: of the mesh, those longer than one.
+      platform: what is compiled for.
+      donated: the inputs of the program that are given away.
+
+    Returns:
+      The program; its inputs and outputs are those of the flow, in local shapes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.spmd.flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> traced = jax.make_jaxpr(lambda x: jnp.sum(x))(jnp.ones((8, 4)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> flow = follow(program, [from_spec(P("x"), (8, 4), axes)], axes)
+      >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in device_program(flow, axes).program.equations]
+      [('reduce_sum', (2, 4)), ('psum', ())]
+    """
+    given = [at_the_border(layout, axes) for layout in flow.inputs]
+    made = [at_the_border(layout, axes) for layout in flow.outputs]
+    shapes = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.inputs]
+    results = [tuple(getattr(atom.aval, "shape", ())) for atom in flow.program.outputs]
+
+    def on_one(*values: Any) -> list[Any]:
+        inputs = [convert(*each, axes) for each in zip(values, given, flow.inputs, shapes, strict=True)]
+        outputs = run(flow, inputs, axes, platform)
+        return [convert(*each, axes) for each in zip(outputs, flow.outputs, made, results, strict=True)]
+
+    local = [
+        jax.ShapeDtypeStruct(layout.local(shape, axes), var.aval.dtype)
+        for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
+    ]
+    traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
+    return DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
+
+
+def simplified(program: Program) -> Program:
+    """The program without equations that repeat others, or whose results nobody reads.
+
+    The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
+    """
+    barrier = barrier_equation().primitive  # what comes after it is meant to be computed again
+    same: dict[Var, Var] = {}
+    known: dict[object, JaxprEqn] = {}
+    equations: list[JaxprEqn] = []
+
+    def first(atom: Any) -> Any:
+        return atom if isinstance(atom, Literal) else same.get(atom, atom)
+
+    for eqn in reshaped_after(program):
+        eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+        if region_of(eqn) is None and eqn.primitive is not barrier:
+            key = eqn.primitive, tuple(map(said, eqn.invars)), repr(sorted(eqn.params.items(), key=str))
+            other = known.setdefault(key, eqn)
+            if other is not eqn:
+                same.update(zip(eqn.outvars, other.outvars, strict=True))
+                continue
+        equations.append(eqn)
+    outputs = [first(atom) for atom in program.outputs]
+    wanted = {atom for atom in outputs if isinstance(atom, Var)}
+    kept: list[JaxprEqn] = []
+    for eqn in reversed(equations):
+        if wanted.intersection(eqn.outvars):
+            kept.append(eqn)
+            wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
+    return Program(program.inputs, program.constants, kept[::-1], outputs)
+
+
+def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
+    """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
+    makers = program.definitions
+    for eqn in program.equations:
+        reduces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-reduce", (*eqn.invars, None)
+        maker = makers.get(operand) if reduces and isinstance(operand, Var) else None
+        if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
+            yield eqn
+            continue
+        reduced = Var(maker.invars[0].aval)
+        yield eqn.replace(invars=[maker.invars[0]], outvars=[reduced])
+        yield maker.replace(invars=[reduced], outvars=eqn.outvars)
+
+
+def said(atom: Any) -> object:
+    """What tells operands apart: literals are the same if their values and types are."""
+    return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else atom
+
+
+def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
+    """The programs of the bodies of a loop or branch; nothing for any other equation."""
+    region = region_of(eqn)
+    return [] if region is None else [simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies]

@@ -1,0 +1,464 @@
+"""Which equations a compiler makes one kernel of, so that what passes between them never is in memory.
+
+Knows descriptions and programs. Must not know machines, times, or how much memory there is.
+
+The rules are those of XLA's fusion of producers into consumers (``instruction_fusion.cc``), in terms of descriptions:
+
+- An equation whose factors are all free (element by element), or that shifts, repeats or looks up elements, is computed
+  inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
+  if a single one reads it, since it would be computed again for each.
+- A reduction takes in what it reads, and is computed once: its result is in memory.
+- A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
+  an element-wise equation that alone reads its result, of the same size, takes it in.
+- A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
+  transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
+- There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
+- Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
+
+Collectives of one kind over the same axes that do not wait for each other are sent together (XLA's combiners), so that
+what all of them send, and bring, is in memory at once.
+
+What is element by element, or a reduction, becomes one kernel with others that read the same, or with the one that
+writes it, if nothing else has to run between them (XLA's multi-output fusion; not on CPUs).
+
+On TPUs a float32 array that only contractions read, in the default precision, is kept in bfloat16.
+
+What compilers do beyond that (reductions inside of a kernel, libraries of fused attention) is not modelled.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import heapq
+import math
+from collections.abc import Mapping, Sequence, Set
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program
+from vnode.operators import Algebra, OperatorDescription, Role
+from vnode.operators.control import region_of
+from vnode.operators.cost import nbytes
+from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
+from vnode.partition.cost.collectives import KINDS
+from vnode.partition.cost.pieces import Piece, piece_of
+
+DEAR = 15
+"""Operations per element from which an equation is not taken into what reads it: random bits, above all."""
+
+
+class Shape(enum.Enum):
+    """What an equation looks like to a compiler that fuses."""
+
+    SAME = "same"
+    """Elements stay in their order: the result is another name for the operand."""
+    MOVED = "moved"
+    """Elements change places, each once: a transposition."""
+    EACH = "each"
+    """Element by element, or elements that are repeated, cut out, looked up."""
+    REDUCED = "reduced"
+    CONTRACTED = "contracted"
+    UPDATED = "updated"
+    """The first operand with some elements replaced, in place where it can be."""
+    COLLECTIVE = "collective"
+    REGION = "region"
+    OTHER = "other"
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What XLA does when it compiles for a platform, as far as time and memory depend on it.
+
+    Attributes:
+      contractions: whether element-wise producers and consumers are taken into contractions.
+      combines: kinds of collectives that are sent together where none waits for another.
+      together: bytes of operands up to which they are.
+      breadth: whether kernels run as soon as their operands are there, first come first served, for the sake of
+        threads that run them at the same time; otherwise in an order in which little is held.
+      siblings: whether element-wise kernels and reductions that read the same become one with several results.
+      aligned: bytes of which everything in memory takes a multiple.
+    """
+
+    contractions: bool = True
+    combines: frozenset[str] = frozenset({"all-reduce"})
+    together: int = 1 << 62
+    breadth: bool = False
+    siblings: bool = True
+    aligned: int = 1
+
+    @staticmethod
+    def on(platform: str) -> Target:
+        """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+
+        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; the orders are those
+        of what jaxlib 0.10 schedules.
+
+        >>> Target.on("cpu").breadth, Target.on("tpu").contractions
+        (True, True)
+        """
+        match platform:
+            case "cpu":
+                return Target(contractions=False, breadth=True, siblings=False, aligned=64)
+            case "gpu":
+                kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
+                return Target(contractions=False, combines=kinds, together=30 << 20)
+        return Target()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernel:
+    """Equations that run together.
+
+    Attributes:
+      piece: what they do; the variables that it reads and writes are in memory.
+      shape: of the equation whose result it writes.
+      root: that equation.
+    """
+
+    piece: Piece
+    shape: Shape
+    root: JaxprEqn
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Kernels:
+    """A program as kernels.
+
+    Attributes:
+      program: whose.
+      kernels: in the program's order.
+      names: variables that are other names for something in memory, with that.
+      narrow: variables that are in memory in half of their bytes.
+      aligned: bytes of which everything in memory takes a multiple.
+    """
+
+    program: Program
+    kernels: tuple[Kernel, ...]
+    names: Mapping[Var, Var]
+    narrow: frozenset[Var] = frozenset()
+    aligned: int = 1
+
+    def nbytes(self, var: Var) -> int:
+        """Bytes of a variable in memory."""
+        need = nbytes(var.aval) // (2 if var in self.narrow else 1)
+        return -(-need // self.aligned) * self.aligned
+
+    def memory_of(self, var: Var) -> Var:
+        """The variable whose memory a variable has."""
+        while var in self.names:
+            var = self.names[var]
+        return var
+
+
+def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
+    """What an equation looks like.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from vnode.operators import describe
+    >>> x = jnp.ones((4, 8))
+    >>> functions = [lambda x: x.reshape(32), lambda x: x.T, jnp.tanh, lambda x: x.sum(0), lambda x: x @ x.T]
+    >>> equations = [jax.make_jaxpr(f)(x).jaxpr.eqns[-1] for f in functions]
+    >>> [shape_of(eqn, describe(eqn)).value for eqn in equations]
+    ['same', 'moved', 'each', 'reduced', 'contracted']
+    """
+    if eqn.primitive.name in KINDS:
+        return Shape.COLLECTIVE
+    if region_of(eqn) is not None:
+        return Shape.REGION
+    if description is None or len(eqn.outvars) != 1:
+        return Shape.OTHER
+    if description.has(Algebra.CONTRACTS):
+        return Shape.CONTRACTED
+    splits = [factor.split for factor in description.factors]
+    read = [atom for atom in eqn.invars if isinstance(atom, Var)]
+    out = eqn.outvars[0].aval
+    if any(isinstance(split, LookedUp) for split in splits):
+        if read and read[0].aval.shape == out.shape and len(eqn.invars) > 1 and (read[0] is eqn.invars[0]):
+            values = [i for i in range(1, len(eqn.invars)) if description.roles.get(i) is not Role.INDEX]
+            return Shape.UPDATED if values else Shape.EACH
+        return Shape.EACH if description.has(Algebra.MOVES) else Shape.OTHER
+    if any(isinstance(split, Reduced) for split in splits):
+        plain = all(isinstance(split, Free | Reduced) for split in splits)
+        return Shape.REDUCED if plain else Shape.OTHER
+    if not all(isinstance(split, Free | Shifted) for split in splits):
+        return Shape.OTHER
+    work = description.work
+    if work is not None and work.operations >= DEAR:
+        return Shape.OTHER
+    moves = description.has(Algebra.MOVES) and len(eqn.invars) == 1 and len(read) == 1
+    if moves and math.prod(read[0].aval.shape) == math.prod(out.shape) and read[0].aval.dtype == out.dtype:
+        if not all(isinstance(split, Free) for split in splits):
+            return Shape.EACH
+        before, after = (
+            [f for dim in dims for f in dim if description.sizes[f] > 1]
+            for dims in (description.operands[0], description.results[0])
+        )
+        return Shape.SAME if before == after else Shape.MOVED
+    return Shape.EACH
+
+
+TAKES = {Shape.EACH: 3, Shape.SAME: 3, Shape.MOVED: 3, Shape.REDUCED: 2, Shape.CONTRACTED: 1}
+"""What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 contractions too."""
+
+
+def kernels_of(program: Program, target: Target) -> Kernels:
+    """Takes equations together.
+
+    Args:
+      program: of one device.
+      target: what the compiler does.
+
+    Returns:
+      The kernels, in an order in which they can run.
+    """
+    equations, definitions = program.equations, program.definitions
+    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in equations}
+    users: dict[Var, list[JaxprEqn]] = {}
+    for eqn in equations:
+        for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+            users.setdefault(atom, []).append(eqn)
+    ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    takes: dict[int, int] = {}
+    inside: set[int] = set()
+    contracted: set[int] = set()  # equations into whose kernel a contraction was taken
+    for eqn in reversed(equations):
+        shape = shapes[id(eqn)]
+        own = TAKES.get(shape, 0)
+        if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
+            own = 2
+        takes[id(eqn)] = own
+        if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
+            continue
+        readers = users[eqn.outvars[0]]
+        least = min(takes[id(reader)] for reader in readers)
+        if shape is Shape.CONTRACTED:
+            (reader, *others) = readers
+            alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
+            if target.contractions and least == 3 and alone and id(reader) not in contracted:
+                inside.add(id(eqn))
+                contracted.add(id(reader))
+        elif shape is not Shape.REDUCED:
+            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
+            if (
+                shape is Shape.EACH
+                and least < 3
+                and target.contractions
+                and ends_contraction(eqn, program, shapes, users)
+            ):
+                continue
+            if least >= wanted and (len(readers) == 1 or not dear(program, eqn)):
+                inside.add(id(eqn))
+                takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
+                if any(id(reader) in contracted for reader in readers):
+                    contracted.add(id(eqn))
+    names: dict[Var, Var] = {}
+    for eqn in equations:
+        (source, *_) = eqn.invars or [None]
+        maker = definitions.get(source) if isinstance(source, Var) else None
+        if id(eqn) in inside or not isinstance(source, Var) or (maker is not None and id(maker) in inside):
+            continue
+        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED
+        alone = of_contraction and len(users[source]) == 1 and source not in ends
+        if shapes[id(eqn)] is Shape.SAME or (shapes[id(eqn)] is Shape.MOVED and alone):
+            names[eqn.outvars[0]] = source
+    found = []
+    for eqn in equations:
+        if id(eqn) in inside or eqn.outvars[0] in names:
+            continue
+        members = gathered(eqn, definitions, inside)
+        piece = piece_of(members, eqn.outvars)
+        found.append(Kernel(piece, shapes[id(eqn)], eqn))
+    made = combined(program, found, names, target)
+    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in (Shape.EACH, Shape.CONTRACTED)}
+    narrow = {var for var in held if target.contractions and only_multiplied(var, shapes, users, ends)}
+    return Kernels(program, made, names, frozenset(narrow), target.aligned)
+
+
+def only_multiplied(
+    var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> bool:
+    """Whether a float32 array is only read by contractions in bfloat16, so that it may be kept in bfloat16."""
+    readers = users.get(var, ())
+    if var.aval.dtype != np.float32 or var in ends or not readers:
+        return False
+    for eqn in readers:
+        match shapes[id(eqn)]:
+            case Shape.CONTRACTED:
+                if "HIGH" in str(eqn.params.get("precision")) or "F32" in str(eqn.params.get("precision")):
+                    return False
+            case Shape.SAME | Shape.MOVED:
+                if not only_multiplied(eqn.outvars[0], shapes, users, ends):
+                    return False
+            case _:
+                return False
+    return True
+
+
+def ends_contraction(
+    eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
+) -> bool:
+    """Whether an equation alone reads a contraction of its own size, which then writes this one's result instead."""
+    for atom in eqn.invars:
+        while isinstance(atom, Var) and len(users[atom]) == 1 and atom in program.definitions:
+            maker = program.definitions[atom]
+            if shapes[id(maker)] is Shape.CONTRACTED:
+                return maker.outvars[0].aval.size == eqn.outvars[0].aval.size
+            if shapes[id(maker)] is not Shape.SAME:
+                break
+            (atom,) = (a for a in maker.invars if isinstance(a, Var))
+    return False
+
+
+def only_sliced(
+    eqn: JaxprEqn, shape: Shape, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
+) -> bool:
+    """Whether of an array with some elements replaced only a part is read, so that only that part need be made."""
+    if shape is not Shape.UPDATED:
+        return False
+    size = eqn.outvars[0].aval.size
+    while len(readers := users.get(eqn.outvars[0], ())) == 1:
+        (eqn,) = readers
+        if shapes[id(eqn)] is not Shape.SAME:
+            return shapes[id(eqn)] is Shape.EACH and eqn.outvars[0].aval.size < size
+    return False
+
+
+def combined(
+    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
+) -> tuple[Kernel, ...]:
+    """Kernels with those taken together that may be, in an order in which they can run."""
+
+    def memory_of(var: Var) -> Var:
+        while var in names:
+            var = names[var]
+        return var
+
+    maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
+    reads = [list(dict.fromkeys(map(memory_of, kernel.piece.reads))) for kernel in kernels]
+    needs = [{maker[var] for var in found if var in maker} for found in reads]
+    above: list[int] = []  # for each kernel, as bits, all that it waits for in the end
+    groups: list[list[int]] = []
+    group_of: list[int] = []
+    masks: list[int] = []  # for each group, as bits, its members
+    waits: list[int] = []  # and what they wait for
+    offered: dict[object, list[int]] = {}
+    for k, kernel in enumerate(kernels):
+        above.append(0)
+        for n in needs[k]:
+            above[k] |= above[n] | 1 << n
+        collective, size = kernel.shape is Shape.COLLECTIVE, sum(nbytes(var.aval) for var in kernel.piece.reads)
+        wanted, offers = keys_of(kernel, reads[k], target)
+        chosen = None
+        for g in offered.get(wanted, []) if wanted is not None else []:
+            inside = needs[k] & {*groups[g]}
+            held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
+            if any(kernels[n].shape is not Shape.EACH for n in inside) or held + size * collective > target.together:
+                continue
+            bits = 0
+            for n in needs[k] - inside:
+                bits |= above[n] | 1 << n
+            if not reaches(bits, g, masks, group_of, waits):
+                chosen = g
+                break
+        if chosen is None:
+            chosen = len(groups)
+            groups.append([])
+            masks.append(0)
+            waits.append(0)
+        groups[chosen].append(k)
+        masks[chosen] |= 1 << k
+        waits[chosen] |= above[k]
+        group_of.append(chosen)
+        for key in offers:
+            if chosen not in offered.setdefault(key, []):
+                offered[key].append(chosen)
+    place = {id(eqn): i for i, eqn in enumerate(program.equations)}
+    merged = [together([kernels[m] for m in members], place) for members in groups]
+    following: list[set[int]] = [set() for _ in groups]
+    missing = [0] * len(groups)
+    for k, found in enumerate(needs):
+        for n in found:
+            if group_of[n] != group_of[k] and group_of[k] not in following[group_of[n]]:
+                following[group_of[n]].add(group_of[k])
+                missing[group_of[k]] += 1
+    ready = [(members[-1], g) for g, members in enumerate(groups) if not missing[g]]
+    heapq.heapify(ready)
+    order = []
+    while ready:  # as near to the program's order as can be
+        _, g = heapq.heappop(ready)
+        order.append(merged[g])
+        for other in following[g]:
+            missing[other] -= 1
+            if not missing[other]:
+                heapq.heappush(ready, (groups[other][-1], other))
+    assert len(order) == len(groups), "kernels wait for each other in a circle"
+    return tuple(order)
+
+
+def keys_of(kernel: Kernel, reads: Sequence[Var], target: Target) -> tuple[object, list[object]]:
+    """With what a kernel may be taken together, and what others may have in common with it.
+
+    Collectives must be alike; others must read the same, where it is the largest that they read, or what one writes.
+    """
+    eqn = kernel.root
+    if kernel.shape is Shape.COLLECTIVE:
+        if KINDS[eqn.primitive.name] not in target.combines:
+            return None, []
+        key = eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
+        return key, [key]
+    if not target.siblings or kernel.shape not in (Shape.EACH, Shape.REDUCED) or not reads:
+        return None, []
+    largest = max(reads, key=lambda var: nbytes(var.aval))
+    written = kernel.piece.writes if kernel.shape is Shape.EACH else ()
+    return largest, [largest, *(var for var in written if nbytes(var.aval) >= nbytes(largest.aval))]
+
+
+def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int], waits: Sequence[int]) -> bool:
+    """Whether some of these kernels are in a group, or wait for one of it."""
+    pending = bits
+    done = 0
+    while pending:
+        if pending & masks[group]:
+            return True
+        g = group_of[pending.bit_length() - 1]
+        done |= masks[g]
+        if masks[g].bit_count() > 1:  # of a single one, all is there already
+            pending |= waits[g]
+        pending &= ~done
+    return False
+
+
+def together(members: Sequence[Kernel], place: Mapping[int, int]) -> Kernel:
+    """Several kernels as one."""
+    if len(members) == 1:
+        return members[0]
+    found = {id(eqn): eqn for kernel in members for eqn in kernel.piece.equations}
+    equations = [found[key] for key in sorted(found, key=lambda key: place[key])]
+    shape = Shape.EACH if any(kernel.shape is Shape.EACH for kernel in members) else members[0].shape
+    root = next(kernel.root for kernel in members if kernel.shape is shape)
+    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), shape, root)
+
+
+def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:
+    """An equation with all that is computed inside of it, in order."""
+    order: dict[int, JaxprEqn] = {}
+    pending = [(root, False)]
+    while pending:
+        eqn, ready = pending.pop()
+        if ready:
+            order[id(eqn)] = eqn
+        elif id(eqn) not in order:
+            pending.append((eqn, True))
+            for atom in eqn.invars:
+                maker = None if isinstance(atom, Literal) else definitions.get(atom)
+                if maker is not None and id(maker) in inside and id(maker) not in order:
+                    pending.append((maker, False))
+    return list(order.values())
+
+
+def dear(program: Program, eqn: JaxprEqn) -> bool:
+    """Whether it would be a loss to compute an equation once for each that reads it."""
+    description = program.describe(eqn)
+    return description is not None and bool(description.operations.transcendental)

@@ -1,0 +1,346 @@
+"""The most memory that one device needs at a time: liveness of what is in memory, over kernels in an order.
+
+Knows kernels, loops and branches. Must not know machines, times, or who reports the figure.
+
+Arguments are there all the time, and so is room for results that do not take the memory of donated arguments; what is
+temporary may be there until the result is written, if it fits. In between, a value is held from the kernel that writes
+it to the last that reads it, under whatever name. A kernel that goes element by element may write over what nobody
+reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
+holds at most; branches the largest of theirs.
+
+Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
+(``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
+runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Collection, Mapping, Sequence
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program, where
+from vnode.operators.control import Region, region_of
+from vnode.operators.cost import nbytes
+from vnode.partition.cost.device import DeviceProgram, bodies_of
+from vnode.partition.cost.kernels import Kernel, Kernels, Shape, Target, kernels_of
+from vnode.show.units import size
+
+IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
+"""What may write over its operand."""
+
+SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
+"""What reads a slice of an array that a loop goes through without a copy of it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """Something that is in memory at the peak.
+
+    Attributes:
+      bytes: of it.
+      type: its type.
+      where: the source line that makes it.
+    """
+
+    bytes: int
+    type: str
+    where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """What one device holds.
+
+    Attributes:
+      arguments: bytes of the inputs.
+      outputs: bytes of the outputs.
+      aliased: bytes of outputs that take the memory of donated inputs.
+      temporaries: bytes of everything else, at the moment at which that is most.
+      held: what these are then, the largest first.
+    """
+
+    arguments: int
+    outputs: int
+    aliased: int
+    temporaries: int
+    held: tuple[Held, ...] = ()
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return self.arguments + self.outputs - self.aliased + self.temporaries
+
+    def __str__(self) -> str:
+        lines = [
+            f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
+            f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
+        ]
+        lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffers:
+    """What kernels write and read, for an order of them.
+
+    Attributes:
+      written: for each kernel the values it brings into memory, with their bytes.
+      read: for each kernel the values that it reads, of those that any kernel wrote or that may be written over.
+      inside: for each kernel the bytes that it holds while it runs.
+      over: for each kernel the pairs of a value that it writes and one over which it may do so.
+      kept: values that are held to the end.
+      after: for each kernel those that must have run before it.
+    """
+
+    written: tuple[tuple[tuple[Var, int], ...], ...]
+    read: tuple[frozenset[Var], ...]
+    inside: tuple[int, ...]
+    over: tuple[tuple[tuple[Var, Var], ...], ...]
+    kept: frozenset[Var]
+    after: tuple[frozenset[int], ...]
+
+    def peak(self, order: Sequence[int]) -> tuple[int, frozenset[Var], int]:
+        """The most bytes held at a time; which values they are; the kernel at which that is."""
+        last: dict[Var, int] = {}
+        for place, k in enumerate(order):
+            last.update(dict.fromkeys(self.read[k], place))
+            for var, _ in self.written[k]:
+                last[var] = place
+        last.update(dict.fromkeys(self.kept, len(order)))
+        sizes: dict[Var, int] = {}
+        now, most, when, at = 0, 0, frozenset[Var](), -1
+        for place, k in enumerate(order):
+            free = {var for var in self.read[k] if last[var] == place}
+            taken = set[Var]()
+            for var, need in self.written[k]:
+                place_of = next((o for v, o in self.over[k] if v is var and o in free - taken), None)
+                if place_of is not None:
+                    taken.add(place_of)
+                    sizes[var] = sizes.pop(place_of, 0)  # of what was there before, nothing is counted
+                else:
+                    sizes[var] = need
+                    now += need
+            if now + self.inside[k] > most:
+                most, when, at = now + self.inside[k], frozenset(sizes), k
+            for var in {*free, *(v for v, _ in self.written[k] if last[v] == place)}:
+                now -= sizes.pop(var, 0)
+        return most, when, at
+
+    def depth_first(self) -> list[int]:
+        """Kernels after those they need, from the last on, operands that hold most first."""
+        wanted = set(range(len(self.after)))
+        for needs in self.after:
+            wanted -= needs
+        size_of = [sum(need for _, need in written) for written in self.written]
+        done, order = set[int](), list[int]()
+        for end in sorted(wanted):
+            pending = [(end, False)]
+            while pending:
+                k, ready = pending.pop()
+                if ready:
+                    order.append(k)
+                elif k not in done:
+                    done.add(k)
+                    pending.append((k, True))
+                    pending += [(n, False) for n in sorted(self.after[k], key=lambda n: (size_of[n], -n))]
+        return order
+
+    def freeing(self) -> list[int]:
+        """Of the kernels that can run, always the one after which least more is held."""
+        left: dict[Var, int] = {}
+        for reads in self.read:
+            for var in reads:
+                left[var] = left.get(var, 0) + 1
+        sizes = {var: need for written in self.written for var, need in written}
+        readers: dict[Var, list[int]] = {}
+        for k, reads in enumerate(self.read):
+            for var in reads:
+                readers.setdefault(var, []).append(k)
+        following: list[list[int]] = [[] for _ in self.after]
+        missing = [len(needs) for needs in self.after]
+        for k, needs in enumerate(self.after):
+            for n in needs:
+                following[n].append(k)
+
+        def growth(k: int) -> int:
+            freed = sum(sizes.get(v, 0) for v in self.read[k] if left[v] == 1 and v not in self.kept)
+            return sum(need for _, need in self.written[k]) - freed
+
+        ready = [(growth(k), k) for k, n in enumerate(missing) if n == 0]
+        heapq.heapify(ready)
+        order, ran = list[int](), set[int]()
+        while ready:
+            _, k = heapq.heappop(ready)
+            if k in ran:
+                continue
+            ran.add(k)
+            order.append(k)
+            touched = set[int]()
+            for var in self.read[k]:
+                left[var] -= 1
+                if left[var] == 1:
+                    touched.update(r for r in readers[var] if r not in ran)
+            for n in following[k]:
+                missing[n] -= 1
+                touched.add(n)
+            for n in touched:
+                if missing[n] == 0 and n not in ran:
+                    heapq.heappush(ready, (growth(n), n))
+        return order
+
+    def breadth_first(self) -> list[int]:
+        """Kernels as soon as what they need has run, first come first served."""
+        following: list[list[int]] = [[] for _ in self.after]
+        missing = [len(needs) for needs in self.after]
+        for k, needs in enumerate(self.after):
+            for n in needs:
+                following[n].append(k)
+        order = [k for k, n in enumerate(missing) if n == 0]
+        for k in order:
+            for n in following[k]:
+                missing[n] -= 1
+                if missing[n] == 0:
+                    order.append(n)
+        return order
+
+    def under(self, target: Target) -> tuple[int, frozenset[Var], int]:
+        """The peak in the order of a compiler, or in the best that is tried."""
+        if target.breadth:
+            return self.peak(self.breadth_first())
+        orders = [list(range(len(self.after))), self.depth_first(), self.freeing()]
+        return min((self.peak(order) for order in orders), key=lambda found: found[0])
+
+
+def memory_of(device: DeviceProgram, target: Target) -> Memory:
+    """The peak of one device's program.
+
+    Args:
+      device: the program.
+      target: what the compiler takes together.
+
+    Returns:
+      The memory.
+    """
+    program = device.program
+    kernels = kernels_of(program, target)
+    there = {*program.inputs, *program.constants}
+    taken, aliased, elsewhere = set[int](), 0, set(there)
+    for atom in program.outputs:  # as jax matches what is donated: in order, by type
+        for i in sorted(device.donated - taken):
+            given = program.inputs[i].aval
+            if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
+                taken.add(i)
+                aliased += nbytes(given)
+                if isinstance(atom, Var):
+                    elsewhere.add(kernels.memory_of(atom))
+                break
+    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own)
+    most, when, at = buffers.under(target)
+    room = sorted(kernels.nbytes(var) for var in own - when)
+    most -= sum(kernels.nbytes(var) for var in own & when)
+    for need in sorted((kernels.nbytes(var) for var in when - own), reverse=True):
+        fits = next((i for i, free in enumerate(room) if free >= need), None)
+        if fits is not None:
+            most -= need
+            del room[fits]
+    definitions = program.definitions
+    held = [
+        Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
+        for var in when
+        if var in definitions and var not in own
+    ]
+    if at >= 0 and buffers.inside[at]:
+        held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[at].root)))
+    held.sort(key=lambda each: -each.bytes)
+    arguments = sum(nbytes(var.aval) for var in program.inputs)
+    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    return Memory(arguments, outputs, aliased, most, tuple(held))
+
+
+def buffers_of(
+    kernels: Kernels,
+    target: Target,
+    *,
+    elsewhere: Collection[Var],
+    written_over: Collection[Var],
+    kept: Collection[Var] = (),
+) -> Buffers:
+    """What kernels of a program write and read.
+
+    Args:
+      kernels: of the program.
+      target: for bodies.
+      elsewhere: variables whose memory is not counted here.
+      written_over: those of them that may be written over after the last reader.
+      kept: variables that are held to the end.
+    """
+    maker = {kernels.memory_of(var): k for k, each in enumerate(kernels.kernels) for var in each.piece.writes}
+    written, read, inside, over, after = [], [], [], [], []
+    counted = set(maker) - set(elsewhere)
+    for kernel in kernels.kernels:
+        outs = [var for var in kernel.piece.writes if type(var) is Var]
+        reads = {kernels.memory_of(var) for var in kernel.piece.reads}
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
+        written.append(tuple(own))
+        read.append(frozenset(reads & (counted | set(written_over))))
+        inside.append(0 if region is None else inside_of(kernel.root, region, target))
+        over.append(tuple(overwritten(kernel, region, kernels, reads)))
+        after.append(frozenset(maker[var] for var in reads if var in maker))
+    return Buffers(
+        *map(tuple, (written, read, inside, over)),  # type: ignore[arg-type]
+        kept=frozenset(kernels.memory_of(var) for var in kept),
+        after=tuple(after),
+    )
+
+
+def overwritten(
+    kernel: Kernel, region: Region | None, kernels: Kernels, reads: Collection[Var]
+) -> list[tuple[Var, Var]]:
+    """Which results of a kernel may take the memory of which operands."""
+    if region is not None:
+        pairs = zip(kernel.root.outvars, [kernel.root.invars[i] for i in region.carried], strict=False)
+        return [(out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var)]
+    if kernel.shape not in IN_PLACE:
+        return []
+    return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]
+
+
+def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
+    """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
+    return max(
+        (
+            body_peak(body, inputs, region, k < region.tests, target)
+            for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))
+        ),
+        default=0,
+    )
+
+
+def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target) -> int:
+    """The most bytes that a body holds beside what its loop or branch holds."""
+    kernels = kernels_of(program, target)
+    given: Mapping[int, Var] = dict(zip(inputs, program.inputs, strict=True))
+    carried = [given[i] for i in region.carried if i in given]
+    ends = [] if tests else program.outputs
+    count = len(region.carried)
+    elsewhere = {*program.inputs, *program.constants}
+    if not region.carried:  # a branch writes its results where they belong
+        elsewhere |= {kernels.memory_of(atom) for atom in ends if isinstance(atom, Var)}
+    else:
+        shapes = {kernels.memory_of(var): each.shape for each in kernels.kernels for var in each.piece.writes}
+        for atom in ends[count:]:  # stacked: what goes element by element is written in its place
+            if isinstance(atom, Var) and shapes.get(kernels.memory_of(atom)) in IN_PLACE:
+                elsewhere.add(kernels.memory_of(atom))
+    kept = [atom for atom in ends if isinstance(atom, Var) and kernels.memory_of(atom) not in elsewhere]
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=carried, kept=kept)
+    slices = 0
+    for i in region.scanned:
+        readers = [each for each in kernels.kernels if given[i] in map(kernels.memory_of, each.piece.reads)]
+        if any(each.shape not in SLICED for each in readers):
+            slices += nbytes(given[i].aval)
+    return buffers.under(target)[0] + slices

@@ -1,0 +1,284 @@
+"""What a split program takes: time, bytes between devices, memory; from the program of one device.
+
+Knows one device's program, machines, times of pieces, the simulator. Must not know how the split was found.
+
+All devices run the same program, so that one timeline stands for all: a kernel takes what it takes on the slowest kind
+of device, and a collective what the busiest link needs. In the timeline one resource computes; the links are as many
+resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for each
+other where they share a link. Kernels start in the program's order when their operands are there, and collectives run
+beside them, unless `overlap` is False. The turns of a loop follow each other: its body has a timeline of its own, which
+counts once for every turn.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+import numpy as np
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program
+from vnode.operators.control import Region, region_of
+from vnode.partition.cost.collectives import Transfer, transfer_of
+from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
+from vnode.partition.cost.kernels import Kernels, Shape, Target, kernels_of
+from vnode.partition.cost.memory import Memory, memory_of
+from vnode.partition.cost.pieces import Piece
+from vnode.partition.cost.time import Time, Times, by_source
+from vnode.partition.machine import Machine, MachineMesh
+from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
+from vnode.show.units import size
+from vnode.spmd.flow import Flow
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A collective of a program.
+
+    Attributes:
+      transfer: what moves, over which axes.
+      runs: how often, loops counted by their turns.
+      seconds: of one run; of several that are sent together, its share.
+    """
+
+    transfer: Transfer
+    runs: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ProgramCost:
+    """What a split program takes on a machine.
+
+    Attributes:
+      compute: seconds of all kernels, one after the other.
+      exchange: seconds of all collectives, one after the other.
+      timeline: both together, as far as they overlap.
+      collectives: all of them.
+      memory: of one device.
+      sources: seconds of `compute` by who says so.
+      noise: seconds by which measured times may be off together.
+      unknown: primitives without a description, whose operations count as none.
+      open_loops: how many loops there are whose turns are not written down; they count once.
+    """
+
+    compute: float
+    exchange: float
+    timeline: Timeline
+    collectives: tuple[Planned, ...]
+    memory: Memory
+    sources: Mapping[str, float]
+    noise: float
+    unknown: frozenset[str] = frozenset()
+    open_loops: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Of one run, with what overlaps."""
+        return self.timeline.seconds
+
+    @property
+    def total(self) -> float:
+        """Of one run, if nothing overlapped."""
+        return self.compute + self.exchange
+
+    @property
+    def bytes(self) -> dict[str, int]:
+        """Bytes of one device's arrays in collectives, by kind (`Transfer.bytes`)."""
+        found: dict[str, int] = {}
+        for each in self.collectives:
+            found[each.transfer.kind] = found.get(each.transfer.kind, 0) + each.transfer.bytes * each.runs
+        return found
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each device sends."""
+        return sum(each.transfer.sent * each.runs for each in self.collectives)
+
+    def __str__(self) -> str:
+        said = ", ".join(f"{source} {seconds:.3g} s" for source, seconds in self.sources.items())
+        moved = ", ".join(f"{kind} {size(n)}" for kind, n in sorted(self.bytes.items())) or "nothing"
+        lines = [
+            f"{self.seconds:.4g} s: compute {self.compute:.3g} s ({said or 'nothing'}), exchange {self.exchange:.3g} s",
+            f"exchanged: {moved}",
+            str(self.memory),
+        ]
+        if self.unknown:
+            lines.append(f"operations not known of: {', '.join(sorted(self.unknown))}")
+        if self.open_loops:
+            lines.append(f"loops of unknown length, counted once: {self.open_loops}")
+        return "\n".join(lines)
+
+
+def program_cost(
+    program: DeviceProgram | Flow,
+    machine: Machine,
+    mesh: MachineMesh,
+    *,
+    times: Times | None = None,
+    donated: Collection[int] = (),
+    platform: str = "tpu",
+    overlap: bool = True,
+) -> ProgramCost:
+    """What a split program takes.
+
+    Args:
+      program: what one device runs, or the flow to trace it from.
+      machine: on which.
+      mesh: its devices, with the axes of the program.
+      times: of kernels; by default the roofline of each kind.
+      donated: of a flow: inputs whose memory results may take.
+      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
+      overlap: whether devices compute while they exchange.
+
+    Returns:
+      The cost.
+
+    Raises:
+      MachineError: the mesh lacks an axis of the program, or has it in another size.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import PartitionSpec as P
+      >>> from vnode.analysis.program import inline
+      >>> from vnode.spmd.flow import follow
+      >>> from vnode.spmd.layout import from_spec
+      >>> traced = jax.make_jaxpr(lambda a, b: a @ b)(jnp.ones((256, 512)), jnp.ones((512, 256)))
+      >>> program, axes = inline(traced.jaxpr, traced.consts), {"x": 4}
+      >>> layouts = [from_spec(P(None, "x"), (256, 512), axes), from_spec(P("x"), (512, 256), axes)]
+      >>> machine = Machine.tpu("v5e:2x2")
+      >>> cost = program_cost(follow(program, layouts, axes), machine, machine.mesh(axes))
+      >>> cost.bytes, cost.memory.arguments
+      ({'all-reduce': 262144}, 262144)
+    """
+    if isinstance(program, Flow):
+        axes = {name: n for name, n in mesh.shape.items() if n > 1}
+        program = device_program(program, axes, platform=platform, donated=donated)
+    target = Target.on(platform)
+    taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
+    timeline = taken.timeline(program.program, 1)
+    return ProgramCost(
+        compute=sum(time.seconds * runs for time, runs in taken.times),
+        exchange=sum(each.seconds * each.runs for each in taken.collectives),
+        timeline=timeline,
+        collectives=tuple(taken.collectives),
+        memory=memory_of(program, target),
+        sources=by_source(taken.times),
+        noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
+        unknown=frozenset(taken.unknown),
+        open_loops=taken.open_loops,
+    )
+
+
+@dataclasses.dataclass
+class _Task:
+    """A task before it is in a graph: its seconds, links, whether it computes, and what it is."""
+
+    seconds: float
+    links: tuple[int, ...]
+    computes: bool
+    label: str
+    reads: tuple[Var, ...]
+    writes: tuple[Var, ...]
+
+
+class _Taken:
+    """Adds up what a program takes; bodies of loops are programs."""
+
+    def __init__(
+        self, machine: Machine, mesh: MachineMesh, axes: Mapping[str, int], times: Times, target: Target, overlap: bool
+    ) -> None:
+        self.machine, self.mesh, self.axes = machine, mesh, axes
+        self.source, self.target, self.overlap = times, target, overlap
+        self.times: list[tuple[Time, float]] = []
+        self.collectives: list[Planned] = []
+        self.unknown: set[str] = set()
+        self.open_loops = 0
+
+    def timeline(self, program: Program, runs: int) -> Timeline:
+        """The timeline of a program that runs so often."""
+        kernels = kernels_of(program, self.target)
+        tasks = list[_Task]()
+        for kernel in kernels.kernels:
+            eqn, piece = kernel.root, kernel.piece
+            reads = tuple(kernels.memory_of(var) for var in piece.reads)
+            seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
+            tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
+        return simulate(graph_of(tasks, self.overlap, len(self.machine.resources)))
+
+    def taken(
+        self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: Piece, runs: int
+    ) -> tuple[float, tuple[int, ...], bool]:
+        """Seconds of one run, the links that it occupies, and whether the device computes."""
+        sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
+        transfers = [transfer for transfer in sent if transfer is not None]
+        if transfers:
+            cost = transfers[0].cost(self.machine, self.mesh)
+            seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
+            for transfer in transfers:
+                share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
+                self.collectives.append(Planned(transfer, runs, share))
+            return seconds, cost.resources, False
+        region = region_of(eqn) if shape is Shape.REGION else None
+        if region is not None:
+            return self.region(eqn, region, runs)
+        if eqn.effects:  # which place on an axis this device has
+            return 0.0, (), True
+        if kernels.program.describe(eqn) is None:
+            self.unknown.add(eqn.primitive.name)
+        found = self.source.slowest(piece, self.machine.kinds)
+        self.times.append((found, runs))
+        return found.seconds, (), True
+
+    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+        """A loop by its turns; of branches the one that takes longest."""
+        bodies = bodies_of(eqn)
+        counts = turns_of(region, len(bodies))
+        if counts is None:
+            self.open_loops += 1
+            counts = [1] * len(bodies)
+        before = len(self.times), len(self.collectives)
+        found = list[tuple[float, list[tuple[Time, float]], list[Planned]]]()
+        for body, turns in zip(bodies, counts, strict=True):
+            seconds = self.timeline(body, runs * turns).seconds * turns
+            found.append((seconds, self.times[before[0] :], self.collectives[before[1] :]))
+            del self.times[before[0] :], self.collectives[before[1] :]
+        chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
+        for _, times, collectives in chosen:
+            self.times += times
+            self.collectives += collectives
+        links = set[int]()
+        for _, _, collectives in chosen:
+            for each in collectives:
+                links.update(each.transfer.cost(self.machine, self.mesh).resources)
+        return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
+
+
+def turns_of(region: Region, bodies: int) -> list[int] | None:
+    """How often each body runs; None if nobody knows."""
+    if region.chooser is not None:
+        return [1] * bodies
+    if region.tests and getattr(region, "turns", None) is None:
+        return None
+    return [region.times + 1] * region.tests + [region.times] * (bodies - region.tests)
+
+
+def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):
+    """A task graph: what each waits for, by what it reads."""
+    used: dict[int, set[int]] = {}
+    sets = list(dict.fromkeys(task.links for task in tasks if task.links))
+    for number, found in enumerate(sets):
+        for link in found:
+            used.setdefault(link, set()).add(number)
+    classes = list(dict.fromkeys(frozenset(numbers) for numbers in used.values()))
+    place = {numbers: 1 + i for i, numbers in enumerate(classes)}
+    resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
+    builder = Builder(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
+    made: dict[Var, int] = {}
+    for task in tasks:
+        on = ([0] if task.computes or not overlap else []) + resources.get(task.links, [])
+        after = sorted({made[var] for var in task.reads if var in made})
+        (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
+        made.update(dict.fromkeys(task.writes, int(number)))
+    return builder.build()

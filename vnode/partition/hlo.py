@@ -1,0 +1,257 @@
+"""Reads compiled HLO text: which computations call which, how often they run, where the collectives are.
+
+Knows the text format. Must not know jax, devices, or what is being compiled.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+COLLECTIVES = (
+    "all-reduce",
+    "all-gather",
+    "all-to-all",
+    "ragged-all-to-all",
+    "reduce-scatter",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*?)(?<=[\s)])([a-z][a-z0-9\-]*)\((.*)$")
+_CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
+_BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_CHAIN = re.compile(r'chain_id="(\d+)"')
+_TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+_NAMES = re.compile(r"%([\w.\-]+)")
+_SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of HLO: its name, result type, opcode, and the whole rest of the line."""
+
+    name: str
+    type: str
+    opcode: str
+    rest: str
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the result, tuples summed."""
+        return sum(_width(kind) * _product(dims) for kind, dims in _SHAPE.findall(self.type)) // 8
+
+    @property
+    def cycles(self) -> int:
+        """The compiler's estimate for this instruction; 0 where it gives none."""
+        found = _CYCLES.search(self.rest)
+        return int(found[1]) if found else 0
+
+    @property
+    def operands(self) -> list[str]:
+        """Names of the instructions whose results it takes."""
+        return _NAMES.findall(self.rest.split(")")[0])
+
+    def called(self) -> dict[str, list[str]]:
+        """Names of the computations it calls, by role."""
+        roles: dict[str, list[str]] = {}
+        for role, name in _CALLS.findall(self.rest):
+            roles.setdefault(role, []).append(name)
+        for names in _BRANCHES.findall(self.rest):
+            roles.setdefault("branch", []).extend(n.strip().lstrip("%") for n in names.split(","))
+        return roles
+
+
+@dataclass(frozen=True)
+class Visit:
+    """An instruction as met on the way from the entry.
+
+    Attributes:
+        instruction: The instruction.
+        loops: Name and trip count of each loop around it, outermost first; None where the text does not tell.
+        fused: Whether it is inside a fusion (whose estimate stands at the fusion itself).
+    """
+
+    instruction: Instruction
+    loops: tuple[tuple[str, int | None], ...]
+    fused: bool
+
+    def times(self, turns: Mapping[str, float]) -> float:
+        """How often it runs, given the turns of loops whose length the text does not tell, by name; else one."""
+        return math.prod(turns.get(name, 1) if trips is None else trips for name, trips in self.loops)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A parsed HLO module."""
+
+    entry: str
+    computations: dict[str, list[Instruction]] = field(repr=False)
+
+    def walk(self) -> Iterator[Visit]:
+        """Every instruction reachable from the entry, once per call site."""
+        yield from self._walk(self.entry, (), False)
+
+    def _walk(self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool) -> Iterator[Visit]:
+        for instruction in self.computations[name]:
+            yield Visit(instruction, loops, fused)
+            if instruction.opcode.endswith(("-done", "-update")):
+                continue  # its start has been followed already
+            for role, names in instruction.called().items():
+                if role == "to_apply" and instruction.opcode != "call":
+                    continue  # the scalar function of a reduction
+                inner = loops
+                if role == "body":
+                    inner = (*loops, (instruction.name, self._trips(instruction)))
+                elif role == "condition":
+                    continue
+                for called in names:
+                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion")
+
+    def _trips(self, loop: Instruction) -> int | None:
+        known = _TRIPS.search(loop.rest)
+        if known:
+            return int(known[1])
+        # A scan's condition is `counter < constant`, and its counter starts at 0; anything else is of unknown length.
+        condition = self.computations[loop.called()["condition"][0]]
+        constants = {i.name: i.rest for i in condition if i.opcode == "constant"}
+        root = condition[-1]
+        operands = root.operands
+        if root.opcode == "compare" and "direction=LT" in root.rest and operands[-1] in constants:
+            return int(constants[operands[-1]].split(")")[0])
+        return None
+
+
+def parse(text: str) -> Module:
+    """Parses the text of a compiled module."""
+    computations: dict[str, list[Instruction]] = {}
+    entry = current = None
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            current = header[2]
+            computations[current] = []
+            if header[1]:
+                entry = current
+            continue
+        found = _INSTRUCTION.match(line)
+        if found and current is not None:
+            computations[current].append(Instruction(found[2], found[3], found[4], found[5]))
+    if entry is None:
+        raise ValueError("no ENTRY computation in this text")
+    return Module(entry, computations)
+
+
+def members(instruction: Instruction) -> int:
+    """How many devices a group of a collective has: of three notations."""
+    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] *\{(.*?)\})", instruction.rest)
+    if found is None:
+        raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
+    listed, size, mesh, axes = found.groups()
+    if mesh is None:
+        return len(listed.split(",")) if listed else int(size)
+    sizes = dict(axis.split("=") for axis in mesh.split(","))
+    return math.prod(int(sizes[axis]) for axis in axes.split(","))
+
+
+def arrays(instruction: Instruction) -> list[int]:
+    """Bytes of each array of the result."""
+    return [_width(kind) * _product(dims) // 8 for kind, dims in _SHAPE.findall(instruction.type)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """A collective in a compiled program.
+
+    Attributes:
+        kind: Its opcode, without ``-start``.
+        arrays: Bytes of one device's arrays that are sent together: of the results of an all-gather, of the operands of
+            the others.
+        devices: Of a group; 0 where the text names pairs.
+        runs: How often it runs; None in a loop whose length the text does not tell.
+        name: In the text.
+        type: Of the result, as the text has it.
+    """
+
+    kind: str
+    arrays: tuple[int, ...]
+    devices: int
+    runs: int | None
+    name: str
+    type: str
+
+    @property
+    def bytes(self) -> int:
+        """Of all arrays."""
+        return sum(self.arrays)
+
+
+def found_collectives(module: Module) -> list[Found]:
+    """All collectives of more than one device that a module runs.
+
+    A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
+    compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
+    which counts once.
+    """
+    found, chains = [], set[tuple[str, ...]]()
+    for visit in module.walk():
+        instruction = visit.instruction
+        kind = instruction.opcode.removesuffix("-start")
+        if kind not in COLLECTIVES:
+            continue
+        devices = 0 if kind in ("collective-permute", "collective-broadcast") else members(instruction)
+        if devices == 1:
+            continue
+        chain = _CHAIN.search(instruction.rest) if visit.fused else None
+        if chain is not None:
+            link = chain[1], kind, instruction.type
+            if link in chains:
+                continue
+            chains.add(link)
+        own = arrays(instruction)
+        if instruction.opcode == "collective-permute-start":
+            own = own[1:2]
+        elif instruction.opcode == "all-gather-start":
+            own = own[len(own) // 2 :]
+        if kind == "reduce-scatter":
+            own = [n * devices for n in own]
+        trips = [trip for _, trip in visit.loops]
+        runs = None if None in trips else math.prod(trip for trip in trips if trip is not None)
+        found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type))
+    return found
+
+
+def cycles(module: Module, turns: Mapping[str, float], in_loops: bool = False) -> int:
+    """The compiler's estimated cycles, each instruction as often as its loops run.
+
+    Args:
+        module: The module.
+        turns: How often loops run whose length the text does not tell, by name.
+        in_loops: Count only what is in a loop.
+    """
+    counted = (v for v in module.walk() if not v.fused and (v.loops or not in_loops))
+    return round(sum(v.instruction.cycles * v.times(turns) for v in counted))
+
+
+def loops(module: Module) -> list[int | None]:
+    """Trip counts of the outermost loops in order; None where the text does not tell."""
+    return [module._trips(v.instruction) for v in module.walk() if v.instruction.opcode == "while" and not v.loops]
+
+
+def _width(kind: str) -> int:
+    if kind == "pred":
+        return 8
+    if kind.startswith("f8"):
+        return 8
+    return int(re.sub(r"\D", "", kind))
+
+
+def _product(dims: str) -> int:
+    product = 1
+    for d in filter(None, dims.split(",")):
+        product *= int(d)
+    return product
