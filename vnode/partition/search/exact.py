@@ -88,6 +88,8 @@ class _Exact:
         self.problem, self.watch, self.gap, self.entries = problem, watch, gap, entries
         self.kept = undominated(problem)  # strategies that are still looked at
         self.floor = math.inf  # what those that were dropped cost at least
+        finite = 0 < problem.limit < math.inf
+        self.unit, self.allowed = (problem.limit, 1.0) if finite else (1.0, 0.0)  # of bytes; the limit, if it matters
 
     def run(self) -> str:
         try:
@@ -144,26 +146,25 @@ class _Exact:
     def relax(self, rest: Problem, elimination: Elimination) -> Array:
         """Improves the lower bound by prices of memory, and offers what is best at each; returns the best prices."""
         over = rest.most > rest.limit
-        unit = rest.limit or 1.0
-        held = [each[over] / unit for each in rest.memory]
+        held = [each[over] / self.unit for each in rest.memory]
         cuts: list[tuple[float, Array]] = []  # cost and what is used above the limit, of assignments
         if self.watch.best is not None and over.any():
             best = self.watch.best[None]
-            cuts.append((self.watch.cost, (self.problem.footprints(best)[0][over] - rest.limit) / unit))
+            cuts.append((self.watch.cost, self.problem.footprints(best)[0][over] / self.unit - self.allowed))
         prices = best_prices = np.zeros(int(over.sum()))
         most, scale = -math.inf, 0.0
         for turn in range(TURNS):
             times = [s + prices @ h for s, h in zip(rest.seconds, held, strict=True)]
             value, chosen = elimination.least(times, self.pause)
             self.watch.evaluations += 1
-            value -= float(prices.sum()) * rest.limit / unit
+            value -= float(prices.sum()) * self.allowed
             if value > most:
                 most, best_prices = value, prices
             self.bound(value)
             self.offer(chosen)
             if self.done or not over.any() or math.isinf(value):
                 break
-            used = (rest.footprints(chosen[None])[0][over] - rest.limit) / unit
+            used = rest.footprints(chosen[None])[0][over] / self.unit - self.allowed
             cuts.append((rest.cost(chosen), used))
             if turn == 0:
                 scale = 10 * max(abs(c) for c, _ in cuts if math.isfinite(c))
@@ -197,10 +198,9 @@ class _Exact:
             return True
         enough = self.watch.cost * (1 - self.gap)
         over = rest.most > rest.limit
-        unit = rest.limit or 1.0
-        times = [s + prices @ h[over] / unit for s, h in zip(rest.seconds, rest.memory, strict=True)]
+        times = [s + prices @ h[over] / self.unit for s, h in zip(rest.seconds, rest.memory, strict=True)]
         least = elimination.marginals(times, self.pause)
-        paid = float(prices.sum()) * rest.limit / unit
+        paid = float(prices.sum()) * self.allowed
         self.floor = min(self.floor, enough)
         kept = [k[each - paid < enough] for k, each in zip(self.kept, least, strict=True)]
         if not all(map(len, kept)):
@@ -235,7 +235,6 @@ def undominated(problem: Problem) -> list[Array]:
             if not keep[s]:
                 continue
             worse = (every >= every[:, s, None]).all(axis=0)
-            worse[s] = False
-            keep &= ~worse
+            keep &= ~worse | (np.arange(len(keep)) == s)
         kept.append(np.flatnonzero(keep))
     return kept

@@ -164,7 +164,7 @@ class Problem:
         return self.footprint(strategies) <= self.limit * (1 + SLACK)
 
     def marginal(self, operator: int, strategies: Array) -> Array:
-        """What each strategy of one operator would cost with its edges, the others staying: float64 ``[strategies]``."""
+        """What each strategy of one operator would cost with its edges, float64 ``[strategies]``; the others stay."""
         total = self.seconds[operator].copy()
         for other, seconds in self.neighbours[operator]:
             total += seconds[:, strategies[other]]
@@ -239,19 +239,16 @@ class Problem:
         """
         over = smallest - self.limit
         which = "The smallest footprint that can be reached" if proven else "The smallest footprint that was found"
-        error = MemoryLimitError(
+        return MemoryLimitError(
             layout_message(
                 "No choice of strategies fits in memory.",
                 facts=[
                     f"limit: {self.limit:.6g} bytes on each device",
-                    f"{which}: {smallest:.6g} bytes, {over:.3g} too many ({smallest / self.limit:.3g} times the limit)"
-                    if self.limit
-                    else f"{which}: {smallest:.6g} bytes",
+                    f"{which}: {smallest:.6g} bytes, {over:.6g} too many",
                 ],
                 remedies=["use more devices, or devices with more memory", "use more virtual nodes, or keep less"],
             )
         )
-        return error
 
 
 Cost = Callable[[Array], float]

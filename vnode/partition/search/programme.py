@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Callable
@@ -81,14 +82,16 @@ def least_time(problem: Problem, scale: float, gap: float, seconds: float, pause
     if over.any():
         unit = SCALE / problem.limit if problem.limit else 1.0
         held = scipy.sparse.csr_array(np.concatenate(problem.memory, axis=1)[over] * unit)
-        held = scipy.sparse.hstack([held, scipy.sparse.csr_array((held.shape[0], width - held.shape[1]))])
+        held = scipy.sparse.hstack([held, scipy.sparse.csr_array((int(over.sum()), width - sum(problem.sizes)))])
         constraints.append(scipy.optimize.LinearConstraint(held, -np.inf, problem.limit * unit))
     cost = np.concatenate(times)
     unit = SCALE / scale if scale > 0 else 1.0
     upper = np.isfinite(cost).astype(float)
     whole = np.zeros(width)
     whole[: first[-1]] = 1
-    return solved(problem, np.where(upper > 0, cost, 0) * unit, whole, upper, constraints, gap, seconds, pause, 1 / unit)
+    return solved(
+        problem, np.where(upper > 0, cost, 0) * unit, whole, upper, constraints, gap, seconds, pause, 1 / unit
+    )
 
 
 def least_memory(problem: Problem, seconds: float, pause: Callable[[], None]) -> Found:
@@ -144,7 +147,7 @@ def solved(
                 scipy.optimize.milp(
                     cost,
                     integrality=whole,
-                    bounds=scipy.optimize.Bounds(0, upper),
+                    bounds=scipy.optimize.Bounds(0, upper),  # pyright: ignore[reportArgumentType]
                     constraints=constraints,
                     options=options,
                 )
@@ -166,5 +169,5 @@ def solved(
     if result.x is None:
         return Found(None, bound)
     first = np.cumsum([0, *problem.sizes])
-    chosen = np.array([result.x[a:b].argmax() for a, b in zip(first, first[1:], strict=False)], np.int64)
+    chosen = np.array([result.x[a:b].argmax() for a, b in itertools.pairwise(first)], np.int64)
     return Found(chosen, bound)
