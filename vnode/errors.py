@@ -87,6 +87,10 @@ class MachineError(VnodeError):
         super().__init__(layout_message(f"{place}: {problem}" if place else problem, remedies=remedies))
 
 
+class PartitionError(VnodeError):
+    """A program cannot be split as it is asked for."""
+
+
 class SearchError(VnodeError):
     """A search for strategies is given what does not fit together, or nothing that can be chosen."""
 
