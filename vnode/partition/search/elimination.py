@@ -76,7 +76,9 @@ class Elimination:
         """Whether no operator was divided: then the bound is the least cost."""
 
     def _fill(self, entries: int) -> None:
-        waiting: dict[tuple[str, int], Scope] = {("edge", k): (e.start, e.end) for k, e in enumerate(self.edges)}
+        waiting: dict[tuple[str, int], Scope] = {
+            ("edge", k): scope for k in range(len(self.edges)) if (scope := self._open(k))
+        }
         holding: list[dict[tuple[str, int], None]] = [{} for _ in self.sizes]
         for key, scope in waiting.items():
             for i in scope:
@@ -117,7 +119,7 @@ class Elimination:
 
     def _table(self, bucket: Bucket, times: Sequence[Array], messages: Sequence[Array | None]) -> Array:
         own = self._spread(times[bucket.operator] * bucket.share, (bucket.operator,), bucket.scope)
-        parts = [self._spread(self.edges[k].seconds, self._ends(k), bucket.scope) for k in bucket.edges]
+        parts = [self._spread(self.edges[k].seconds, self._open(k), bucket.scope) for k in bucket.edges]
         for k in bucket.messages:
             message = messages[k]
             assert message is not None
@@ -130,6 +132,10 @@ class Elimination:
     def _ends(self, k: int) -> Scope:
         return self.edges[k].start, self.edges[k].end
 
+    def _open(self, k: int) -> Scope:
+        """Those of an edge's operators that have a choice."""
+        return tuple(i for i in self._ends(k) if self.sizes[i] > 1)
+
     def _messages(self, times: Sequence[Array], pause: Callable[[], None]) -> list[Array]:
         messages: list[Array] = []
         for bucket in self.buckets:
@@ -137,6 +143,10 @@ class Elimination:
             messages.append(table.min(axis=bucket.scope.index(bucket.operator)))
             pause()
         return messages
+
+    def _bound(self, messages: Sequence[Array]) -> float:
+        total = sum(float(m) for m, bucket in zip(messages, self.buckets, strict=True) if not bucket.rest)
+        return total + sum(float(e.seconds[0, 0]) for k, e in enumerate(self.edges) if not self._open(k))
 
     def least(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> tuple[float, Array]:
         """The least cost, and an assignment.
@@ -149,7 +159,7 @@ class Elimination:
           A cost that nothing is below, and an assignment; if `exact`, the best one, at that cost.
         """
         messages = self._messages(times, pause)
-        bound = sum(float(m) for m, bucket in zip(messages, self.buckets, strict=True) if not bucket.rest)
+        bound = self._bound(messages)
         chosen = np.zeros(len(self.sizes), np.int64)
         for v in reversed(self.order):
             total = times[v].copy()
@@ -176,7 +186,7 @@ class Elimination:
           For each operator float64 ``[strategies]``; if `exact`, the least costs.
         """
         messages = self._messages(times, pause)
-        bound = sum(float(m) for m, bucket in zip(messages, self.buckets, strict=True) if not bucket.rest)
+        bound = self._bound(messages)
         found = [np.full(n, -np.inf) for n in self.sizes]
         down: dict[int, Array] = {}
         for k in reversed(range(len(self.buckets))):
@@ -202,8 +212,9 @@ def smallest_first(sizes: Sequence[int], edges: Sequence[Edge]) -> list[int]:
     """The order in which the operator is next whose table, with all its neighbours, is smallest."""
     near: list[set[int]] = [set() for _ in sizes]
     for edge in edges:
-        near[edge.start].add(edge.end)
-        near[edge.end].add(edge.start)
+        if min(sizes[edge.start], sizes[edge.end]) > 1:
+            near[edge.start].add(edge.end)
+            near[edge.end].add(edge.start)
     weight = np.log(np.asarray(sizes, float))
 
     def table(i: int) -> float:
