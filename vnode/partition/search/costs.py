@@ -62,7 +62,7 @@ class Estimate:
         self._bandwidth = min(kind.bandwidth for kind in kinds)
 
     def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
-        """Arithmetic and memory traffic, whichever takes longer; what passes through element by element is written once.
+        """Arithmetic or memory traffic, whichever takes longer; what passes element by element is only written.
 
         Source: the roofline of Williams, Waterman, Patterson (Communications of the ACM 52, 2009); that a compiler
         fuses element-wise equations with those that they read from is assumed.

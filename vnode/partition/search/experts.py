@@ -11,6 +11,7 @@ to step is divided over the same devices.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
@@ -46,6 +47,7 @@ class _Experts:
         inputs = search.program.inputs
         self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape}
         self.given = set(inputs)
+        self.devices = math.prod(search.axes.values())
         self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for
         for place, operator in enumerate(search.groups):
             self.first.setdefault(operator, place)
@@ -61,7 +63,9 @@ class _Experts:
             units = list(self.units())
             wishes = [units if axis in model else examples for axis in axes]
             found[f"Megatron over {', '.join(model)}"] = self.assigned(wishes, kept="open")
-        found["one weird trick"] = self.assigned([examples] * len(axes), kept="open", dense=list(self.units(dense=True)))
+        found["one weird trick"] = self.assigned(
+            [examples] * len(axes), kept="open", dense=list(self.units(dense=True))
+        )
         return found
 
     def units(self, dense: bool = False) -> set[Hashable]:
@@ -86,7 +90,10 @@ class _Experts:
                 continue
             own, other = several[weights[0]], several[1 - weights[0]]
             rows = {name(f) for f in own & other}
-            columns = sorted(own - other, key=lambda f: -d.sizes[f])
+            columns = [f for dim in d.operands[weights[0]] for f in dim if f in own - other]
+            columns.sort(
+                key=lambda f, sizes=d.sizes: sizes[f] % self.devices != 0
+            )  # the major one that all devices divide
             passing |= rows - cut
             free = [name(f) for f in columns if name(f) not in passing and d.sizes[f] > 1]
             if not rows & cut and free and not cut.intersection(free):
@@ -111,7 +118,7 @@ class _Experts:
         for operator in range(problem.operators):
             place = self.first[operator]
             if place >= len(search.clusters):
-                k = self.layout(place - len(search.clusters), kept)
+                k = self.layout(place - len(search.clusters), kept, wishes)
                 if k is None:
                     open_.append(operator)
                 chosen[operator] = k or 0
@@ -141,13 +148,22 @@ class _Experts:
 
         return min(range(len(seconds)), key=distance)
 
-    def layout(self, value: int, kept: str) -> int | None:
+    def layout(self, value: int, kept: str, wishes: Wishes) -> int | None:
         """The layout of a value that an expert insists on."""
         of = self.search.values[value]
         shape = of.var.aval.shape
-        if of.var not in self.given or kept == "open":
+        if of.var not in self.given:
             return None
-        if any(self.flat.named(of.var, d) in self.examples for d in range(len(shape))):
+        counted = [d for d in range(len(shape)) if self.flat.named(of.var, d) in self.examples]
+        if counted:
+            over = {axis for axis, wish in zip(self.search.axes, wishes, strict=True) if self.examples & set(wish)}
+
+            def wished(k: int) -> tuple[bool, int]:
+                cut = of.layouts[k].cut_axes
+                return cut.keys() <= over and set(cut.values()) <= {counted[0]}, len(cut)
+
+            return max(range(len(of.layouts)), key=wished)
+        if kept == "open":
             return None
         if kept == "whole":
             return next(k for k, layout in enumerate(of.layouts) if layout.whole)

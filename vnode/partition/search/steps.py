@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -130,9 +130,7 @@ class _Builder:
         self.clusters = tuple(self.strategies.cluster(each) for each in found)
         self.place = {n: (k, p) for k, each in enumerate(found) for p, n in enumerate(each)}
         self.makers = {
-            var: (*self.place[n], j)
-            for n, node in enumerate(self.flat.nodes)
-            for j, var in enumerate(node.eqn.outvars)
+            var: (*self.place[n], j) for n, node in enumerate(self.flat.nodes) for j, var in enumerate(node.eqn.outvars)
         }
         self.reads: dict[Var, dict[int, list[tuple[int, int]]]] = {}  # by cluster: positions and operands
         for var, several in readers(self.flat.nodes).items():
@@ -141,6 +139,7 @@ class _Builder:
                 if self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
         self.into: dict[Var, list[tuple[Var, float, int]]] = {}  # links by target
+        self.tables: dict[Hashable, Array] = {}  # of moves
         self.out: dict[Var, int] = {}  # how many links and outputs hand a value on
         for link in self.flat.links:
             self.into.setdefault(link.target, []).append((link.source, link.times, link.dropped))
@@ -158,7 +157,7 @@ class _Builder:
         seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
         seconds += [np.zeros(len(value.layouts)) for value in values]
         edges: list[Edge] = []
-        alike: list[list[Hashable]] = [[] for _ in seconds]  # what is known of an operator's edges
+        alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
 
         def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable) -> None:
             edges.append(Edge(a, b, moved))
@@ -234,20 +233,29 @@ class _Builder:
         self, starts: Sequence[Layout], ends: Sequence[Layout | frozenset[Layout]], var: Var, times: float
     ) -> Array:
         """Seconds of moves from each of some layouts to each of others, float64 ``[starts, ends]``."""
-        first, second = list(dict.fromkeys(starts)), list(dict.fromkeys(ends))
-        small = np.array(
-            [
-                [
-                    sum(self.strategies.move(a, e, var) for e in (b if isinstance(b, frozenset) else (b,)))
-                    for b in second
-                ]
-                for a in first
-            ]
-        )
-        rows, columns = {x: i for i, x in enumerate(first)}, {x: i for i, x in enumerate(second)}
-        return times * small[np.ix_([rows[x] for x in starts], [columns[x] for x in ends])]
+        key = tuple(starts), tuple(ends), tuple(var.aval.shape), var.aval.dtype
+        if key not in self.tables:
+            first, second = dict.fromkeys(starts), dict.fromkeys(ends)
+            singles = dict.fromkeys(e for b in second for e in (b if isinstance(b, frozenset) else (b,)))
+            into = {e: np.array([self.strategies.move(a, e, var) for a in first]) for e in singles}
+            none = np.zeros(len(first))
+            columns = [sum((into[e] for e in (b if isinstance(b, frozenset) else (b,))), none) for b in second]
+            row = {x: i for i, x in enumerate(first)}
+            column = {x: i for i, x in enumerate(second)}
+            small = np.array(columns).T
+            self.tables[key] = small[np.ix_([row[x] for x in starts], [column[x] for x in ends])]
+        return times * self.tables[key]
 
-    def link(self, edge, number, source: Var, at: int, value: Value, times: float, dropped: int) -> None:  # noqa: ANN001
+    def link(
+        self,
+        edge: Callable[[int, int, Array, Hashable, Hashable], None],
+        number: Mapping[Var, int],
+        source: Var,
+        at: int,
+        value: Value,
+        times: float,
+        dropped: int,
+    ) -> None:
         """A value that becomes another: what is scanned or stacked lies whole along the dimension of turns."""
         ends = value.layouts
         if dropped > 0:
@@ -298,7 +306,7 @@ class _Builder:
         return found
 
     def held(self, values: Sequence[Value]) -> list[Array]:
-        """Bytes at each point of time, for each strategy: what crosses from one cluster to another, and what is given."""
+        """Bytes at each point of time, for each strategy: what crosses between clusters, and what is given."""
         nodes = self.flat.nodes
         last: dict[Var, int] = {}
         for n, node in enumerate(nodes):
@@ -348,7 +356,9 @@ class _Builder:
         d = self.flat.nodes[node].description
         return 0.0 if d is None else d.flops
 
-    def groups(self, problem: Problem, values: Sequence[Value], alike: Sequence[Sequence[Hashable]]) -> list[int]:
+    def groups(
+        self, problem: Problem, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]
+    ) -> list[int]:
         """Operators that are alike, and whose neighbours are (Weisfeiler and Leman's refinement)."""
         labels: list[int] = []
         known: dict[Hashable, int] = {}

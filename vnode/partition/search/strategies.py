@@ -18,7 +18,6 @@ from jax.extend.core import Literal, Var
 
 from vnode.operators import Free, Shifted, kind
 from vnode.operators.splits import Lead, Split
-from vnode.partition.search.coarsen import decides
 from vnode.partition.search.costs import CostModel
 from vnode.partition.search.flat import Flat, Node, size_of, variables
 from vnode.spmd.choice import Choice, Given, Way, chosen, reached
@@ -28,8 +27,8 @@ from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 MOST = 130
 """Strategies of one cluster at most: beyond it fewer dimensions are looked at."""
 
-Pick = Hashable
-"""What an axis divides: a way of an equation, a named dimension; None for nothing."""
+Pick = int | None
+"""What an axis divides: the number of a way of an equation, or of a named dimension; None for nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +67,21 @@ class Cluster:
     dimensions: tuple[tuple[Hashable, ...], ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """What an equation takes, cut in some ways.
+
+    Attributes:
+      operands: how each has to lie.
+      results: how each lies then.
+      seconds: on one device.
+    """
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    seconds: float
+
+
 class Strategies:
     """Enumerates strategies of a program's clusters, each shape of cluster once.
 
@@ -80,7 +94,9 @@ class Strategies:
     def __init__(self, program: Flat, axes: Axes, model: CostModel) -> None:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
-        self._choices: dict[Hashable, tuple[Choice, float] | None] = {}
+        self._choices: dict[Hashable, Done | None] = {}
+        self._kinds: dict[Hashable, int] = {}
+        self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the node's number
         self._moves: dict[Hashable, float] = {}
 
     def cluster(self, numbers: Sequence[int]) -> Cluster:
@@ -90,16 +106,12 @@ class Strategies:
         if len(nodes) == 1 and nodes[0].description is not None:
             leads = self.ways_of(nodes[0])
             named = [self.program.factor(numbers[0], lead[0]) for lead, _ in leads]
-            picks: list[Hashable] = list(range(len(leads)))
-        elif len(nodes) == 1:
-            named, picks = [], []
         else:
-            named = self.dimensions(numbers)
-            picks = list(range(len(named)))
-        options = [tuple(p) for p in itertools.product([None, *picks], repeat=len(self.axes))]
+            named = [] if len(nodes) == 1 else self.dimensions(numbers)
+        options: list[tuple[Pick, ...]] = list(itertools.product([None, *range(len(named))], repeat=len(self.axes)))
         if shape not in self._strategies:
             self._strategies[shape] = tuple(self.strategy(numbers, nodes, named, option) for option in options)
-        dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)  # type: ignore[index]
+        dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)
         return Cluster(tuple(numbers), self._strategies[shape], shape, dimensions)
 
     def shape_of(self, nodes: Sequence[Node]) -> Hashable:
@@ -162,22 +174,22 @@ class Strategies:
         held: dict[tuple[Var, Layout], None] = {}
         for position, (number, node) in enumerate(zip(numbers, nodes, strict=True)):
             if len(nodes) == 1 and node.description is not None:
-                ways = grouped([(a, self.ways_of(node)[p]) for a, p in zip(self.axes, picks, strict=True) if p is not None])  # type: ignore[index]
+                leads = self.ways_of(node)
+                ways = grouped([(a, leads[p]) for a, p in zip(self.axes, picks, strict=True) if p is not None])
             else:
                 ways = self.ways_for(number, node, named, picks)
-            found = None if ways is None else self.choice(node, ways, states)
+            found = None if ways is None else self.choice(number, node, ways, states)
             if found is None and len(nodes) == 1 and node.description is not None:
                 return Strategy(picks, math.inf)
             if found is None and node.description is not None:
-                ways, found = (), self.choice(node, (), states)
+                ways, found = (), self.choice(number, node, (), states)
             if found is None:  # every device evaluates it whole
                 operands = tuple(replicated(len(getattr(a.aval, "shape", ()))) for a in node.eqn.invars)
                 results = tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in node.eqn.outvars)
                 ways = None
             else:
-                choice, time = found
-                operands, results = choice.operands, reached(node.eqn, choice)
-                seconds += node.times * (time + self.rounding(node, choice))
+                operands, results = found.operands, found.results
+                seconds += node.times * found.seconds
             for i, var in variables(node.eqn.invars):
                 if var not in states:
                     wanted[position, i] = operands[i]
@@ -198,21 +210,33 @@ class Strategies:
         d = node.description
         if d is None:
             return None
-        several = sorted(d.leads, key=lambda each: not isinstance(each[1], Free))
         found = []
         for axis, pick in zip(self.axes, picks, strict=True):
             if pick is None:
                 continue
-            for lead, split in several:
-                if self.program.factor(number, lead[0]) == named[pick] and d.sizes[lead[0]] > 1:  # type: ignore[index]
+            for name, lead, split in self.known(number, node)[1]:
+                if name == named[pick]:
                     found.append((axis, (lead, split)))
                     break
         return grouped(found)
 
-    def choice(
-        self, node: Node, ways: tuple[Way, ...], states: Mapping[Var, Layout]
-    ) -> tuple[Choice, float] | None:
-        """How an equation is cut, and its seconds; None if it cannot be cut so."""
+    def known(self, number: int, node: Node) -> tuple[int, list[tuple[Hashable, Lead, Split]]]:
+        """The number of an equation's kind, and the named dimensions that it can be cut along."""
+        if number not in self._known:
+            of: Hashable = kind(node.eqn)
+            of = ("alone", number) if of is None else of
+            d = node.description
+            several = [] if d is None else sorted(d.leads, key=lambda each: not isinstance(each[1], Free))
+            leads = [
+                (self.program.factor(number, lead[0]), lead, split)
+                for lead, split in several
+                if d is not None and d.sizes[lead[0]] > 1
+            ]
+            self._known[number] = self._kinds.setdefault(of, len(self._kinds)), leads
+        return self._known[number]
+
+    def choice(self, number: int, node: Node, ways: tuple[Way, ...], states: Mapping[Var, Layout]) -> Done | None:
+        """What an equation takes, cut in some ways; None if it cannot be cut so."""
         d = node.description
         assert d is not None
         given = []
@@ -224,10 +248,14 @@ class Strategies:
                 given.append(Given(states[atom]))
             else:
                 given.append(Given(self.expected(node, i, ways)))
-        key = (id(node.eqn) if kind(node.eqn) is None else kind(node.eqn), tuple(given), ways)
+        key = self.known(number, node)[0], tuple(given), ways
         if key not in self._choices:
             choice = chosen(node.eqn, d, given, self.axes, ways)
-            self._choices[key] = None if choice is None else (choice, self.model.compute_time(node.eqn, choice))
+            if choice is None:
+                self._choices[key] = None
+            else:
+                seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
+                self._choices[key] = Done(choice.operands, reached(node.eqn, choice), seconds)
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[Way, ...]) -> Layout:
@@ -277,6 +305,3 @@ def ways_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, t
     """What `vnode.spmd.flow.follow` is told of a cluster."""
     ways = cluster.strategies[strategy].ways
     return {program.nodes[n].path: w for n, w in zip(cluster.nodes, ways, strict=True) if w is not None}
-
-
-__all__ = ["Cluster", "Strategies", "Strategy", "decides", "ways_by_path"]
