@@ -76,6 +76,23 @@ class Search:
         each = np.asarray(strategies)[list(self.groups)]
         return each[: len(self.clusters)], each[len(self.clusters) :]
 
+    def steps(self) -> list[Array]:
+        """What each operator's strategies do with each axis, int ``[strategies, axes]``; 0 for nothing. See `bisection`."""
+        found: list[Array] = []
+        places: dict[int, int] = {}
+        for place, operator in enumerate(self.groups):
+            places.setdefault(operator, place)
+        for operator in range(self.problem.operators):
+            place = places[operator]
+            if place < len(self.clusters):
+                several = [s.picks for s in self.clusters[place].strategies]
+                rows = [[0 if pick is None else pick + 1 for pick in picks] for picks in several]
+            else:
+                cuts = [layout.cut_axes for layout in self.values[place - len(self.clusters)].layouts]
+                rows = [[cut.get(axis, -1) + 1 for axis in self.axes] for cut in cuts]
+            found.append(np.array(rows, np.int64).reshape(len(rows), len(self.axes)))
+        return found
+
     def flow(self, strategies: Array) -> Flow:
         """Layouts through the program as an assignment says, to be carried out by `vnode.spmd.program.over_mesh`.
 
