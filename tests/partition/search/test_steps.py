@@ -258,6 +258,21 @@ def test_ties_shrink_the_problem_and_keep_its_costs() -> None:
     assert exact(free.problem).cost <= exact(tied.problem).cost * (1 + 1e-9)
 
 
+def test_products_of_the_backward_pass_may_follow_the_forward_pass() -> None:
+    search, arguments, plain = searched("mlp", backward=True)
+    free, _, _ = searched("mlp")
+    assert search.problem.operators < free.problem.operators
+    products = {}
+    for place, cluster in enumerate(search.clusters):
+        node = search.flat.nodes[cluster.nodes[0]]
+        if node.eqn.primitive.name == "dot_general":
+            products.setdefault(search.groups[place], []).append(node.path)
+    assert sorted(map(len, products.values())) == [2, 3, 3]  # of the first layer nobody asks for the inputs' gradient
+    best = exact(search.problem)
+    assert best.cost >= exact(free.problem).cost * (1 - 1e-9)
+    assert_carried_out(search, best.strategies, arguments, plain)
+
+
 def test_a_loops_body_counts_as_often_as_it_turns() -> None:
     def repeated(x: jax.Array, w: jax.Array, turns: int) -> jax.Array:
         return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=turns)[0]

@@ -173,7 +173,9 @@ class _Exact:
                 break
             if (ideal >= scale).any():
                 scale *= 10
-            prices = ideal if len(ideal) == 1 else (ideal + best_prices) / 2
+            before, prices = prices, ideal if len(ideal) == 1 else (ideal + best_prices) / 2
+            if np.allclose(before, prices, rtol=1e-9, atol=0):
+                break  # the tables are too small for a better bound
         return best_prices
 
     @staticmethod

@@ -12,7 +12,6 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ import scipy.optimize
 import scipy.sparse
 
 from vnode.partition.search.problem import Array, Problem
+from vnode.threads import background
 
 SCALE = 1e4
 """What the greatest sum of each row is about: HiGHS has absolute tolerances of 1e-6."""
@@ -155,7 +155,7 @@ def solved(
         except BaseException as error:
             future.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    background(work, "integer programme")
     while True:
         try:
             result = future.result(POLL)

@@ -18,6 +18,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
+from vnode.operators import Algebra
 from vnode.partition.search.coarsen import clusters, members
 from vnode.partition.search.costs import CostModel
 from vnode.partition.search.flat import Flat, flat, readers, size_of
@@ -77,7 +78,7 @@ class Search:
         return each[: len(self.clusters)], each[len(self.clusters) :]
 
     def steps(self) -> list[Array]:
-        """What each operator's strategies do with each axis, int ``[strategies, axes]``; 0 for nothing. See `bisection`."""
+        """What each operator's strategies do with each axis, int ``[strategies, axes]``; 0 for nothing."""
         found: list[Array] = []
         places: dict[int, int] = {}
         for place, operator in enumerate(self.groups):
@@ -117,6 +118,7 @@ def as_problem(
     carried: Mapping[int, int] | None = None,
     memory: float = math.inf,
     tied: bool = True,
+    backward: bool = False,
 ) -> Search:
     """Makes a problem of a program.
 
@@ -127,19 +129,28 @@ def as_problem(
       carried: for outputs, by number, the input that they become in the next step: they are handed on as it lies.
       memory: bytes of each device.
       tied: clusters that are alike, and whose neighbours are, share one strategy.
+      backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
+        that belong to it. Element-wise equations are together in any case.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward).build()
 
 
 class _Builder:
     def __init__(
-        self, program: Program, axes: Axes, model: CostModel, carried: Mapping[int, int], memory: float, tied: bool
+        self,
+        program: Program,
+        axes: Axes,
+        model: CostModel,
+        carried: Mapping[int, int],
+        memory: float,
+        tied: bool,
+        backward: bool,
     ) -> None:
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
-        self.memory, self.tied = memory, tied
+        self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flat(program, axes)
         self.strategies = Strategies(self.flat, axes, model)
         found = clusters(self.flat)
@@ -219,14 +230,14 @@ class _Builder:
         problem = Problem(
             tuple(seconds), tuple(edges), tuple(self.held(values)), self.memory, tuple(self.names(values))
         )
-        groups = self.groups(problem, values, alike) if self.tied else list(range(problem.operators))
+        groups = self.groups(values, alike)
         return Search(
             self.program,
             self.axes,
             self.flat,
             self.clusters,
             tuple(values),
-            problem.tied(groups) if self.tied else problem,
+            problem.tied(groups),
             tuple(groups),
             self.carried,
         )
@@ -373,23 +384,53 @@ class _Builder:
         d = self.flat.nodes[node].description
         return 0.0 if d is None else d.flops
 
-    def groups(
-        self, problem: Problem, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]
-    ) -> list[int]:
-        """Operators that are alike, and whose neighbours are (Weisfeiler and Leman's refinement)."""
-        labels: list[int] = []
-        known: dict[Hashable, int] = {}
-        for cluster in self.clusters:
-            labels.append(known.setdefault(("cluster", cluster.shape), len(known)))
+    def groups(self, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]) -> list[int]:
+        """For each cluster and value its operator: those that are alike, and whose neighbours are, have one.
+
+        Source: Weisfeiler and Leman's refinement (1968).
+        """
+        joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *(None for _ in values)])
+        if not self.tied:
+            return joined
         inputs = set(self.program.inputs)
-        for value in values:
-            aval = value.var.aval
-            key = ("value", aval.shape, str(aval.dtype), value.layouts, value.var in inputs)
-            labels.append(known.setdefault(key, len(known)))
+        own: list[list[Hashable]] = [[] for _ in range(max(joined, default=-1) + 1)]
+        near: list[list[tuple[int, Hashable]]] = [[] for _ in own]
+        for place, operator in enumerate(joined):
+            what: Hashable
+            if place < len(self.clusters):
+                what = "cluster", self.clusters[place].shape
+            else:
+                value = values[place - len(self.clusters)]
+                what = value.var.aval.shape, str(value.var.aval.dtype), value.layouts, value.var in inputs
+            own[operator].append(what)
+            near[operator] += [(joined[b], edge) for b, edge in alike[place]]
+        labels = numbered([frozenset((each, several.count(each)) for each in several) for several in own])
         for _ in range(ROUNDS):
-            known = {}
-            labels = [
-                known.setdefault((own, frozenset((labels[b], what) for b, what in each)), len(known))
-                for own, each in zip(labels, alike, strict=True)
-            ]
-        return labels
+            labels = numbered(
+                [
+                    (label, frozenset((labels[b], edge) for b, edge in each))
+                    for label, each in zip(labels, near, strict=True)
+                ]
+            )
+        return [labels[operator] for operator in joined]
+
+    def product(self, cluster: int) -> Hashable:
+        """What products that belong together have in common; None for what stands alone."""
+        c = self.clusters[cluster]
+        node = self.flat.nodes[c.nodes[0]]
+        if not self.backward or len(c.nodes) > 1 or node.description is None:
+            return None
+        names = {name for each in c.dimensions for name in each} - {None}
+        distinct = len(c.dimensions) == (len(names) + 1) ** len(self.axes)
+        contracts = node.description.has(Algebra.CONTRACTS)
+        return (frozenset(names), node.times) if distinct and contracts else None
+
+
+def numbered(labels: Sequence[Hashable]) -> list[int]:
+    """Equal labels as equal numbers, from 0 without gaps; None is equal to nothing.
+
+    >>> numbered(["a", "b", "a", None, None])
+    [0, 1, 0, 2, 3]
+    """
+    known: dict[Hashable, int] = {}
+    return [known.setdefault((k,) if label is None else ("", label), len(known)) for k, label in enumerate(labels)]

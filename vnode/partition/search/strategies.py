@@ -98,13 +98,16 @@ class Strategies:
         self._kinds: dict[Hashable, int] = {}
         self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the node's number
         self._moves: dict[Hashable, float] = {}
+        self._ways: dict[int, list[tuple[Lead, Split]]] = {}
+        self._met: dict[Hashable, int] = {}
 
     def cluster(self, numbers: Sequence[int]) -> Cluster:
         """A cluster of nodes, given by their numbers in order."""
         nodes = [self.program.nodes[n] for n in numbers]
         shape = self.shape_of(nodes)
         if len(nodes) == 1 and nodes[0].description is not None:
-            leads = self.ways_of(nodes[0])
+            leads = self.ways_of(nodes[0], numbers[0])
+            shape = shape, tuple(lead for lead, _ in leads)
             named = [self.program.factor(numbers[0], lead[0]) for lead, _ in leads]
         else:
             named = [] if len(nodes) == 1 else self.dimensions(numbers)
@@ -139,15 +142,23 @@ class Strategies:
         """How many things an axis may divide, so that strategies do not become too many."""
         return max(round(MOST ** (1 / max(len(self.axes), 1)) - 0.5) - 1, 1)
 
-    def ways_of(self, node: Node) -> list[tuple[Lead, Split]]:
+    def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
         """The ways to cut an equation that one axis at least divides, those of the largest factors first."""
+        if number in self._ways:
+            return self._ways[number]
         d = node.description
         assert d is not None
         least = min(self.axes.values(), default=1)
         several = [(lead, split) for lead, split in d.leads if max(d.sizes[f] for f in lead) >= least]
         several = [each for each in several if not isinstance(each[1], Shifted) or d.sizes[each[0][0]] > 1]
-        several.sort(key=lambda each: -max(d.sizes[f] for f in each[0]))
-        return several[: self.most_picks()]
+        order = {each[0]: self._order(self.program.factor(number, each[0][0])) for each in several}
+        several.sort(key=lambda each: (-max(d.sizes[f] for f in each[0]), order[each[0]]))
+        self._ways[number] = several[: self.most_picks()]
+        return self._ways[number]
+
+    def _order(self, name: Hashable) -> int:
+        """The same order of named dimensions for all equations: in which they are met."""
+        return self._met.setdefault(name, len(self._met))
 
     def dimensions(self, numbers: Sequence[int]) -> list[Hashable]:
         """The named dimensions along which most bytes of a cluster's values lie."""
@@ -174,7 +185,7 @@ class Strategies:
         held: dict[tuple[Var, Layout], None] = {}
         for position, (number, node) in enumerate(zip(numbers, nodes, strict=True)):
             if len(nodes) == 1 and node.description is not None:
-                leads = self.ways_of(node)
+                leads = self.ways_of(node, number)
                 ways = grouped([(a, leads[p]) for a, p in zip(self.axes, picks, strict=True) if p is not None])
             else:
                 ways = self.ways_for(number, node, named, picks)
