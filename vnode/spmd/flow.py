@@ -188,7 +188,8 @@ class _Follower:
                     remedies=["take the ways from this program's own equations"],
                 )
             )
-        results = reached(eqn, choice)
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        results = tuple(r if wish is None else wish for r, wish in zip(reached(eqn, choice), wishes, strict=True))
         self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
         return Step(eqn, choice.operands, results, choice)
 

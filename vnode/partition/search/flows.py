@@ -5,6 +5,8 @@ Knows flows and a cost model. Must not know problems, nor how layouts were found
 
 from __future__ import annotations
 
+import itertools
+
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Atom
@@ -45,11 +47,11 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
             total += read(atom, want)
         if step.choice is not None:
             total += model.compute_time(step.eqn, step.choice)
-            for var, before, after in zip(
-                step.eqn.outvars, step.choice.results, reached(step.eqn, step.choice), strict=True
-            ):
-                if before != after:
-                    total += model.move_time(before, after, var.aval.shape, var.aval.dtype)
+            several = zip(step.choice.results, reached(step.eqn, step.choice), step.results, strict=True)
+            for var, stages in zip(step.eqn.outvars, several, strict=True):
+                for before, after in itertools.pairwise(stages):
+                    if before != after:
+                        total += model.move_time(before, after, var.aval.shape, var.aval.dtype)
         if step.region is not None:
             total += step.region.times * sum(seconds_of(body, model) for body in step.bodies)
         for var, layout in zip(step.eqn.outvars, step.results, strict=True):

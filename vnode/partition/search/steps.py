@@ -107,7 +107,8 @@ class Search:
         lies = {value.var: value.layouts[k] for value, k in zip(self.values, layouts.tolist(), strict=True)}
         inputs = [lies.get(var, replicated(len(getattr(var.aval, "shape", ())))) for var in self.program.inputs]
         outputs = [inputs[self.carried[j]] if j in self.carried else None for j in range(len(self.program.outputs))]
-        return follow(self.program, inputs, self.axes, outputs=outputs, ways=ways)
+        wishes = {var: lies[var] for node in self.flat.nodes for var in node.eqn.outvars if var in lies}
+        return follow(self.program, inputs, self.axes, outputs=outputs, ways=ways, wishes=wishes)
 
 
 def as_problem(
