@@ -27,7 +27,7 @@ ROOMS = {
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime spmd threads",
     "plan": "analysis errors placement report runtime show step",
-    "partition": "analysis errors operators placement plan report runtime show spmd step",
+    "partition": "analysis errors operators placement plan report runtime show spmd step threads",
     "data": "errors placement threads",
     "elastic": "analysis data errors placement plan show step",
     "transform": "errors placement plan step",

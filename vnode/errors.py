@@ -70,7 +70,7 @@ class DeviceLost(VnodeError):
 
 
 class MemoryLimitError(VnodeError):
-    """No number of virtual nodes fits in a device's memory, or nothing says how much that is."""
+    """Nothing that may be chosen (nodes, splits) fits in a device's memory, or nothing says how much that is."""
 
 
 class MachineError(VnodeError):
@@ -85,6 +85,14 @@ class MachineError(VnodeError):
     def __init__(self, problem: str = "", *, place: str = "", remedies: Sequence[str] = ()) -> None:
         self.problem, self.place, self.remedies = problem, place, tuple(remedies)
         super().__init__(layout_message(f"{place}: {problem}" if place else problem, remedies=remedies))
+
+
+class PartitionError(VnodeError):
+    """A program cannot be split as it is asked for."""
+
+
+class SearchError(VnodeError):
+    """A search for strategies is given what does not fit together, or nothing that can be chosen."""
 
 
 class TaskGraphError(VnodeError):

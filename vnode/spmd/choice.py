@@ -149,6 +149,31 @@ def by_element(description: OperatorDescription) -> bool:
     return moves and not description.has(Algebra.CONTRACTS)
 
 
+def chosen(
+    eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], axes: Axes, ways: tuple[Way, ...]
+) -> Choice | None:
+    """An equation cut in given ways: pieces of sums pass through it over other axes only. None if it cannot be cut so.
+
+    Args:
+      eqn: the equation.
+      description: of it.
+      given: what is known of each operand.
+      axes: of the mesh.
+      ways: the axes that divide it, of the description's `leads`.
+    """
+    taken = {name for way in ways for name in way.axes}
+    passed = tuple(p for p in stays_partial(eqn, description, given) if p[0] not in taken)
+    return carried_out(eqn, description, ways, given, axes, passed)
+
+
+def reached(eqn: JaxprEqn, choice: Choice) -> tuple[Layout, ...]:
+    """How the results of an evaluated equation lie: pieces of narrow sums have been combined."""
+    return tuple(
+        layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
+        for var, layout in zip(eqn.outvars, choice.results, strict=True)
+    )
+
+
 def candidates(
     description: OperatorDescription,
     layouts: Sequence[Layout],

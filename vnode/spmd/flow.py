@@ -18,11 +18,14 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program, inline, message_about
-from vnode.errors import UnsupportedPrimitiveError
-from vnode.operators import Algebra, Monoid
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
+from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, choose, is_narrow, passing
+from vnode.spmd.choice import Choice, Given, Way, choose, chosen, passing, reached
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+
+Path = tuple[int, ...]
+"""Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
 
 TURNS = 4
 """How often a loop's body is followed until what it carries keeps its layout; then layouts stay what they are."""
@@ -80,6 +83,7 @@ def follow(
     *,
     outputs: Sequence[Layout | None] | None = None,
     wishes: Mapping[Var, Layout] | None = None,
+    ways: Mapping[Path, tuple[Way, ...]] | None = None,
 ) -> Flow:
     """Finds how every value of a program lies.
 
@@ -89,14 +93,16 @@ def follow(
       axes: of the mesh, those longer than one.
       outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
       wishes: how single variables shall lie.
+      ways: how single equations shall be cut, whatever their operands.
 
     Returns:
       The flow.
 
     Raises:
+      PartitionError: an equation cannot be cut as `ways` say.
       UnsupportedPrimitiveError: an equation has an effect, which every device would have.
     """
-    made = _Follower(program, axes, wishes or {}).follow([Given(layout) for layout in inputs])
+    made = _Follower(program, axes, wishes or {}, ways or {}).follow([Given(layout) for layout in inputs])
     asked = outputs if outputs is not None else [None] * len(program.outputs)
     ends = tuple(state.layout for state in made.ends)
     handed_on = tuple(end.complete if ask is None else ask for end, ask in zip(ends, asked, strict=True))
@@ -106,8 +112,15 @@ def follow(
 class _Follower:
     """Follows one program once; `steps` and `ends` are what it finds."""
 
-    def __init__(self, program: Program, axes: Axes, wishes: Mapping[Var, Layout]) -> None:
-        self.program, self.axes, self.wishes = program, axes, wishes
+    def __init__(
+        self,
+        program: Program,
+        axes: Axes,
+        wishes: Mapping[Var, Layout],
+        ways: Mapping[Path, tuple[Way, ...]],
+        path: Path = (),
+    ) -> None:
+        self.program, self.axes, self.wishes, self.ways, self.path = program, axes, wishes, ways, path
         self.states: dict[Var, Given] = {}
         self.steps: list[Step] = []
         self.ends: list[Given] = []
@@ -116,8 +129,8 @@ class _Follower:
         self.states.update(zip(self.program.inputs, inputs, strict=True))
         for var in self.program.constants:
             self.states[var] = Given(replicated(len(var.aval.shape)))
-        for eqn in self.program.equations:
-            self.steps.append(self.step(eqn))
+        for number, eqn in enumerate(self.program.equations):
+            self.steps.append(self.step(eqn, (*self.path, number)))
         self.ends = [self.state(atom) for atom in self.program.outputs]
         return self
 
@@ -127,11 +140,11 @@ class _Follower:
             return Given(replicated(len(shape)), anyhow=True, zero=not shape and atom.val == 0)
         return self.states[atom]
 
-    def step(self, eqn: JaxprEqn) -> Step:
+    def step(self, eqn: JaxprEqn, path: Path) -> Step:
         given = [self.state(atom) for atom in eqn.invars]
         region = region_of(eqn)
         if region is not None:
-            return self.region_step(eqn, region, given)
+            return self.region_step(eqn, region, given, path)
         description = self.program.describe(eqn)
         if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
             raise UnsupportedPrimitiveError(
@@ -143,6 +156,8 @@ class _Follower:
                 )
             )
         wishes = [self.wishes.get(var) for var in eqn.outvars]
+        if path in self.ways and description is not None and description.layout is None:
+            return self.given_step(eqn, description, given, path)
         if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
             anyhow = description is not None and self.from_nothing(eqn, given)
             operands = tuple(replicated(len(each.layout.dims)) for each in given)
@@ -159,10 +174,7 @@ class _Follower:
         if description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
         choice = choose(eqn, description, given, self.axes, wishes)
-        results = tuple(
-            layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
-            for var, layout in zip(eqn.outvars, choice.results, strict=True)
-        )
+        results = reached(eqn, choice)
         results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))
         for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
             if isinstance(atom, Var) and each.layout.partial and not want.partial:
@@ -193,6 +205,24 @@ class _Follower:
                 readers.setdefault(var, []).append(eqn)
         return readers
 
+    def given_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], path: Path) -> Step:
+        """What shall be cut in some ways is cut in these, or refused."""
+        ways = self.ways[path]
+        choice = chosen(eqn, description, given, self.axes, ways)
+        if choice is None:
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"{eqn.primitive.name!r} cannot be cut as it is asked for.",
+                    facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in ways],
+                    remedies=["take the ways from this program's own equations"],
+                )
+            )
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        results = tuple(r if wish is None else wish for r, wish in zip(reached(eqn, choice), wishes, strict=True))
+        self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
+        return Step(eqn, choice.operands, results, choice)
+
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
         (var,) = eqn.outvars
@@ -221,7 +251,7 @@ class _Follower:
 
     # Loops and branches
 
-    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given]) -> Step:
+    def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
         programs = [inline(body.jaxpr, body.constants, eqn) for body in region.bodies]
         layouts = [each.layout.complete for each in given]
         for i in range(len(layouts)):
@@ -234,7 +264,7 @@ class _Follower:
         stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
         for i in carried:
             layouts[i] = whole_along(stopping, layouts[i])
-        flows, ends = self.bodies(region, programs, layouts)
+        flows, ends = self.bodies(region, programs, layouts, path)
         for turn in range(TURNS):
             before = [layouts[i] for i in carried]
             after = [
@@ -247,7 +277,7 @@ class _Follower:
                 break
             for i, layout in zip(carried, after, strict=True):
                 layouts[i] = layout
-            flows, ends = self.bodies(region, programs, layouts)
+            flows, ends = self.bodies(region, programs, layouts, path)
         results = self.results_of(region, ends[region.tests :], [layouts[i] for i in carried])
         bodies = []
         for k, flow in enumerate(flows):
@@ -268,13 +298,13 @@ class _Follower:
         return given.zero and all(monoid is Monoid.SUM for _, monoid in layout.partial)
 
     def bodies(
-        self, region: Region, programs: Sequence[Program], layouts: Sequence[Layout]
+        self, region: Region, programs: Sequence[Program], layouts: Sequence[Layout], path: Path
     ) -> tuple[list[Flow], list[list[Given]]]:
         """Follows each body once."""
         flows, ends = [], []
-        for program, inputs in zip(programs, region.inputs, strict=True):
+        for number, (program, inputs) in enumerate(zip(programs, region.inputs, strict=True)):
             given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
-            follower = _Follower(program, self.axes, self.wishes).follow(given)
+            follower = _Follower(program, self.axes, self.wishes, self.ways, (*path, number)).follow(given)
             flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
             ends.append(follower.ends)
         return flows, ends

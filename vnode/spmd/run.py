@@ -30,7 +30,7 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
 from vnode.spmd.exchange import combine, convert, fetch, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
@@ -127,16 +127,8 @@ class _Run:
         return [
             convert(value, have, want, var.aval.shape, self.axes)
             for value, var, have, want in zip(
-                results, step.eqn.outvars, self.reached(step.eqn, step.choice), step.results, strict=True
+                results, step.eqn.outvars, reached(step.eqn, step.choice), step.results, strict=True
             )
-        ]
-
-    @staticmethod
-    def reached(eqn: JaxprEqn, choice: Choice) -> list[Layout]:
-        """How the results of an evaluated equation lie: pieces of narrow sums have been combined."""
-        return [
-            layout.complete if is_narrow(var.aval.dtype) and not choice.passed else layout
-            for var, layout in zip(eqn.outvars, choice.results, strict=True)
         ]
 
     def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:

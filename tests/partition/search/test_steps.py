@@ -1,0 +1,294 @@
+"""Programs as problems: whatever is chosen, the program carried out so gives the plain step's values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import JaxprEqn
+from jax.sharding import Mesh
+
+from vnode.analysis.program import inline
+from vnode.operators import Algebra
+from vnode.partition.search import exact
+from vnode.partition.search.experts import experts
+from vnode.partition.search.flows import seconds_of
+from vnode.partition.search.steps import Search, as_problem
+from vnode.spmd.choice import Choice, Way
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Layout
+from vnode.spmd.program import over_mesh
+from vnode.spmd.route import route
+
+AXES = {"x": 2, "y": 4}
+
+
+class Counted:
+    """A device that does a thousand operations while it sends one element: even small programs are worth splitting.
+
+    Args:
+      price: of sending an element, in operations.
+    """
+
+    def __init__(self, price: float = 1e-3) -> None:
+        self.price = price
+
+    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        devices = math.prod(AXES[name] for way in choice.ways for name in way.axes)
+        return (choice.description.flops + 1) / devices
+
+    def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
+        return self.price * sum(move.sent(AXES) for move in route(start, end, shape, AXES))
+
+    def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
+        return 4.0 * math.prod(layout.local(shape, AXES))
+
+
+def mlp(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        h = jnp.tanh(x @ params["w1"] + params["b1"])
+        h = jax.nn.relu(h @ params["w2"])
+        return jnp.mean((h @ params["w3"] - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def attention(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        h = x * jax.lax.rsqrt(jnp.mean(x**2, axis=-1, keepdims=True) + 1e-6) * params["scale"]
+        q, k, v = (jnp.einsum("bth,hnd->btnd", h, params[name]) for name in ("q", "k", "v"))
+        scores = jnp.einsum("btnd,bsnd->bnts", q, k)
+        scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -1e9)
+        mixed = jnp.einsum("bnts,bsnd->btnd", jax.nn.softmax(scores), v)
+        out = x + jnp.einsum("btnd,ndh->bth", mixed, params["o"])
+        out = out + jax.nn.gelu(out @ params["up"]) @ params["down"]
+        return jnp.mean((out - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def convolutions(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for name, stride in (("c1", 1), ("c2", 2)):
+            h = jax.lax.conv_general_dilated(
+                h, params[name], (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            h = jax.nn.relu(h)
+        h = jax.lax.reduce_window(h, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        logits = h.reshape(h.shape[0], -1) @ params["w"]
+        return jnp.mean((logits - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def layers(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    def loss(params: Any) -> jax.Array:
+        def layer(h: jax.Array, p: Any) -> tuple[jax.Array, None]:
+            return h + jnp.tanh(h @ p["up"]) @ p["down"], None
+
+        h, _ = jax.lax.scan(layer, x, params)
+        return jnp.mean((h - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def steps() -> dict[str, tuple[Callable[..., Any], Any]]:
+    t = {
+        "scale": normal(16),
+        "q": normal(16, 4, 4),
+        "k": normal(16, 4, 4),
+        "v": normal(16, 4, 4),
+        "o": normal(4, 4, 16),
+    }
+    t |= {"up": normal(16, 32) / 4, "down": normal(32, 16) / 4}
+    c = {"c1": normal(3, 3, 4, 8) / 6, "c2": normal(3, 3, 8, 8) / 8, "w": normal(32, 8) / 6}
+    return {
+        "mlp": (
+            mlp,
+            (
+                {"w1": normal(16, 32), "b1": normal(32), "w2": normal(32, 16), "w3": normal(16, 8)},
+                normal(8, 16),
+                normal(8, 8),
+            ),
+        ),
+        "attention": (attention, (t, normal(8, 8, 16), normal(8, 8, 16))),
+        "convolutions": (convolutions, (c, normal(8, 8, 8, 4), normal(8, 8))),
+        "layers": (
+            layers,
+            ({"up": normal(3, 16, 32) / 4, "down": normal(3, 32, 16) / 4}, normal(8, 16), normal(8, 16)),
+        ),
+    }
+
+
+STEPS = steps()
+
+
+def searched(name: str, model: Counted | None = None, **options: Any) -> tuple[Search, list[Any], list[np.ndarray]]:
+    """The problem of a step, the arrays that it is called with, and what it gives plainly."""
+    step, arguments = STEPS[name]
+    jaxpr = jax.make_jaxpr(step)(*arguments)
+    flat = jax.tree.leaves(arguments)
+    carried = {i: i for i in range(len(jax.tree.leaves(arguments[0])))}
+    program = inline(jaxpr.jaxpr, jaxpr.consts)
+    search = as_problem(program, AXES, model or Counted(), carried=carried, **options)
+    return search, flat, [np.asarray(v) for v in jax.tree.leaves(jax.jit(step)(*arguments))]
+
+
+def assert_carried_out(search: Search, strategies: Any, arguments: list[Any], plain: list[np.ndarray]) -> None:
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(2, 4), tuple(AXES))
+    made = jax.jit(over_mesh(search.flow(strategies), mesh))(*arguments)
+    for have, want in zip(made, plain, strict=True):
+        np.testing.assert_allclose(np.asarray(have), want, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_best_strategies_give_the_steps_values(name: str) -> None:
+    search, arguments, plain = searched(name)
+    best = exact(search.problem)
+    assert best.gap == 0 and split(search.flow(best.strategies))
+    assert_carried_out(search, best.strategies, arguments, plain)
+
+
+def split(flow: Flow) -> list[tuple[str, tuple[Way, ...]]]:
+    """The contractions of a flow, loops' too, that axes divide."""
+    found = [
+        (step.eqn.primitive.name, step.choice.ways)
+        for step in flow.steps
+        if step.choice is not None and step.choice.ways and step.choice.description.has(Algebra.CONTRACTS)
+    ]
+    return found + [each for step in flow.steps for body in step.bodies for each in split(body)]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", STEPS)
+def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
+    """Drawn at random among those that can be."""
+    search, arguments, plain = searched(name, tied=bool(seed % 2))
+    generator = np.random.default_rng(seed)
+    drawn = [int(generator.choice(np.flatnonzero(np.isfinite(s)))) for s in search.problem.seconds]
+    assert_carried_out(search, drawn, arguments, plain)
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention", "convolutions"])
+@pytest.mark.parametrize("price", [1e-3, 10.0])
+def test_the_predicted_cost_is_that_of_what_is_carried_out(name: str, price: float) -> None:
+    """Of any choice it is an upper bound: a value may come from wherever it already lies."""
+    model = Counted(price)
+    search, _, _ = searched(name, model)
+    best = exact(search.problem)
+    assert seconds_of(search.flow(best.strategies), model) == pytest.approx(best.cost, rel=0.02)
+    generator = np.random.default_rng(1)
+    for _ in range(5):
+        drawn = [int(generator.choice(np.flatnonzero(np.isfinite(s)))) for s in search.problem.seconds]
+        assert seconds_of(search.flow(drawn), model) <= search.problem.cost(drawn) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_experts_are_right_and_never_better_than_the_best(name: str) -> None:
+    search, arguments, plain = searched(name)
+    number = len(search.program.inputs)
+    found = experts(search, [number - 2, number - 1])
+    best = exact(search.problem, candidates=list(found.values()))
+    for strategies in found.values():
+        assert search.problem.cost(strategies) >= best.cost
+    assert_carried_out(search, found["FSDP"], arguments, plain)
+    assert_carried_out(search, found["Megatron over y"], arguments, plain)
+
+
+def test_what_experts_do() -> None:
+    search, _, _ = searched("mlp")
+    inputs = search.program.inputs  # b1, w1, w2, w3, x, y
+    found = experts(search, [4, 5])
+    flows = {name: search.flow(strategies) for name, strategies in found.items()}
+
+    def lies(name: str) -> list[str]:
+        return [str(layout) for layout in flows[name].inputs]
+
+    assert lies("data parallel") == ["[-]", "[-, -]", "[-, -]", "[-, -]", "[x*y, -]", "[x*y, -]"]
+    assert all(len(layout.cut_axes) == 2 for layout in flows["FSDP"].inputs)
+    columns, rows, _ = lies("Megatron over y")[1:4]
+    assert columns == "[-, y]" and rows == "[y, -]" and lies("Megatron over y")[4] == "[x, -]"
+    products = [step for step in flows["Megatron over y"].steps if step.eqn.primitive.name == "dot_general"]
+    first, second = products[0].choice, products[1].choice
+    assert first is not None and second is not None and len(inputs) == 6
+    assert [monoid.value for axis, monoid in second.results[0].partial if axis == "y"] == ["sum"]
+    assert not first.results[0].partial
+
+
+def test_one_weird_trick_divides_examples_in_convolutions_and_units_in_dense_layers() -> None:
+    search, _, _ = searched("convolutions")
+    flow = search.flow(experts(search, [3, 4])["one weird trick"])
+    for step in flow.steps:
+        if step.choice is None or not step.choice.description.has(Algebra.CONTRACTS):
+            continue
+        cut = {d for layout in step.choice.operands for d, each in enumerate(layout.dims) if each is not None}
+        if step.eqn.primitive.name == "conv_general_dilated":
+            assert cut and all(len(way.axes) == 2 for way in step.choice.ways)
+    dense = flow.inputs[2]
+    assert str(dense) == "[-, x*y]" and all(layout.whole for layout in flow.inputs[:2])
+
+
+def test_ties_shrink_the_problem_and_keep_its_costs() -> None:
+    def deep(params: Any, x: jax.Array) -> Any:
+        for p in params:
+            x = x + jnp.tanh(x @ p["up"]) @ p["down"]
+        return x
+
+    params = [{"up": np.ones((16, 32), np.float32), "down": np.ones((32, 16), np.float32)}] * 6
+    jaxpr = jax.make_jaxpr(deep)(params, np.ones((8, 16), np.float32))
+    program = inline(jaxpr.jaxpr, jaxpr.consts)
+    free, tied = (as_problem(program, AXES, Counted(1.0), tied=t) for t in (False, True))
+    assert tied.problem.operators < free.problem.operators / 2
+    chosen = exact(tied.problem).strategies
+    assert free.problem.cost(chosen[list(tied.groups)]) == pytest.approx(tied.problem.cost(chosen))
+    assert exact(free.problem).cost <= exact(tied.problem).cost * (1 + 1e-9)
+
+
+def test_products_of_the_backward_pass_may_follow_the_forward_pass() -> None:
+    search, arguments, plain = searched("mlp", backward=True)
+    free, _, _ = searched("mlp")
+    assert search.problem.operators < free.problem.operators
+    products = {}
+    for place, cluster in enumerate(search.clusters):
+        node = search.flat.nodes[cluster.nodes[0]]
+        if node.eqn.primitive.name == "dot_general":
+            products.setdefault(search.groups[place], []).append(node.path)
+    assert sorted(map(len, products.values())) == [2, 3, 3]  # of the first layer nobody asks for the inputs' gradient
+    best = exact(search.problem)
+    assert best.cost >= exact(free.problem).cost * (1 - 1e-9)
+    assert_carried_out(search, best.strategies, arguments, plain)
+
+
+def test_a_loops_body_counts_as_often_as_it_turns() -> None:
+    def repeated(x: jax.Array, w: jax.Array, turns: int) -> jax.Array:
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=turns)[0]
+
+    def least(turns: int) -> float:
+        shapes = np.ones((8, 16), np.float32), np.ones((16, 16), np.float32)
+        jaxpr = jax.make_jaxpr(lambda x, w: repeated(x, w, turns))(*shapes)
+        return exact(as_problem(inline(jaxpr.jaxpr, jaxpr.consts), AXES, Counted(0.0)).problem).cost
+
+    assert least(30) == pytest.approx(10 * least(3))
+
+
+def test_memory_leads_to_shards() -> None:
+    search, arguments, plain = searched("mlp", Counted(50.0))
+    free = exact(search.problem)
+    limited, _, _ = searched("mlp", Counted(50.0), memory=free.footprint * 0.7)
+    best = exact(limited.problem)
+    assert best.footprint <= free.footprint * 0.7 and best.cost >= free.cost
+    assert_carried_out(limited, best.strategies, arguments, plain)

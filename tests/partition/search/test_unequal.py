@@ -1,0 +1,69 @@
+"""Unequal shares against a fine grid of shares and every choice."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vnode.partition.search.unequal import Cut, SharedEdge, balanced, recursively, shared
+
+GRID = np.linspace(0, 1, 401)
+
+
+def by_hand(cut: Cut, chosen: tuple[int, ...], x: float) -> float:
+    """AccPar's times as the paper writes them: a group and its share at a time."""
+    times = []
+    for g, own in enumerate((x, 1 - x)):
+        time = sum(c[g, s] * own + f[g, s] for c, f, s in zip(cut.compute, cut.fixed, chosen, strict=True))
+        for e in cut.edges:
+            always, lacking, crossing = e.seconds[g, :, chosen[e.start], chosen[e.end]]
+            time += always + (1 - own) * lacking + own * (1 - own) * crossing
+        times.append(time)
+    return float(max(times))
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> Cut:
+    generator = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    sizes = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    edges = tuple(
+        SharedEdge(i, i + 1, generator.random((2, 3, a, b))) for i, (a, b) in enumerate(itertools.pairwise(sizes))
+    )
+    speed = np.array([[1.0], [draw(st.sampled_from([1.0, 0.3, 0.05]))]])
+    compute = tuple(generator.uniform(1, 9, (1, n)) * speed for n in sizes)
+    return Cut(compute, tuple(generator.random((2, n)) for n in sizes), edges)
+
+
+@given(cuts())
+@settings(max_examples=40, deadline=None)
+def test_the_share_is_the_best_for_the_strategies(cut: Cut) -> None:
+    for chosen in itertools.product(*(range(c.shape[1]) for c in cut.compute)):
+        share = balanced(cut, np.array(chosen))
+        least = min(by_hand(cut, chosen, float(x)) for x in GRID)
+        assert by_hand(cut, chosen, share) <= least + 1e-9
+        assert cut.seconds(np.array(chosen), share) == pytest.approx(by_hand(cut, chosen, share))
+
+
+@given(cuts())
+@settings(max_examples=40, deadline=None)
+def test_unequal_shares_are_never_worse_than_equal_ones(cut: Cut) -> None:
+    found = shared(cut)
+    chosen = tuple(found.strategies.tolist())
+    assert found.seconds == pytest.approx(by_hand(cut, chosen, found.share))
+    assert found.seconds <= found.equal
+
+
+def test_groups_without_exchange_share_by_speed() -> None:
+    """Devices of speeds 1, 1, 3, 3: the first two have an eighth each."""
+    speeds = [1.0, 1.0, 3.0, 3.0]
+
+    def ask(first: tuple[int, ...], second: tuple[int, ...], above: object) -> Cut:
+        times = [[12 / sum(speeds[d] for d in group)] for group in (first, second)]
+        return Cut((np.array(times),), (np.zeros((2, 1)),))
+
+    shares = recursively(range(4), ask).shares()
+    assert shares == pytest.approx({0: 1 / 8, 1: 1 / 8, 2: 3 / 8, 3: 3 / 8})

@@ -1,0 +1,86 @@
+"""Which equations are cut together: what works element by element goes with what it shares its largest values with.
+
+Knows lists of equations and the sizes of values. Must not know layouts, costs, nor strategies.
+
+Contractions, convolutions, look-ups and the like decide for themselves. All else is joined along values, the largest
+first, so that a chain of element-wise and moving equations is one, forward and backward, since these read the same
+activations. A value that is small beside those of both sides (a mean, a learning rate) joins nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+
+from jax.extend.core import Var
+
+from vnode.operators import Algebra, LookedUp, Prefix, Windowed
+from vnode.partition.search.flat import Flat, Names, Node, size_of, variables
+
+SMALL = 0.5
+"""A value is small if it has less than this share of the largest on either side."""
+
+
+def decides(node: Node) -> bool:
+    """Whether an equation has a strategy of its own."""
+    d = node.description
+    if d is None:
+        return True
+    return d.has(Algebra.CONTRACTS) or any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in d.factors)
+
+
+def clusters(program: Flat) -> list[list[int]]:
+    """The numbers of the nodes that are cut together, in the order of the program."""
+    nodes = program.nodes
+    alone = [decides(node) for node in nodes]
+    makers = {var: number for number, node in enumerate(nodes) for var in node.eqn.outvars}
+    names = Names()
+    largest: dict[Hashable, float] = {
+        number: max(map(size_of, (*node.eqn.outvars, *(a for _, a in variables(node.eqn.invars)))), default=0)
+        for number, node in enumerate(nodes)
+    }
+    pairs = [
+        (size_of(var), makers[var], number)
+        for number, node in enumerate(nodes)
+        if not alone[number]
+        for _, var in variables(node.eqn.invars)
+        if var in makers and not alone[makers[var]] and nodes[makers[var]].path[:-1] == node.path[:-1]
+    ]
+    _join(names, largest, pairs)
+    shared = _siblings(program, alone)
+    _join(names, largest, shared)
+    found: dict[Hashable, list[int]] = {}
+    for number in range(len(nodes)):
+        found.setdefault(names.find(number), []).append(number)
+    return sorted(found.values())
+
+
+def _join(names: Names, largest: dict[Hashable, float], pairs: list[tuple[int, int, int]]) -> None:
+    for size, a, b in sorted(pairs, key=lambda pair: -pair[0]):
+        first, second = names.find(a), names.find(b)
+        if first == second or size < SMALL * min(largest[first], largest[second]):
+            continue
+        most = max(largest[first], largest[second])
+        names.join(first, second)
+        largest[names.find(first)] = most
+
+
+def _siblings(program: Flat, alone: list[bool]) -> list[tuple[int, int, int]]:
+    """Equations that read the same value which some other equation decides about."""
+    read: dict[Var, list[int]] = {}
+    for number, node in enumerate(program.nodes):
+        if not alone[number]:
+            for _, var in variables(node.eqn.invars):
+                read.setdefault(var, []).append(number)
+    inputs = set(program.program.inputs)
+    return [
+        (size_of(var), numbers[0], other)
+        for var, numbers in read.items()
+        if var not in inputs
+        for other in numbers[1:]
+        if program.nodes[numbers[0]].path[:-1] == program.nodes[other].path[:-1]
+    ]
+
+
+def members(found: list[list[int]]) -> Mapping[int, int]:
+    """For each node the number of its cluster."""
+    return {number: k for k, cluster in enumerate(found) for number in cluster}

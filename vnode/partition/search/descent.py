@@ -1,0 +1,84 @@
+"""Making an assignment better by changing one operator at a time, and making it fit.
+
+Knows problems. Must not know where assignments come from.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from vnode.partition.search.problem import SLACK, Array, Problem
+
+SWEEPS = 20
+"""Over all operators at most."""
+
+
+def fitted(problem: Problem, strategies: Array) -> Array:
+    """An assignment changed until it fits, by what costs least for each byte above the limit that it saves.
+
+    Args:
+      problem: with a limit.
+      strategies: int64 ``[operators]``.
+
+    Returns:
+      The changed assignment. It may still not fit.
+    """
+    chosen = strategies.copy()
+    limit = problem.limit * (1 + SLACK)
+    used = problem.footprints(chosen[None])[0]
+    for _ in range(SWEEPS):
+        if (used <= limit).all():
+            break
+        above, found = excess(used, limit), []
+        for i, held in enumerate(problem.memory):
+            saved = above - excess(used[:, None] + held - held[:, chosen[i], None], limit)
+            if saved.max(initial=0) <= 0:
+                continue
+            times = problem.marginal(i, chosen)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                price = np.where(saved > 0, (times - times[chosen[i]]) / saved, np.inf)
+            s = int(np.nan_to_num(price, nan=np.inf).argmin())
+            found.append((price[s] if price[s] >= 0 else price[s] * saved[s] ** 2, i, s))
+        if not found:
+            break
+        for _, i, s in sorted(found):
+            changed = used + problem.memory[i][:, s] - problem.memory[i][:, chosen[i]]
+            if excess(changed, limit) < excess(used, limit):
+                chosen[i], used = s, changed
+            if (used <= limit).all():
+                break
+    return chosen
+
+
+def excess(used: Array, limit: float) -> Array:
+    """Bytes above the limit at all points together, of footprints ``[points, ...]``."""
+    return np.maximum(used - limit, 0).sum(axis=0)
+
+
+def descended(problem: Problem, strategies: Array) -> Array:
+    """An assignment changed by the best strategy of each operator in turn, until none is better; what fits still does.
+
+    Args:
+      problem: with a limit or without.
+      strategies: int64 ``[operators]``.
+    """
+    chosen = strategies.copy()
+    used = problem.footprints(chosen[None])[0] if problem.bounded else None
+    for _ in range(SWEEPS):
+        changed = False
+        for i, held in enumerate(problem.memory):
+            times = problem.marginal(i, chosen)
+            if used is not None:
+                after = used[:, None] + held - held[:, chosen[i], None]
+                worse = (after > np.maximum(problem.limit, used)[:, None]).any(axis=0)
+                times = np.where(worse, np.inf, times)
+                s = int(times.argmin())
+                if times[s] < times[chosen[i]]:
+                    used = after[:, s]
+            else:
+                s = int(times.argmin())
+            if times[s] < times[chosen[i]]:
+                chosen[i], changed = s, True
+        if not changed:
+            break
+    return chosen

@@ -1,0 +1,235 @@
+"""The least cost of a problem without a memory limit, one operator after another eliminated.
+
+Knows times of strategies and edges. Must not know memory limits, nor why times are asked for.
+
+Eliminating an operator takes, for every choice of its neighbours, its best strategy: the dynamic programme over
+graphs (bucket elimination: Dechter, "Bucket elimination: a unifying framework for reasoning", Artificial Intelligence
+113, 1999). Graphs of models are long and narrow, so that few neighbours are left at any time. Where they are too many
+for one table, what an operator takes part in is divided, each part choosing for itself, which gives a lower bound
+(mini-buckets: Dechter and Rish, Journal of the ACM 50, 2003).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vnode.partition.search.problem import Array, Edge
+
+Scope = tuple[int, ...]
+
+ENTRIES = 2_000_000
+"""Of a table at most, 16 MB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """A part of what one operator takes part in.
+
+    Attributes:
+      operator: that is eliminated.
+      scope: operators of the table, the eliminated one among them, in order.
+      edges: numbers of edges in it.
+      messages: numbers of earlier buckets whose result is in it.
+      share: of the operator's own times.
+    """
+
+    operator: int
+    scope: Scope
+    edges: tuple[int, ...]
+    messages: tuple[int, ...]
+    share: float
+
+    @property
+    def rest(self) -> Scope:
+        """The operators on which its result depends."""
+        return tuple(i for i in self.scope if i != self.operator)
+
+
+class Elimination:
+    """An order in which the operators of a graph are eliminated; used for any times of the operators.
+
+    Args:
+      sizes: strategies of each operator.
+      edges: between them.
+      entries: of a table at most.
+      order: in which operators are eliminated; by default the one next whose table is smallest.
+
+    Example:
+      >>> chain = Elimination([2, 2], [Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))])
+      >>> chain.least([np.array([4.0, 2.0]), np.array([1.0, 2.0])])
+      (4.0, array([1, 1]))
+    """
+
+    def __init__(
+        self, sizes: Sequence[int], edges: Sequence[Edge], entries: int = ENTRIES, order: Sequence[int] | None = None
+    ) -> None:
+        self.sizes, self.edges = sizes, edges
+        self.order = list(smallest_first(sizes, edges) if order is None else order)
+        self.buckets: list[Bucket] = []
+        self.of: list[list[int]] = [[] for _ in sizes]
+        self._fill(entries)
+        self.exact = all(len(several) == 1 for several in self.of)
+        """Whether no operator was divided: then the bound is the least cost."""
+
+    def _fill(self, entries: int) -> None:
+        waiting: dict[tuple[str, int], Scope] = {
+            ("edge", k): scope for k in range(len(self.edges)) if (scope := self._open(k))
+        }
+        holding: list[dict[tuple[str, int], None]] = [{} for _ in self.sizes]
+        for key, scope in waiting.items():
+            for i in scope:
+                holding[i][key] = None
+        for v in self.order:
+            groups: list[tuple[set[int], list[tuple[str, int]]]] = []
+            for key in sorted(holding[v], key=lambda key: -len(waiting[key])):
+                scope = waiting[key]
+                for union, members in groups:
+                    if math.prod(self.sizes[i] for i in union.union(scope)) <= entries:
+                        union.update(scope)
+                        members.append(key)
+                        break
+                else:
+                    groups.append(({v, *scope}, [key]))
+            for union, members in groups or [({v}, [])]:
+                bucket = Bucket(
+                    v,
+                    tuple(sorted(union)),
+                    tuple(k for kind, k in members if kind == "edge"),
+                    tuple(k for kind, k in members if kind == "message"),
+                    1 / max(len(groups), 1),
+                )
+                for key in members:
+                    for i in waiting.pop(key):
+                        holding[i].pop(key)
+                key = ("message", len(self.buckets))
+                self.of[v].append(len(self.buckets))
+                self.buckets.append(bucket)
+                if bucket.rest:
+                    waiting[key] = bucket.rest
+                    for i in bucket.rest:
+                        holding[i][key] = None
+
+    def _spread(self, table: Array, scope: Scope, within: Scope) -> Array:
+        """A table over some operators, to be added to one over more."""
+        return table.reshape([self.sizes[i] if i in scope else 1 for i in within])
+
+    def _table(self, bucket: Bucket, times: Sequence[Array], messages: Sequence[Array | None]) -> Array:
+        own = self._spread(times[bucket.operator] * bucket.share, (bucket.operator,), bucket.scope)
+        parts = [self._spread(self.edges[k].seconds, self._open(k), bucket.scope) for k in bucket.edges]
+        for k in bucket.messages:
+            message = messages[k]
+            assert message is not None
+            parts.append(self._spread(message, self.buckets[k].rest, bucket.scope))
+        table = np.zeros([self.sizes[i] for i in bucket.scope])
+        for part in sorted([own, *parts], key=lambda part: part.size):
+            table += part
+        return table
+
+    def _ends(self, k: int) -> Scope:
+        return self.edges[k].start, self.edges[k].end
+
+    def _open(self, k: int) -> Scope:
+        """Those of an edge's operators that have a choice."""
+        return tuple(i for i in self._ends(k) if self.sizes[i] > 1)
+
+    def _messages(self, times: Sequence[Array], pause: Callable[[], None]) -> list[Array]:
+        messages: list[Array] = []
+        for bucket in self.buckets:
+            table = self._table(bucket, times, messages)
+            messages.append(table.min(axis=bucket.scope.index(bucket.operator)))
+            pause()
+        return messages
+
+    def _bound(self, messages: Sequence[Array]) -> float:
+        total = sum(float(m) for m, bucket in zip(messages, self.buckets, strict=True) if not bucket.rest)
+        return total + sum(float(e.seconds[0, 0]) for k, e in enumerate(self.edges) if not self._open(k))
+
+    def least(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> tuple[float, Array]:
+        """The least cost, and an assignment.
+
+        Args:
+          times: of the strategies of each operator, float64.
+          pause: called now and then; may raise.
+
+        Returns:
+          A cost that nothing is below, and an assignment; if `exact`, the best one, at that cost.
+        """
+        messages = self._messages(times, pause)
+        bound = self._bound(messages)
+        chosen = np.zeros(len(self.sizes), np.int64)
+        for v in reversed(self.order):
+            total = times[v].copy()
+            for k in self.of[v]:
+                bucket = self.buckets[k]
+                for e in bucket.edges:
+                    a, b = self._ends(e)
+                    seconds = self.edges[e].seconds
+                    total += seconds[:, chosen[b]] if a == v else seconds[chosen[a]]
+                for m in bucket.messages:
+                    where = tuple(slice(None) if i == v else chosen[i] for i in self.buckets[m].rest)
+                    total += messages[m][where]
+            chosen[v] = total.argmin()
+        return bound, chosen
+
+    def marginals(self, times: Sequence[Array], pause: Callable[[], None] = lambda: None) -> list[Array]:
+        """For each strategy of each operator a cost that nothing with that strategy is below.
+
+        Args:
+          times: of the strategies of each operator, float64.
+          pause: called now and then; may raise.
+
+        Returns:
+          For each operator float64 ``[strategies]``; if `exact`, the least costs.
+        """
+        messages = self._messages(times, pause)
+        bound = self._bound(messages)
+        found = [np.full(n, -np.inf) for n in self.sizes]
+        down: dict[int, Array] = {}
+        for k in reversed(range(len(self.buckets))):
+            bucket = self.buckets[k]
+            belief = self._table(bucket, times, messages)
+            if bucket.rest:
+                belief += self._spread(down.pop(k), bucket.rest, bucket.scope)
+            least = belief.min()
+            others = tuple(a for a, i in enumerate(bucket.scope) if i != bucket.operator)
+            if np.isfinite(least):
+                own = belief.min(axis=others) - least + bound
+                found[bucket.operator] = np.maximum(found[bucket.operator], own)
+            for m in bucket.messages:
+                rest = self.buckets[m].rest
+                over = tuple(a for a, i in enumerate(bucket.scope) if i not in rest)
+                with np.errstate(invalid="ignore"):
+                    down[m] = np.nan_to_num(belief.min(axis=over) - messages[m], nan=np.inf, posinf=np.inf)
+            pause()
+        return found
+
+
+def smallest_first(sizes: Sequence[int], edges: Sequence[Edge]) -> list[int]:
+    """The order in which the operator is next whose table, with all its neighbours, is smallest."""
+    near: list[set[int]] = [set() for _ in sizes]
+    for edge in edges:
+        if min(sizes[edge.start], sizes[edge.end]) > 1:
+            near[edge.start].add(edge.end)
+            near[edge.end].add(edge.start)
+    weight = np.log(np.asarray(sizes, float))
+
+    def table(i: int) -> float:
+        return weight[i] + sum(weight[j] for j in near[i])
+
+    costs = np.array([table(i) for i in range(len(sizes))])
+    order = []
+    for _ in sizes:
+        v = int(costs.argmin())
+        order.append(v)
+        costs[v] = np.inf
+        around = near[v]
+        for i in around:
+            near[i] |= around
+            near[i] -= {i, v}
+        for i in around:
+            costs[i] = table(i)
+    return order

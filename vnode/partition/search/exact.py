@@ -1,0 +1,242 @@
+"""The exact search: the best assignment, and a proof of how far from it the best can be.
+
+Knows problems, elimination and integer programmes. Must not know equations or machines.
+
+Without a memory limit that matters, elimination finds the best. With one, each point of time gets a price per byte:
+at any prices, the least sum of times and of prices of what is held above the limit is a lower bound (Geoffrion,
+"Lagrangean relaxation for integer programming", 1974), and what elimination finds at good prices is near the best.
+Strategies with which the bound is above the best so far are dropped. What is left goes to an integer programme.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import scipy.optimize
+
+from vnode.partition.search.descent import descended, fitted
+from vnode.partition.search.elimination import ENTRIES, Elimination
+from vnode.partition.search.problem import SLACK, Array, Problem
+from vnode.partition.search.programme import least_memory, least_time, variables
+from vnode.partition.search.solution import Solution, Watch, search
+
+PROVEN = 1e-9
+"""A gap that is rounding."""
+
+TURNS = 60
+"""How often prices are changed at most."""
+
+VARIABLES = 1_500_000
+"""Of an integer programme at most."""
+
+
+def exact(
+    problem: Problem,
+    *,
+    gap: float = 0.0,
+    budget: float = 60.0,
+    candidates: Sequence[Sequence[int] | Array] = (),
+    entries: int = ENTRIES,
+    progress: bool | None = None,
+) -> Solution:
+    """Finds the best assignment, or one of which it is known how far from the best it is.
+
+    Args:
+      problem: what is searched.
+      gap: it ends when the solution's gap is this or less; 0 for the best.
+      budget: seconds after which it ends with the best so far.
+      candidates: assignments that the result is not worse than, as far as they fit.
+      entries: of a table of the elimination at most; 1 leaves everything to the integer programme.
+      progress: a bar; by default in notebooks and on terminals.
+
+    Returns:
+      The best assignment, with its lower bound.
+
+    Raises:
+      MemoryLimitError: nothing fits, and by how much.
+      SearchError: no assignment has a finite cost.
+
+    Example:
+      >>> from vnode.partition.search.problem import Edge
+      >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
+      >>> times, held = np.array([4.0, 2.0]), np.array([[1.0, 2.0]])
+      >>> problem = Problem((times, times), (Edge(0, 1, move),), (held, held), limit=3.0)
+      >>> solution = exact(problem)  # both as strategy 1 would take 4 bytes
+      >>> solution.strategies, solution.cost, solution.gap
+      (array([0, 0]), 8.0, 0.0)
+    """
+
+    def body(watch: Watch) -> str:
+        ended = _Exact(problem, watch, max(gap, PROVEN), entries).run()
+        if watch.best is not None and watch.cost - watch.lower_bound <= 4 * PROVEN * watch.cost:
+            watch.lower_bound = watch.cost  # what differs is rounding
+        return ended
+
+    return search(problem, "exact", body, candidates=candidates, budget=budget, progress=progress)
+
+
+class Over(Exception):
+    """The budget is spent."""
+
+
+class _Exact:
+    """One search."""
+
+    def __init__(self, problem: Problem, watch: Watch, gap: float, entries: int) -> None:
+        self.problem, self.watch, self.gap, self.entries = problem, watch, gap, entries
+        self.kept = undominated(problem)  # strategies that are still looked at
+        self.floor = math.inf  # what those that were dropped cost at least
+        finite = 0 < problem.limit < math.inf
+        self.unit, self.allowed = (problem.limit, 1.0) if finite else (1.0, 0.0)  # of bytes; the limit, if it matters
+
+    def run(self) -> str:
+        try:
+            if self.problem.bounded:
+                self.something_that_fits()
+            while True:
+                before = sum(map(len, self.kept))
+                rest = self.problem.restricted(self.kept)
+                elimination = Elimination(rest.sizes, rest.edges, self.entries)
+                prices = self.relax(rest, elimination)
+                if self.done or math.isinf(self.watch.lower_bound):
+                    return "elimination" if not rest.bounded else "prices of memory"
+                if not self.drop(rest, elimination, prices):
+                    return "prices of memory"
+                if sum(map(len, self.kept)) > 0.7 * before:
+                    return self.programme(self.problem.restricted(self.kept))
+        except Over:
+            return f"budget of {self.watch.budget:g} s spent"
+
+    @property
+    def done(self) -> bool:
+        best, bound = self.watch.cost, self.watch.lower_bound
+        return math.isfinite(best) and best - bound <= self.gap * best
+
+    def pause(self) -> None:
+        self.watch.show()
+        if self.watch.left < 0:
+            raise Over
+
+    def bound(self, value: float) -> None:
+        """What is still looked at costs at least this."""
+        self.watch.lower_bound = max(self.watch.lower_bound, min(value, self.floor))
+
+    def offer(self, strategies: Array) -> None:
+        """An assignment of what is still looked at, and what is easily made of it."""
+        chosen = np.array([kept[s] for kept, s in zip(self.kept, strategies, strict=True)], np.int64)
+        self.watch.offer(chosen)
+        if self.problem.bounded and not self.problem.fits(chosen):
+            chosen = descended(self.problem, fitted(self.problem, chosen))
+            self.watch.offer(chosen)
+
+    def something_that_fits(self) -> None:
+        """Finds any assignment that fits, or proves that there is none."""
+        leanest = np.array([held.sum(axis=0).argmin() for held in self.problem.memory], np.int64)
+        self.watch.offer(leanest)
+        if self.watch.best is not None:
+            return
+        found = least_memory(self.problem, self.watch.left, self.pause)
+        if found.strategies is not None:
+            self.watch.offer(found.strategies)
+        if found.bound > self.problem.limit * (1 + SLACK) and self.watch.smallest < math.inf:
+            raise self.problem.nothing_fits(self.watch.smallest)
+
+    def relax(self, rest: Problem, elimination: Elimination) -> Array:
+        """Improves the lower bound by prices of memory, and offers what is best at each; returns the best prices."""
+        over = rest.most > rest.limit
+        held = [each[over] / self.unit for each in rest.memory]
+        cuts: list[tuple[float, Array]] = []  # cost and what is used above the limit, of assignments
+        if self.watch.best is not None and over.any():
+            best = self.watch.best[None]
+            cuts.append((self.watch.cost, self.problem.footprints(best)[0][over] / self.unit - self.allowed))
+        prices = best_prices = np.zeros(int(over.sum()))
+        most, scale = -math.inf, 0.0
+        for turn in range(TURNS):
+            times = [s + prices @ h for s, h in zip(rest.seconds, held, strict=True)]
+            value, chosen = elimination.least(times, self.pause)
+            self.watch.evaluations += 1
+            value -= float(prices.sum()) * self.allowed
+            if value > most:
+                most, best_prices = value, prices
+            self.bound(value)
+            self.offer(chosen)
+            if self.done or not over.any() or math.isinf(value):
+                break
+            used = rest.footprints(chosen[None])[0][over] / self.unit - self.allowed
+            cuts.append((rest.cost(chosen), used))
+            if turn == 0:
+                scale = 10 * max(abs(c) for c, _ in cuts if math.isfinite(c))
+            ideal, master = self.master(cuts, scale)
+            if master - most <= 1e-7 * abs(master) and (ideal < scale).all():
+                break
+            if (ideal >= scale).any():
+                scale *= 10
+            before, prices = prices, ideal if len(ideal) == 1 else (ideal + best_prices) / 2
+            if np.allclose(before, prices, rtol=1e-9, atol=0):
+                break  # the tables are too small for a better bound
+        return best_prices
+
+    @staticmethod
+    def master(cuts: Sequence[tuple[float, Array]], scale: float) -> tuple[Array, float]:
+        """The prices at which the bound is greatest, as far as the assignments seen so far say (Kelley 1960)."""
+        finite = [(c, g) for c, g in cuts if math.isfinite(c)]
+        slopes = np.array([g for _, g in finite])
+        unit = max(scale, 1e-300)
+        result = scipy.optimize.linprog(
+            np.append(np.zeros(slopes.shape[1]), -1.0),
+            np.column_stack([-slopes, np.ones(len(finite))]),
+            np.array([c for c, _ in finite]) / unit,
+            bounds=[*[(0, 1)] * slopes.shape[1], (None, None)],
+        )
+        if result.x is None:
+            return np.zeros(slopes.shape[1]), math.inf
+        return result.x[:-1] * scale, float(result.x[-1] * scale)
+
+    def drop(self, rest: Problem, elimination: Elimination, prices: Array) -> bool:
+        """Drops strategies that nothing better has; whether any assignment is left."""
+        if self.watch.best is None:
+            return True
+        enough = self.watch.cost * (1 - self.gap)
+        over = rest.most > rest.limit
+        times = [s + prices @ h[over] / self.unit for s, h in zip(rest.seconds, rest.memory, strict=True)]
+        least = elimination.marginals(times, self.pause)
+        paid = float(prices.sum()) * self.allowed
+        self.floor = min(self.floor, enough)
+        kept = [k[each - paid < enough] for k, each in zip(self.kept, least, strict=True)]
+        if not all(map(len, kept)):
+            self.bound(self.floor)
+            return False
+        self.kept = kept
+        return True
+
+    def programme(self, rest: Problem) -> str:
+        """What is left, as an integer programme."""
+        if variables(rest) > VARIABLES:
+            return f"an integer programme of {variables(rest)} variables was not tried"
+        scale = self.watch.cost if math.isfinite(self.watch.cost) else 1.0
+        found = least_time(rest, scale, self.gap / 2, self.watch.left, self.pause)
+        self.watch.evaluations += 1
+        if found.strategies is not None:
+            self.offer(found.strategies)
+        self.bound(found.bound)
+        if self.watch.left < 0 and not self.done:
+            raise Over
+        return "integer programme"
+
+
+def undominated(problem: Problem) -> list[Array]:
+    """For each operator its strategies without those of which another is nowhere worse: in time, memory and edges."""
+    kept = []
+    for i, seconds in enumerate(problem.seconds):
+        columns = [seconds[None], problem.memory[i], *(moved.T for _, moved in problem.neighbours[i])]
+        every = np.concatenate(columns)  # [what is compared, strategy]
+        keep = np.ones(len(seconds), bool)
+        for s in np.argsort(every[0], kind="stable"):
+            if not keep[s]:
+                continue
+            worse = (every >= every[:, s, None]).all(axis=0)
+            keep &= ~worse | (np.arange(len(keep)) == s)
+        kept.append(np.flatnonzero(keep))
+    return kept

@@ -1,0 +1,77 @@
+"""The search that looks at every assignment: what others are compared with on small graphs.
+
+Knows problems. Must not know any shortcut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from vnode.errors import SearchError
+from vnode.partition.search.problem import Array, Cost, Problem
+from vnode.partition.search.solution import Solution, Watch, search
+
+MOST = 20_000_000
+"""Assignments that are looked at at most."""
+
+AT_ONCE = 65_536
+
+
+def exhaustive(
+    problem: Problem,
+    *,
+    cost: Cost | None = None,
+    candidates: Sequence[Sequence[int] | Array] = (),
+    progress: bool | None = None,
+) -> Solution:
+    """Looks at every assignment.
+
+    Args:
+      problem: of at most `MOST` assignments.
+      cost: what an assignment costs, if not the problem's sum.
+      candidates: looked at first.
+      progress: a bar; by default in notebooks and on terminals.
+
+    Returns:
+      The best; its lower bound is its cost.
+
+    Raises:
+      MemoryLimitError: nothing fits.
+      SearchError: there are too many.
+
+    Example:
+      >>> solution = exhaustive(Problem((np.array([4.0, 2.0, 3.0]),)))
+      >>> solution.strategies, solution.gap
+      (array([1]), 0.0)
+    """
+    total = math.prod(problem.sizes)
+    if total > MOST:
+        raise SearchError(f"there are {total:.3g} assignments; at most {MOST:,} are looked at one by one")
+
+    def body(watch: Watch) -> str:
+        for first in range(0, total, AT_ONCE):
+            numbers = np.arange(first, min(first + AT_ONCE, total))
+            several = np.stack(np.unravel_index(numbers, problem.sizes), axis=1) if problem.operators else [[]]
+            several = np.asarray(several, np.int64)
+            watch.evaluations += len(several)
+            if cost is not None:
+                for each in several:
+                    watch.offer(each)
+                continue
+            costs = problem.costs(several)
+            if problem.bounded:
+                most = problem.footprints(several).max(axis=1, initial=0)
+                watch.offer(several[most.argmin()])
+                costs = np.where(most <= problem.limit * (1 + 1e-9), costs, np.inf)
+            best = int(costs.argmin())
+            if costs[best] < np.inf:
+                watch.offer(several[best])
+        if watch.best is None and watch.smallest < math.inf and watch.smallest > problem.limit:
+            raise problem.nothing_fits(watch.smallest)
+        watch.lower_bound = watch.cost
+        return ""
+
+    return search(problem, "exhaustive", body, cost=cost, candidates=candidates, progress=progress)

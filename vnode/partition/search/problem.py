@@ -1,0 +1,255 @@
+"""What is searched: one strategy for each operator, so that the whole takes least time and fits in memory.
+
+Knows arrays of times and bytes. Must not know equations, layouts, machines, nor how it is searched.
+
+The cost is the sum of each operator's time and, for every two operators with an edge between them, the time that it
+takes to bring what one makes into the form that the other reads: the model of Alpa (Zheng et al., OSDI 2022,
+section 4.2).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from vnode.errors import MemoryLimitError, SearchError, layout_message
+
+Array = np.ndarray
+SLACK = 1e-9
+"""By which share of the limit a sum of bytes may be above it: rounding."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Edge:
+    """What it takes to hand something on.
+
+    Attributes:
+      start: the operator that makes it.
+      end: the operator that reads it.
+      seconds: of moving it, float64 ``[strategies of start, strategies of end]``; infinite where that cannot be.
+    """
+
+    start: int
+    end: int
+    seconds: Array
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Problem:
+    """Operators, their strategies, and what choices cost.
+
+    Edges between the same two operators are added up, and those from an operator to itself are added to its times, so
+    that there is at most one between two, from the lower number to the higher.
+
+    Attributes:
+      seconds: for each operator the time of each strategy, float64 ``[strategies]``, as often as it is run in a step;
+        infinite where it cannot be.
+      edges: what it takes to hand values on.
+      memory: for each operator the bytes that a strategy holds at each of several points of time, float64
+        ``[points, strategies]``; nothing by default.
+      limit: bytes that there may be at any point.
+      names: of the operators, for people.
+
+    Raises:
+      SearchError: the arrays do not fit together, or a figure is negative or not a number.
+
+    Example:
+      >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
+      >>> problem = Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, move),))
+      >>> problem.cost([1, 1]), problem.cost([1, 0])
+      (4.0, 6.0)
+    """
+
+    seconds: tuple[Array, ...]
+    edges: tuple[Edge, ...] = ()
+    memory: tuple[Array, ...] = ()
+    limit: float = math.inf
+    names: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        seconds = [np.array(each, float) for each in self.seconds]
+        for i, each in enumerate(seconds):
+            if each.ndim != 1 or not each.size or not (each >= 0).all():
+                raise SearchError(f"seconds[{i}]: expected the times of one or more strategies, 0 or more")
+        pairs: dict[tuple[int, int], Array] = {}
+        for k, edge in enumerate(self.edges):
+            if not (0 <= edge.start < len(seconds) and 0 <= edge.end < len(seconds)):
+                raise SearchError(f"edges[{k}]: there is no operator {max(edge.start, edge.end)}")
+            moved = np.array(edge.seconds, float)
+            if moved.shape != (seconds[edge.start].size, seconds[edge.end].size) or not (moved >= 0).all():
+                raise SearchError(f"edges[{k}]: expected a time, 0 or more, for every two strategies")
+            if edge.start == edge.end:
+                seconds[edge.start] += moved.diagonal()
+                continue
+            key = min(edge.start, edge.end), max(edge.start, edge.end)
+            pairs[key] = pairs.get(key, 0.0) + (moved if edge.start < edge.end else moved.T)
+        memory = [np.array(each, float) for each in self.memory] or [np.zeros((0, s.size)) for s in seconds]
+        if len(memory) != len(seconds):
+            raise SearchError(f"memory: expected bytes of {len(seconds)} operators, not of {len(memory)}")
+        for i, (each, times) in enumerate(zip(memory, seconds, strict=True)):
+            points = memory[0].shape[0]
+            if each.shape != (points, times.size) or not (np.isfinite(each) & (each >= 0)).all():
+                raise SearchError(f"memory[{i}]: expected bytes, 0 or more, at {points} points for each strategy")
+        if not self.limit >= 0:
+            raise SearchError(f"limit: expected bytes, not {self.limit}")
+        if self.names and len(self.names) != len(seconds):
+            raise SearchError(f"names: expected {len(seconds)}, not {len(self.names)}")
+        object.__setattr__(self, "seconds", tuple(seconds))
+        object.__setattr__(self, "edges", tuple(Edge(i, j, m) for (i, j), m in sorted(pairs.items())))
+        object.__setattr__(self, "memory", tuple(memory))
+
+    @property
+    def operators(self) -> int:
+        """How many there are."""
+        return len(self.seconds)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many strategies each operator has."""
+        return tuple(each.size for each in self.seconds)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether memory may stand in the way at all."""
+        return bool((self.most > self.limit).any())
+
+    @functools.cached_property
+    def most(self) -> Array:
+        """The bytes at each point, if every operator took the strategy that holds most there."""
+        if not self.memory:
+            return np.zeros(0)
+        return np.sum([each.max(axis=1) for each in self.memory], axis=0)
+
+    @functools.cached_property
+    def neighbours(self) -> tuple[tuple[tuple[int, Array], ...], ...]:
+        """For each operator the others that it has an edge with, and the times ``[own strategy, the other's]``."""
+        found: list[list[tuple[int, Array]]] = [[] for _ in self.seconds]
+        for edge in self.edges:
+            found[edge.start].append((edge.end, edge.seconds))
+            found[edge.end].append((edge.start, np.ascontiguousarray(edge.seconds.T)))
+        return tuple(map(tuple, found))
+
+    def costs(self, strategies: Array) -> Array:
+        """Seconds of several assignments, int ``[assignments, operators]``: float64 ``[assignments]``."""
+        chosen = np.asarray(strategies)
+        total = np.zeros(len(chosen))
+        for i, each in enumerate(self.seconds):
+            total += each[chosen[:, i]]
+        for edge in self.edges:
+            total += edge.seconds[chosen[:, edge.start], chosen[:, edge.end]]
+        return total
+
+    def footprints(self, strategies: Array) -> Array:
+        """Bytes of several assignments, int ``[assignments, operators]``: float64 ``[assignments, points]``."""
+        chosen = np.asarray(strategies)
+        total = np.zeros((len(chosen), len(self.most)))
+        for i, each in enumerate(self.memory):
+            total += each[:, chosen[:, i]].T
+        return total
+
+    def cost(self, strategies: Sequence[int] | Array) -> float:
+        """Seconds of one assignment, a strategy for each operator."""
+        return float(self.costs(np.asarray(strategies)[None])[0])
+
+    def footprint(self, strategies: Sequence[int] | Array) -> float:
+        """The most bytes at any point; 0 if none are counted."""
+        return float(self.footprints(np.asarray(strategies)[None])[0].max(initial=0))
+
+    def fits(self, strategies: Sequence[int] | Array) -> bool:
+        """Whether an assignment keeps to the limit."""
+        return self.footprint(strategies) <= self.limit * (1 + SLACK)
+
+    def marginal(self, operator: int, strategies: Array) -> Array:
+        """What each strategy of one operator would cost with its edges, float64 ``[strategies]``; the others stay."""
+        total = self.seconds[operator].copy()
+        for other, seconds in self.neighbours[operator]:
+            total += seconds[:, strategies[other]]
+        return total
+
+    def restricted(self, kept: Sequence[Array]) -> Problem:
+        """The same with some of the strategies, given as positions for each operator."""
+        return Problem(
+            tuple(each[k] for each, k in zip(self.seconds, kept, strict=True)),
+            tuple(Edge(e.start, e.end, e.seconds[np.ix_(kept[e.start], kept[e.end])]) for e in self.edges),
+            tuple(each[:, k] for each, k in zip(self.memory, kept, strict=True)),
+            self.limit,
+            self.names,
+        )
+
+    def tied(self, groups: Sequence[int]) -> Problem:
+        """The problem in which operators of a group share one strategy.
+
+        Args:
+          groups: for each operator the number of its group, from 0 without gaps.
+
+        Returns:
+          One operator for each group, whose cost at any choice is that of this problem with the choice of its group for
+          each operator.
+
+        Raises:
+          SearchError: operators of a group do not have equally many strategies.
+
+        Example:
+          >>> same = Problem((np.array([4.0, 2.0]), np.array([1.0, 2.0])), (Edge(0, 1, np.ones((2, 2))),)).tied([0, 0])
+          >>> same.seconds
+          (array([6., 5.]),)
+        """
+        members = [[i for i, g in enumerate(groups) if g == k] for k in range(max(groups, default=-1) + 1)]
+        if len(groups) != self.operators or not all(members):
+            raise SearchError("groups: expected a group for each operator, numbered without gaps")
+        for k, group in enumerate(members):
+            if len({self.seconds[i].size for i in group}) > 1:
+                raise SearchError(f"group {k}: its operators do not have equally many strategies")
+        return Problem(
+            tuple(np.sum([self.seconds[i] for i in group], axis=0) for group in members),
+            tuple(Edge(groups[e.start], groups[e.end], e.seconds) for e in self.edges),
+            tuple(np.sum([self.memory[i] for i in group], axis=0) for group in members),
+            self.limit,
+            tuple(self.names[group[0]] for group in members) if self.names else (),
+        )
+
+    def name(self, operator: int) -> str:
+        """What an operator is called."""
+        return self.names[operator] if self.names else f"operator {operator}"
+
+    def checked(self, strategies: Sequence[int] | Array) -> Array:
+        """An assignment as an array, int64 ``[operators]``.
+
+        Raises:
+          SearchError: it is none.
+        """
+        chosen = np.asarray(strategies)
+        if chosen.shape != (self.operators,) or (self.operators and chosen.dtype.kind not in "iu"):
+            raise SearchError(f"expected a strategy for each of {self.operators} operators, as whole numbers")
+        for i, (s, n) in enumerate(zip(chosen, self.sizes, strict=True)):
+            if not 0 <= s < n:
+                raise SearchError(f"{self.name(i)} has strategies 0 to {n - 1}, not {s}")
+        return chosen.astype(np.int64)
+
+    def nothing_fits(self, smallest: float, *, proven: bool = True) -> MemoryLimitError:
+        """The error for when nothing fits.
+
+        Args:
+          smallest: the smallest footprint that can be reached, bytes.
+          proven: whether it is that, or the smallest that was found.
+        """
+        over = smallest - self.limit
+        which = "The smallest footprint that can be reached" if proven else "The smallest footprint that was found"
+        return MemoryLimitError(
+            layout_message(
+                "No choice of strategies fits in memory.",
+                facts=[
+                    f"limit: {self.limit:.6g} bytes on each device",
+                    f"{which}: {smallest:.6g} bytes, {over:.6g} too many",
+                ],
+                remedies=["use more devices, or devices with more memory", "use more virtual nodes, or keep less"],
+            )
+        )
+
+
+Cost = Callable[[Array], float]
+"""Seconds of an assignment, int ``[operators]``, by whatever means: a simulator's time in place of the sum."""

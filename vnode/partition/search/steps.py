@@ -1,0 +1,437 @@
+"""A program as a problem: clusters and values that several read are its operators, moves between them its edges.
+
+Knows lists of equations, clusters with their strategies, and problems. Must not know how a search goes about it, nor
+what experts do.
+
+A value that is given, handed from turn to turn, or read by several clusters, is an operator of its own: its strategies
+are layouts, so that bringing it into one is counted once for all who read it there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import numpy as np
+from jax.extend.core import Literal, Var
+
+from vnode.analysis.program import Program
+from vnode.operators import Algebra
+from vnode.partition.search.coarsen import clusters, members
+from vnode.partition.search.costs import CostModel
+from vnode.partition.search.flat import Flat, flat, readers, size_of
+from vnode.partition.search.problem import Array, Edge, Problem
+from vnode.partition.search.strategies import Cluster, Strategies, ways_by_path
+from vnode.spmd.flow import Flow, follow
+from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+from vnode.spmd.route import even
+
+POINTS = 16
+"""Of time at which memory is counted."""
+
+ROUNDS = 2
+"""How far operators are told apart by their neighbours, before those that are alike are tied."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Value:
+    """A value with a layout of its own.
+
+    Attributes:
+      var: which.
+      layouts: what may be chosen.
+    """
+
+    var: Var
+    layouts: tuple[Layout, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Search:
+    """A program that is searched.
+
+    Attributes:
+      program: the program.
+      axes: of the mesh.
+      flat: the program as one list.
+      clusters: of its equations.
+      values: with layouts of their own.
+      problem: an operator for each group of clusters and values that share a strategy.
+      groups: for each cluster, then each value, its operator.
+      carried: for outputs (by number) the input that they become in the next step.
+    """
+
+    program: Program
+    axes: Axes
+    flat: Flat
+    clusters: tuple[Cluster, ...]
+    values: tuple[Value, ...]
+    problem: Problem
+    groups: tuple[int, ...]
+    carried: Mapping[int, int]
+
+    def spread(self, strategies: Array) -> tuple[Array, Array]:
+        """The strategy of each cluster, and the layout's number of each value, of an assignment."""
+        each = np.asarray(strategies)[list(self.groups)]
+        return each[: len(self.clusters)], each[len(self.clusters) :]
+
+    def steps(self) -> list[Array]:
+        """What each operator's strategies do with each axis, int ``[strategies, axes]``; 0 for nothing."""
+        found: list[Array] = []
+        places: dict[int, int] = {}
+        for place, operator in enumerate(self.groups):
+            places.setdefault(operator, place)
+        for operator in range(self.problem.operators):
+            place = places[operator]
+            if place < len(self.clusters):
+                several = [s.picks for s in self.clusters[place].strategies]
+                rows = [[0 if pick is None else pick + 1 for pick in picks] for picks in several]
+            else:
+                cuts = [layout.cut_axes for layout in self.values[place - len(self.clusters)].layouts]
+                rows = [[cut.get(axis, -1) + 1 for axis in self.axes] for cut in cuts]
+            found.append(np.array(rows, np.int64).reshape(len(rows), len(self.axes)))
+        return found
+
+    def flow(self, strategies: Array) -> Flow:
+        """Layouts through the program as an assignment says, to be carried out by `vnode.spmd.program.over_mesh`.
+
+        Args:
+          strategies: int64 ``[operators]`` of the problem.
+        """
+        chosen, layouts = self.spread(strategies)
+        ways = {}
+        for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):
+            ways.update(ways_by_path(self.flat, cluster, s))
+        lies = {value.var: value.layouts[k] for value, k in zip(self.values, layouts.tolist(), strict=True)}
+        inputs = [lies.get(var, replicated(len(getattr(var.aval, "shape", ())))) for var in self.program.inputs]
+        outputs = [inputs[self.carried[j]] if j in self.carried else None for j in range(len(self.program.outputs))]
+        wishes = {var: lies[var] for node in self.flat.nodes for var in node.eqn.outvars if var in lies}
+        return follow(self.program, inputs, self.axes, outputs=outputs, ways=ways, wishes=wishes)
+
+
+def as_problem(
+    program: Program,
+    axes: Axes,
+    model: CostModel,
+    *,
+    carried: Mapping[int, int] | None = None,
+    memory: float = math.inf,
+    tied: bool = True,
+    backward: bool = False,
+) -> Search:
+    """Makes a problem of a program.
+
+    Args:
+      program: with calls inlined.
+      axes: of the mesh, those longer than one.
+      model: what equations and moves take.
+      carried: for outputs, by number, the input that they become in the next step: they are handed on as it lies.
+      memory: bytes of each device.
+      tied: clusters that are alike, and whose neighbours are, share one strategy.
+      backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
+        that belong to it. Element-wise equations are together in any case.
+
+    Returns:
+      The problem, and what its strategies mean.
+    """
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        program: Program,
+        axes: Axes,
+        model: CostModel,
+        carried: Mapping[int, int],
+        memory: float,
+        tied: bool,
+        backward: bool,
+    ) -> None:
+        self.program, self.axes, self.model, self.carried = program, axes, model, carried
+        self.memory, self.tied, self.backward = memory, tied, backward
+        self.flat = flat(program, axes)
+        self.strategies = Strategies(self.flat, axes, model)
+        found = clusters(self.flat)
+        self.of = members(found)
+        self.clusters = tuple(self.strategies.cluster(each) for each in found)
+        self.place = {n: (k, p) for k, each in enumerate(found) for p, n in enumerate(each)}
+        self.makers = {
+            var: (*self.place[n], j) for n, node in enumerate(self.flat.nodes) for j, var in enumerate(node.eqn.outvars)
+        }
+        self.reads: dict[Var, dict[int, list[tuple[int, int]]]] = {}  # by cluster: positions and operands
+        for var, several in readers(self.flat.nodes).items():
+            for n, i in several:
+                k, p = self.place[n]
+                if self.makers.get(var, (-1,))[0] != k:
+                    self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
+        self.into: dict[Var, list[tuple[Var, float, int]]] = {}  # links by target
+        self.tables: dict[Hashable, Array] = {}  # of moves
+        self.out: dict[Var, int] = {}  # how many links and outputs hand a value on
+        for link in self.flat.links:
+            self.into.setdefault(link.target, []).append((link.source, link.times, link.dropped))
+            self.out[link.source] = self.out.get(link.source, 0) + 1
+        self.handed: dict[Var, list[int]] = {}  # inputs that a value becomes
+        for j, atom in enumerate(program.outputs):
+            if not isinstance(atom, Literal):
+                self.out[atom] = self.out.get(atom, 0) + 1
+                if j in self.carried:
+                    self.handed.setdefault(atom, []).append(self.carried[j])
+
+    def build(self) -> Search:
+        values = self.values()
+        number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
+        seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
+        seconds += [np.zeros(len(value.layouts)) for value in values]
+        edges: list[Edge] = []
+        alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
+
+        def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable) -> None:
+            edges.append(Edge(a, b, moved))
+            alike[a].append((b, out))
+            alike[b].append((a, into))
+
+        for value in values:
+            at = number[value.var]
+            if value.var in self.makers:
+                k, p, j = self.makers[value.var]
+                moved = self.table(self.made(k, p, j), value.layouts, value.var, self.times(k, p))
+                edge(k, at, moved, (p, j), "made")
+            for source, times, dropped in self.into.get(value.var, ()):
+                self.link(edge, number, source, at, value, times, dropped)
+        for var, by in self.reads.items():
+            for k, several in by.items():
+                wants = self.wanted(k, several)
+                times = max(self.times(k, p) for p, _ in several)
+                if var in number:
+                    layouts = values[number[var] - len(self.clusters)].layouts
+                    edge(number[var], k, self.table(layouts, wants, var, times), "read", tuple(several))
+                elif var in self.makers:
+                    m, p, j = self.makers[var]
+                    edge(m, k, self.table(self.made(m, p, j), wants, var, times), (p, j), tuple(several))
+        for var, inputs in self.handed.items():
+            for i in inputs:
+                target = number.get(self.program.inputs[i])
+                if target is None or var is self.program.inputs[i]:
+                    continue
+                layouts = values[target - len(self.clusters)].layouts
+                if var in self.makers:
+                    m, p, j = self.makers[var]
+                    edge(m, target, self.table(self.made(m, p, j), layouts, var, 1.0), (p, j, "next"), "next")
+                elif var in number:
+                    own = values[number[var] - len(self.clusters)].layouts
+                    edge(number[var], target, self.table(own, layouts, var, 1.0), "becomes", "next")
+        for j, atom in enumerate(self.program.outputs):
+            if not isinstance(atom, Literal) and j not in self.carried and atom in self.makers:
+                m, p, r = self.makers[atom]
+                made = self.made(m, p, r)
+                seconds[m] = seconds[m] + [self.strategies.move(x, x.complete, atom) for x in made]
+        problem = Problem(
+            tuple(seconds), tuple(edges), tuple(self.held(values)), self.memory, tuple(self.names(values))
+        )
+        groups = self.groups(values, alike)
+        return Search(
+            self.program,
+            self.axes,
+            self.flat,
+            self.clusters,
+            tuple(values),
+            problem.tied(groups),
+            tuple(groups),
+            self.carried,
+        )
+
+    def times(self, cluster: int, position: int) -> float:
+        return self.flat.nodes[self.clusters[cluster].nodes[position]].times
+
+    def made(self, cluster: int, position: int, result: int) -> list[Layout]:
+        """How a result lies, for each strategy."""
+        node = self.flat.nodes[self.clusters[cluster].nodes[position]]
+        none = replicated(len(getattr(node.eqn.outvars[result].aval, "shape", ())))
+        return [s.made.get((position, result), none) for s in self.clusters[cluster].strategies]
+
+    def wanted(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[frozenset[Layout]]:
+        """In which layouts a value is read, for each strategy."""
+        return [
+            frozenset(s.wanted[key] for key in several if key in s.wanted) for s in self.clusters[cluster].strategies
+        ]
+
+    def table(
+        self, starts: Sequence[Layout], ends: Sequence[Layout | frozenset[Layout]], var: Var, times: float
+    ) -> Array:
+        """Seconds of moves from each of some layouts to each of others, float64 ``[starts, ends]``."""
+        key = tuple(starts), tuple(ends), tuple(var.aval.shape), var.aval.dtype
+        if key not in self.tables:
+            first, second = dict.fromkeys(starts), dict.fromkeys(ends)
+            singles = dict.fromkeys(e for b in second for e in (b if isinstance(b, frozenset) else (b,)))
+            into = {e: np.array([self.strategies.move(a, e, var) for a in first]) for e in singles}
+            none = np.zeros(len(first))
+            columns = [sum((into[e] for e in (b if isinstance(b, frozenset) else (b,))), none) for b in second]
+            row = {x: i for i, x in enumerate(first)}
+            column = {x: i for i, x in enumerate(second)}
+            small = np.array(columns).T
+            self.tables[key] = small[np.ix_([row[x] for x in starts], [column[x] for x in ends])]
+        return times * self.tables[key]
+
+    def link(
+        self,
+        edge: Callable[[int, int, Array, Hashable, Hashable], None],
+        number: Mapping[Var, int],
+        source: Var,
+        at: int,
+        value: Value,
+        times: float,
+        dropped: int,
+    ) -> None:
+        """A value that becomes another: what is scanned or stacked lies whole along the dimension of turns."""
+        ends = value.layouts
+        if dropped > 0:
+            ends = tuple(Layout((None, *layout.dims)) for layout in ends)
+        if dropped < 0:  # a piece of the stack moves at every turn
+            ends = tuple(Layout(layout.dims[1:]) for layout in ends)
+        if source in number:
+            k = number[source] - len(self.clusters)
+            edge(number[source], at, self.table(self._values[k].layouts, ends, source, times), "handed", dropped)
+        elif source in self.makers:
+            m, p, j = self.makers[source]
+            edge(m, at, self.table(self.made(m, p, j), ends, source, times), (p, j, dropped), dropped)
+
+    def values(self) -> list[Value]:
+        """Values that have a layout of their own."""
+        found: list[Value] = []
+        inputs = set(self.program.inputs)
+        everything = dict.fromkeys([*self.program.inputs, *self.into, *self.reads])
+        for var in everything:
+            stands = len(self.reads.get(var, ())) + self.out.get(var, 0)
+            if not (var in inputs or var in self.into or stands > 1):
+                continue
+            layouts: dict[Layout, None] = {}
+            if var in inputs or var in self.into:
+                stacked = any(dropped < 0 for _, _, dropped in self.into.get(var, ()))
+                layouts.update(dict.fromkeys(self.possible(var, int(stacked))))
+            else:
+                layouts[replicated(len(var.aval.shape))] = None
+                if var in self.makers:
+                    layouts.update(dict.fromkeys(x.complete for x in self.made(*self.makers[var])))
+                for k, several in self.reads.get(var, {}).items():
+                    layouts.update(dict.fromkeys(x for want in self.wanted(k, several) for x in want))
+            found.append(Value(var, tuple(layouts)))
+        self._values = found
+        return found
+
+    def possible(self, var: Var, first: int) -> list[Layout]:
+        """Each axis on a dimension that it divides evenly, or on none."""
+        shape = getattr(var.aval, "shape", ())
+        found = []
+        for where in itertools.product([None, *range(first, len(shape))], repeat=len(self.axes)):
+            dims = []
+            for d, n in enumerate(shape):
+                names = tuple(a for a, w in zip(self.axes, where, strict=True) if w == d)
+                dims.append(cut_of(names, 1, n, n, self.axes) if names else None)
+            if all(cut is None or (shape[d] > 1 and even(cut, self.axes)) for d, cut in enumerate(dims)):
+                found.append(Layout(tuple(dims)))
+        return found
+
+    def held(self, values: Sequence[Value]) -> list[Array]:
+        """Bytes at each point of time, for each strategy: what crosses between clusters, and what is given."""
+        nodes = self.flat.nodes
+        last: dict[Var, int] = {}
+        for n, node in enumerate(nodes):
+            for atom in node.eqn.invars:
+                if not isinstance(atom, Literal):
+                    last[atom] = n
+        for atom in self.program.outputs:
+            if not isinstance(atom, Literal):
+                last[atom] = len(nodes)
+        crossing = [var for var in self.makers if var in self.reads or var in self.out]
+        begins = np.array([self.clusters[self.makers[v][0]].nodes[self.makers[v][1]] for v in crossing], int)
+        ends = np.array([max(last.get(v, 0), b) for v, b in zip(crossing, begins, strict=True)], int)
+        size = np.array([size_of(v) for v in crossing], float)
+        change = np.zeros(len(nodes) + 2)
+        np.add.at(change, begins, size)
+        np.add.at(change, ends + 1, -size)
+        total = np.cumsum(change)[: max(len(nodes), 1)]
+        points = np.unique([int(total.argmax()), *np.linspace(0, max(len(nodes) - 1, 0), POINTS - 1).astype(int)])
+        live = (begins[:, None] <= points) & (points <= ends[:, None])  # [value, point]
+        held = [np.zeros((len(points), len(c.strategies))) for c in self.clusters]
+        held += [np.zeros((len(points), len(value.layouts))) for value in values]
+        memo: dict[Hashable, float] = {}
+
+        def bytes_of(layout: Layout, var: Var) -> float:
+            key = (layout, tuple(var.aval.shape), var.aval.dtype)
+            if key not in memo:
+                memo[key] = self.model.bytes(layout, var.aval.shape, var.aval.dtype)
+            return memo[key]
+
+        for var, when in zip(crossing, live, strict=True):
+            k, p, j = self.makers[var]
+            if when.any():
+                held[k][when] += [bytes_of(layout, var) for layout in self.made(k, p, j)]
+        inputs = set(self.program.inputs)
+        for number, value in enumerate(values):
+            if value.var in inputs:
+                held[len(self.clusters) + number] += [bytes_of(layout, value.var) for layout in value.layouts]
+        return held
+
+    def names(self, values: Sequence[Value]) -> list[str]:
+        main = [max(c.nodes, key=lambda n: self.work(n)) for c in self.clusters]
+        return [self.flat.nodes[n].eqn.primitive.name for n in main] + [
+            value.var.aval.str_short(short_dtypes=True) for value in values
+        ]
+
+    def work(self, node: int) -> float:
+        d = self.flat.nodes[node].description
+        return 0.0 if d is None else d.flops
+
+    def groups(self, values: Sequence[Value], alike: Sequence[Sequence[tuple[int, Hashable]]]) -> list[int]:
+        """For each cluster and value its operator: those that are alike, and whose neighbours are, have one.
+
+        Source: Weisfeiler and Leman's refinement (1968).
+        """
+        joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *(None for _ in values)])
+        if not self.tied:
+            return joined
+        inputs = set(self.program.inputs)
+        own: list[list[Hashable]] = [[] for _ in range(max(joined, default=-1) + 1)]
+        near: list[list[tuple[int, Hashable]]] = [[] for _ in own]
+        for place, operator in enumerate(joined):
+            what: Hashable
+            if place < len(self.clusters):
+                what = "cluster", self.clusters[place].shape
+            else:
+                value = values[place - len(self.clusters)]
+                what = value.var.aval.shape, str(value.var.aval.dtype), value.layouts, value.var in inputs
+            own[operator].append(what)
+            near[operator] += [(joined[b], edge) for b, edge in alike[place]]
+        labels = numbered([frozenset((each, several.count(each)) for each in several) for several in own])
+        for _ in range(ROUNDS):
+            labels = numbered(
+                [
+                    (label, frozenset((labels[b], edge) for b, edge in each))
+                    for label, each in zip(labels, near, strict=True)
+                ]
+            )
+        return [labels[operator] for operator in joined]
+
+    def product(self, cluster: int) -> Hashable:
+        """What products that belong together have in common; None for what stands alone."""
+        c = self.clusters[cluster]
+        node = self.flat.nodes[c.nodes[0]]
+        if not self.backward or len(c.nodes) > 1 or node.description is None:
+            return None
+        names = {name for each in c.dimensions for name in each} - {None}
+        distinct = len(c.dimensions) == (len(names) + 1) ** len(self.axes)
+        contracts = node.description.has(Algebra.CONTRACTS)
+        return (frozenset(names), node.times) if distinct and contracts else None
+
+
+def numbered(labels: Sequence[Hashable]) -> list[int]:
+    """Equal labels as equal numbers, from 0 without gaps; None is equal to nothing.
+
+    >>> numbered(["a", "b", "a", None, None])
+    [0, 1, 0, 2, 3]
+    """
+    known: dict[Hashable, int] = {}
+    return [known.setdefault((k,) if label is None else ("", label), len(known)) for k, label in enumerate(labels)]
