@@ -139,7 +139,10 @@ def test_explain_says_what_is_kept() -> None:
         return lax.with_sharding_constraint(hidden, foreign)
 
     virtual = vnode.virtualize(
-        step_with(constrain), virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh((4, 2)), axis="data")
+        step_with(constrain),
+        virtual_nodes=4,
+        placement=vnode.Placement(4, mesh=mesh((4, 2)), axis="data"),
+        partition="xla",
     )
     with jax.set_mesh(mesh((4, 2))):
         report = virtual.explain(w, x)

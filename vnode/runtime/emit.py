@@ -165,7 +165,7 @@ class Emission:
         }
         reads = list(dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made))
         here = set(map(id, actions))
-        wanted = [var for var in made if self.readers.get(var, set()) - here]
+        wanted = [var for var, form in made.items() if form is not None and self.readers.get(var, set()) - here]
         given = [self.read(var) for var in reads]
 
         def run(values: Sequence[Any]) -> list[Any]:
