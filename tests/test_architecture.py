@@ -23,7 +23,7 @@ ROOMS = {
     "placement": "errors show",
     "analysis": "errors operators",
     "spmd": "analysis errors operators",
-    "runtime": "analysis operators placement spmd",
+    "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime spmd threads",
     "plan": "analysis errors placement report runtime show step",

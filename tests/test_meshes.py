@@ -263,3 +263,32 @@ def test_steps_that_xla_divides_instead(two_steps: Any) -> None:
     placement = vnode.Placement(4, mesh=mesh(), axis="data")
     virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition="xla")
     compare(virtual(sharded(state, SPECS["model"], mesh()), x), *two_steps[0])
+
+
+@pytest.mark.parametrize("partition", ["vnode", "xla"])
+def test_windows_over_space(partition: str) -> None:
+    """Split images: right by vnode's partitioner, refused for XLA's, whose gradients of them are wrong."""
+    rng = np.random.default_rng(0)
+    kernel, x = jnp.asarray(rng.normal(size=(3, 3, 4, 4)), jnp.float32), jnp.asarray(rng.normal(size=(8, 16, 8, 4)))
+
+    def gradient(kernel: jax.Array, x: jax.Array, over: Any = None) -> jax.Array:
+        def loss(kernel: jax.Array) -> jax.Array:
+            images = x if over is None else jax.lax.with_sharding_constraint(x, over)
+            y = jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return jnp.mean(jnp.tanh(y) ** 2)
+
+        return jax.grad(loss)(kernel)
+
+    space = NamedSharding(mesh(), PartitionSpec("data", "model"))
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(
+        lambda kernel, x: gradient(kernel, x, space), virtual_nodes=4, placement=placement, partition=partition
+    )
+    x = x.astype(jnp.float32)
+    if partition == "vnode":
+        assert_same(virtual(kernel, x), gradient, kernel, x)
+        text = virtual.lower(kernel, x).compile().as_text()
+        assert "collective-permute" in text  # halos
+        return
+    with pytest.raises(vnode.PartitionError, match="split over model, of which XLA's partitioner computes wrong"):
+        virtual(kernel, x)

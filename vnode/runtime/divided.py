@@ -13,14 +13,33 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from vnode.analysis.meshless import meshless
-from vnode.analysis.program import inline
-from vnode.operators import Monoid
+from vnode.analysis.program import inline, message_about
+from vnode.errors import PartitionError
+from vnode.operators import Monoid, Windowed
 from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.run import run
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """How whole values lie on a mesh, and who divides what is computed of them.
+
+    Attributes:
+      layouts: of a program's inputs, over the axes that nodes are not spread over; None for those that all devices
+        have whole.
+      over_nodes: whether inputs are sharded over the nodes' axis, too. What is computed once is then left to XLA's
+        partitioner, which rewrites arithmetic by the shapes of whole values before it divides: by those of pieces,
+        which depend on the number of devices, it would round otherwise.
+      automatic: all is left to XLA's partitioner.
+    """
+
+    layouts: Sequence[Layout | None] = ()
+    over_nodes: bool = False
+    automatic: bool = False
 
 
 class Divided:
@@ -92,3 +111,24 @@ def sharded(layout: Layout, dim: int, axis: str) -> PartitionSpec:
     """The `PartitionSpec` of a value with one more dimension, which is divided over an axis of its own."""
     entries = [*spec_of(layout)]
     return PartitionSpec(*entries[:dim], axis, *entries[dim:])
+
+
+def refuse_windows(flow: Flow) -> None:
+    """Refuses to leave to XLA's partitioner what it computes wrongly: gradients of windows that are split over space.
+
+    Raises:
+      PartitionError: a window is.
+    """
+    for step in flow.steps:
+        for body in step.bodies:
+            refuse_windows(body)
+        for way in step.choice.ways if step.choice is not None else ():
+            if isinstance(way.split, Windowed):
+                raise PartitionError(
+                    message_about(
+                        step.eqn,
+                        f"{step.eqn.primitive.name!r} has windows that are split over {', '.join(way.axes)}, of which "
+                        "XLA's partitioner computes wrong gradients.",
+                        remedies=["leave out partition='xla'", "or split another dimension"],
+                    )
+                )

@@ -6,6 +6,7 @@ Knows schedules and placements. Must not know how a step was analysed, nor any p
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import functools
 import itertools
@@ -24,12 +25,13 @@ from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
+from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.control import Region
 from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.divided import Divided, shape_of, sharded
+from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
 from vnode.spmd.layout import Layout, replicated
@@ -52,8 +54,7 @@ def emit(
     lane: int = 1,
     arguments: Collection[int] | None = None,
     slotted: Collection[int] | None = None,
-    layouts: Sequence[Layout | None] | None = None,
-    over_nodes: bool = False,
+    division: Division | None = None,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -68,16 +69,12 @@ def emit(
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
       slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
         if neither are.
-      layouts: how whole inputs lie on the placement's mesh, None for those that every device has. What is computed of
-        them is divided likewise, by vnode's own partitioner. If None, it is left to that of XLA.
-      over_nodes: whether whole inputs are sharded over the nodes' axis, too. What is computed once is then left to
-        XLA's partitioner, which rewrites arithmetic by the shapes of whole values before it divides: by those of
-        pieces, which depend on the number of devices, it would round otherwise.
+      division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, layouts, over_nodes)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -94,8 +91,7 @@ class Emission:
         mode: Mode,
         lane: int,
         slotted: Collection[int] | None = None,
-        layouts: Sequence[Layout | None] | None = None,
-        over_nodes: bool = False,
+        division: Division | None = None,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
@@ -112,10 +108,10 @@ class Emission:
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
         self.once = Once(placement.devices[0].platform)
-        self.divides = layouts is not None
-        self.over_nodes = over_nodes
-        self.axes = inner_axes(placement) if layouts is not None else {}
-        lying = zip(program.inputs, layouts or (), strict=False)
+        self.division = division or Division(automatic=True)
+        self.divides = not self.division.automatic
+        self.axes = inner_axes(placement) if division is not None else {}
+        lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
@@ -147,7 +143,7 @@ class Emission:
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, divided as what it reads; what has effects every device does whole."""
-        if not self.axes or self.over_nodes:
+        if not self.axes or not self.divides or self.division.over_nodes:
             for action in actions:
                 self.run_once(action)
             return
@@ -287,10 +283,9 @@ class Emission:
 
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
-            layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given] if self.divides else None
-            outputs = emit(
-                made, self.placement, values, self.mode, self.lane, arguments, in_slots, layouts, self.over_nodes
-            )
+            layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
+            division = dataclasses.replace(self.division, layouts=layouts) if self.axes else self.division
+            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
@@ -424,7 +419,7 @@ class Emission:
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
-        divided = self.divided_pass(nodes, wholes, sliced) if self.axes else None
+        divided = self.divided_pass(nodes, wholes, sliced)
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -485,7 +480,7 @@ class Emission:
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec_of(self.layout(var)) for var in wholes],
+            [spec_of(self.layout(var)) if self.divides else spec() for var in wholes],
             [
                 sharded(self.layout(var), dim, axis) if slot else spec(*[None] * dim, axis)
                 for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
@@ -532,8 +527,10 @@ class Emission:
         )
         return evaluate_recipe(nodes.recipe, env, node)
 
-    def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided:
-        """What a node computes in a pass, divided over the axes that nodes are not spread over."""
+    def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided | None:
+        """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
+        if not self.axes:
+            return None
         shapes = [
             jax.ShapeDtypeStruct((1,), jnp.int32),
             *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
@@ -546,7 +543,16 @@ class Emission:
         ]
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         pieces = [a.monoid for a in nodes.accumulators]
-        return Divided(run, shapes, layouts, self.axes, self.placement.devices[0].platform, pieces)
+        try:
+            divided = Divided(run, shapes, layouts, self.axes, self.placement.devices[0].platform, pieces)
+        except UnsupportedPrimitiveError:
+            if self.divides:
+                raise
+            return None
+        if self.divides:
+            return divided
+        refuse_windows(divided.flow)
+        return None
 
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""

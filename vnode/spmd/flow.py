@@ -152,9 +152,14 @@ class _Follower:
                     eqn,
                     f"{eqn.primitive.name!r} has an effect, and every device of a mesh that splits more than the batch "
                     "would have it.",
-                    remedies=["return the value from the step and use it there", "or split the batch only"],
+                    remedies=[
+                        "return the value from the step and use it there",
+                        "or split the batch only, or leave the rest to XLA: partition='xla'",
+                    ],
                 )
             )
+        if description is not None and description.layout is not None:
+            return self.constraint_step(eqn, description.layout, given[0])
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         if path in self.ways and description is not None and description.layout is None:
             return self.given_step(eqn, description, given, path)
@@ -171,8 +176,6 @@ class _Follower:
             )
             self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
             return Step(eqn, operands, results, anyhow=anyhow)
-        if description.layout is not None:
-            return self.constraint_step(eqn, description.layout, given[0])
         choice = choose(eqn, description, given, self.axes, wishes)
         results = reached(eqn, choice)
         results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))

@@ -38,6 +38,7 @@ from vnode.placement.patterns import Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
+from vnode.runtime.divided import Division
 from vnode.runtime.emit import Mode, emit, inner_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
@@ -171,11 +172,11 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     values = [*flat.leaves, *made.traced.captured]
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
-    layouts = None if options.automatic else layouts_of(flat, made.traced.captured, placement)
+    division = Division(layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, layouts=layouts, over_nodes=over_nodes)
+            return emit(made.schedule, placement, values, mode, options.lane, division=division)
 
     mesh = typed_mesh(values)
     if mesh is not None:
