@@ -36,8 +36,8 @@ class Placement(Drawn):
       devices: the devices, in order; all of ``jax.devices()`` by default. More devices than nodes is allowed: the
         last ones then hold no node.
       counts: nodes on each device; must add up to V.
-      mesh: spread the nodes over one axis of this mesh instead; its other axes stay automatic, so that parameters
-        may be sharded over them. Explicit axes (sharding in types) are treated as automatic.
+      mesh: spread the nodes over one axis of this mesh instead; over its other axes parameters may be sharded, and
+        what a node computes is divided. Explicit axes (sharding in types) are treated as automatic.
       axis: the name of the mesh axis over which nodes are spread.
       groups: in place of `devices`, those of each program: devices of one kind in each. By default neighbours of one
         kind share a program.
