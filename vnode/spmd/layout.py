@@ -113,7 +113,7 @@ def cut_along(names: tuple[str, ...], factor: int, dim: Dim, sizes: Sizes, axes:
 
 
 def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
-    """The layout that a `PartitionSpec` means, over those of its axes that there are.
+    """The layout that a `PartitionSpec` means, over those of its axes that there are and that are longer than one.
 
     >>> from jax.sharding import PartitionSpec
     >>> str(from_spec(PartitionSpec(None, ("data", "model")), (4, 8), {"model": 2}))
@@ -123,6 +123,6 @@ def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
     dims: list[Cut | None] = []
     for n, entry in zip(shape, entries, strict=True):
         names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
-        names = tuple(name for name in names if name in axes)
+        names = tuple(name for name in names if axes.get(name, 1) > 1)
         dims.append(cut_of(names, 1, n, n, axes) if names and n > 1 else None)
     return Layout(tuple(dims))
