@@ -31,9 +31,7 @@ class Division:
     Attributes:
       layouts: of a program's inputs, over the axes that nodes are not spread over; None for those that all devices
         have whole.
-      over_nodes: whether inputs are sharded over the nodes' axis, too. What is computed once is then left to XLA's
-        partitioner, which rewrites arithmetic by the shapes of whole values before it divides: by those of pieces,
-        which depend on the number of devices, it would round otherwise.
+      over_nodes: whether inputs are sharded over the nodes' axis, too.
       automatic: all is left to XLA's partitioner.
     """
 

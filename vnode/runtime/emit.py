@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.analysis.forms import WHOLE, Form, Slice, Whole
 from vnode.analysis.passes import Pass, Schedule
@@ -142,27 +142,30 @@ class Emission:
         return value if self.schedule.passes else self.everywhere(value)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates what is computed once, divided as what it reads; what has effects every device does whole."""
-        if not self.axes or not self.divides or self.division.over_nodes:
-            for action in actions:
-                self.run_once(action)
-            return
-        for apart, several in itertools.groupby(actions, lambda action: action.schedules or action.step.eqn.effects):
-            if apart:
-                for action in several:
-                    self.run_once(action)
-            else:
-                self.run_divided(list(several))
+        """Evaluates what is computed once, and lays out what passes read of it like what it is computed of.
 
-    def run_divided(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates several actions on each device's part of what they read."""
+        XLA's partitioner divides it. Divided by ours, too, one step of the zoo (a scan over layers with dropout, on
+        2x2x2) was seen on CPU devices to wait for itself: devices were in different collectives.
+        """
+        groups = itertools.groupby(actions, lambda action: bool(action.schedules or action.step.eqn.effects))
+        for apart, several in groups:
+            together = list(several)
+            for action in together:
+                self.run_once(action)
+            if self.axes and self.divides and not apart:
+                self.lay_out(together)
+
+    def lay_out(self, actions: Sequence[Evaluation]) -> None:
+        """Finds how the results of actions lie over the axes that nodes are not spread over, and says so to XLA."""
         made = {
             var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
         }
         reads = list(dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made))
         here = set(map(id, actions))
-        wanted = [var for var, form in made.items() if form is not None and self.readers.get(var, set()) - here]
-        given = [self.read(var) for var in reads]
+        wanted = [var for var, form in made.items() if isinstance(form, Whole) and self.readers.get(var, set()) - here]
+        layouts = [self.layout(var) for var in reads]
+        if not wanted or all(layout.whole for layout in layouts):
+            return
 
         def run(values: Sequence[Any]) -> list[Any]:
             held = dict(zip(reads, values, strict=True))
@@ -175,21 +178,16 @@ class Emission:
                 held.update(zip(action.step.eqn.outvars, evaluate_once(action, read, known, self.once), strict=True))
             return [as_array(held[var], var) for var in wanted]
 
-        layouts = [self.layout(var) for var in reads]
-        divided = Divided(run, list(map(shape_of, given)), layouts, self.axes, self.once.platform)
-        values = jax.shard_map(
-            lambda *values: divided(values),
-            mesh=self.placement.mesh,
-            in_specs=tuple(map(spec_of, layouts)),
-            out_specs=list(map(spec_of, divided.results)),
-            check_vma=False,
-        )(*given)
-        for var, layout, value in zip(wanted, divided.results, values, strict=True):
-            if isinstance(made[var], Slice):
-                self.batched[var] = self.as_computed_once(value)
-            else:
-                self.whole[var] = value
-                self.layouts[var] = layout
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in reads]
+        divided = Divided(run, shapes, layouts, self.axes, self.once.platform)
+        refuse_windows(divided.flow)
+        for var, layout in zip(wanted, divided.results, strict=True):
+            if layout.whole:
+                continue
+            self.layouts[var] = layout
+            if not self.division.over_nodes:
+                sharding = NamedSharding(self.placement.mesh, spec_of(layout))
+                self.whole[var] = lax.with_sharding_constraint(self.whole[var], sharding)
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
