@@ -292,3 +292,11 @@ def test_windows_over_space(partition: str) -> None:
         return
     with pytest.raises(vnode.PartitionError, match="split over model, of which XLA's partitioner computes wrong"):
         virtual(kernel, x)
+
+
+def test_explain_counts_what_goes_along_the_nodes() -> None:
+    """And does not say of a mesh with other axes that nothing is sent inside the loop."""
+    state, x = arguments()
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
+    text = " ".join(str(virtual.explain(sharded(state, SPECS["model"], mesh()), x)).split())
+    assert "other axes of the mesh is not counted" in text and "never inside it" not in text

@@ -89,6 +89,13 @@ class Report(Drawn):
         return self.virtual_nodes * self.node_size - self.batch
 
     @property
+    def when_sent(self) -> str:
+        """When devices exchange what is counted, and what is not."""
+        if len(self.placement.devices) > self.placement.size:
+            return "for sums over nodes of a state that is whole; what goes over other axes of the mesh is not counted"
+        return "after the loop of each pass, never inside it" if len(self.counts) > 1 else ""
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """Nodes on each device."""
         return self.placement.counts
@@ -207,7 +214,7 @@ class Report(Drawn):
             Fact(
                 "communication",
                 f"{size(self.sent)} sent per device and step",
-                "after the loop of each pass, never inside it" if len(self.counts) > 1 else "",
+                self.when_sent,
             ),
         ]
         if self.kept_between:
