@@ -107,7 +107,8 @@ class Emission:
         self.slotted = slotted is not None
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
-        self.once = Once(placement.devices[0].platform)
+        self.platform: str = placement.devices[0].platform
+        self.once = Once(self.platform)
         self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
         self.axes = inner_axes(placement) if division is not None else {}
@@ -179,7 +180,7 @@ class Emission:
             return [as_array(held[var], var) for var in wanted]
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in reads]
-        divided = Divided(run, shapes, layouts, self.axes, self.once.platform)
+        divided = Divided(run, shapes, layouts, self.axes, self.platform)
         refuse_windows(divided.flow)
         for var, layout in zip(wanted, divided.results, strict=True):
             if layout.whole:
@@ -283,7 +284,7 @@ class Emission:
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts) if self.axes else self.division
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, division)
+            outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
@@ -298,6 +299,17 @@ class Emission:
                     self.stacked.add(var)
             elif form is not None:
                 self.whole[var] = value
+
+    def emit_body(
+        self,
+        made: Schedule,
+        values: Sequence[Any],
+        arguments: Collection[int],
+        slotted: Collection[int] | None,
+        division: Division,
+    ) -> list[Any]:
+        """A body that has passes of its own."""
+        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
@@ -418,6 +430,7 @@ class Emission:
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
         divided = self.divided_pass(nodes, wholes, sliced)
+        lying = divided.inputs if divided else self.lying(wholes, sliced)
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -478,10 +491,10 @@ class Emission:
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec_of(self.layout(var)) if self.divides else spec() for var in wholes],
+            [spec_of(layout) if self.divides else spec() for layout in lying[1 + len(sliced) :]],
             [
-                sharded(self.layout(var), dim, axis) if slot else spec(*[None] * dim, axis)
-                for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
+                sharded(layout, dim, axis) if slot else spec(*[None] * dim, axis)
+                for layout, (_, dim), slot in zip(lying[1:], shards, slots, strict=False)
             ],
         )
         totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
@@ -520,29 +533,31 @@ class Emission:
         placement = self.placement
         env: Env = {(var, form): value for (var, form), value in zip(sliced, values[: len(sliced)], strict=True)}
         env.update(((var, WHOLE), value) for var, value in zip(wholes, values[len(sliced) :], strict=True))
-        node = Node(
-            number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, placement.devices[0].platform
-        )
+        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, self.platform)
         return evaluate_recipe(nodes.recipe, env, node)
+
+    def given_shapes(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[jax.ShapeDtypeStruct]:
+        """What a node is given in a pass: its number, its parts of batched values, and whole values."""
+        return [
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
+            *(shape_of(self.read(var)) for var in wholes),
+        ]
+
+    def lying(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[Layout]:
+        """How it lies."""
+        return [replicated(1), *(self.layout(var) for var, _ in sliced), *(self.layout(var) for var in wholes)]
 
     def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
         if not self.axes:
             return None
-        shapes = [
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
-            *(shape_of(self.read(var)) for var in wholes),
-        ]
-        layouts = [
-            replicated(1),
-            *(self.layout(var) for var, _ in sliced),
-            *(self.layout(var) for var in wholes),
-        ]
+        shapes = self.given_shapes(wholes, sliced)
+        layouts = self.lying(wholes, sliced)
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         pieces = [a.monoid for a in nodes.accumulators]
         try:
-            divided = Divided(run, shapes, layouts, self.axes, self.placement.devices[0].platform, pieces)
+            divided = Divided(run, shapes, layouts, self.axes, self.platform, pieces, self.division.records)
         except UnsupportedPrimitiveError:
             if self.divides:
                 raise

@@ -120,6 +120,7 @@ def as_problem(
     memory: float = math.inf,
     tied: bool = True,
     backward: bool = False,
+    fixed: Mapping[int, Layout] | None = None,
 ) -> Search:
     """Makes a problem of a program.
 
@@ -132,11 +133,12 @@ def as_problem(
       tied: clusters that are alike, and whose neighbours are, share one strategy.
       backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
         that belong to it. Element-wise equations are together in any case.
+      fixed: how single inputs lie, by number.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}).build()
 
 
 class _Builder:
@@ -149,7 +151,9 @@ class _Builder:
         memory: float,
         tied: bool,
         backward: bool,
+        fixed: Mapping[int, Layout],
     ) -> None:
+        self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flat(program, axes)
@@ -308,7 +312,9 @@ class _Builder:
             if not (var in inputs or var in self.into or stands > 1):
                 continue
             layouts: dict[Layout, None] = {}
-            if var in inputs or var in self.into:
+            if var in self.fixed:
+                layouts[self.fixed[var]] = None
+            elif var in inputs or var in self.into:
                 stacked = any(dropped < 0 for _, _, dropped in self.into.get(var, ()))
                 layouts.update(dict.fromkeys(self.possible(var, int(stacked))))
             else:
