@@ -201,16 +201,7 @@ def _neighbourhood(
     What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
     """
     parts = len(index)
-    needed: dict[int, tuple[int, int]] = {}  # of blocks at a distance: the first and last element that anyone needs
-    pairs: dict[int, set[tuple[int, int]]] = {}
-    for part in range(parts):
-        wanted = index[part][index[part] >= 0]
-        for source in np.unique(wanted // block):
-            inside = wanted[wanted // block == source] - source * block
-            distance = int(source) - part
-            low, high = needed.get(distance, (block, -1))
-            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
-            pairs.setdefault(distance, set()).add((int(source), part))
+    needed, pairs = neighbours(index, block)
     first, last = min(needed, default=0), max(needed, default=0)
     pieces = []
     begin = 0
@@ -226,6 +217,26 @@ def _neighbourhood(
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
     return near, (np.arange(parts) + first) * block + begin
+
+
+def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
+    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
+
+    Args:
+      index: what each part needs, int ``[part, element]``; -1 for nothing.
+      block: indices of a block.
+    """
+    needed: dict[int, tuple[int, int]] = {}
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for part in range(len(index)):
+        wanted = index[part][index[part] >= 0]
+        for source in np.unique(wanted // block):
+            inside = wanted[wanted // block == source] - source * block
+            distance = int(source) - part
+            low, high = needed.get(distance, (block, -1))
+            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
+            pairs.setdefault(distance, set()).add((int(source), part))
+    return needed, pairs
 
 
 def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:

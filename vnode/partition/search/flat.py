@@ -15,7 +15,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program
-from vnode.operators import OperatorDescription
+from vnode.operators import Algebra, LookedUp, OperatorDescription, Prefix, Windowed
 from vnode.spmd.choice import itemsize
 from vnode.spmd.flow import Flow, Path, follow
 from vnode.spmd.layout import Axes, replicated
@@ -168,6 +168,15 @@ def _name(names: Names, number: int, node: Node) -> None:
         together = sorted(split.concerned(lead))
         for f in together[1:]:
             names.join((number, together[0]), (number, f))
+
+
+def decides(description: OperatorDescription | None) -> bool:
+    """Whether an equation is a kernel of its own, and has a strategy of its own: a contraction, a window, a look-up, a
+    running sum. What works element by element, or moves elements, is fused with its neighbours."""
+    if description is None:
+        return True
+    own = any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in description.factors)
+    return own or description.has(Algebra.CONTRACTS)
 
 
 def size_of(atom: Atom) -> int:
