@@ -93,7 +93,7 @@ class OnMesh:
             for i, var in enumerate(inputs)
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
-        model = RowCost(self.machine, {NODES: self.rows, **self.axes})
+        model = RowCost(self.machine, self.mesh, self.times, self.platform)
         return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, memory=memory, fixed=fixed)
 
     def examples(self, search: Search) -> set[Hashable]:

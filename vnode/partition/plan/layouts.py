@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
+from vnode.errors import PartitionError
 from vnode.partition.plan.row import NodeFlow, RowProgram
 from vnode.partition.plan.subject import Subject
 from vnode.spmd.flow import Flow
@@ -52,6 +53,9 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
         apart = i == 0 or i - 1 in node.given  # its number, and what each device is given whole
         inputs.append(none if apart else at_the_border(there.get(var, none), axes))
     there.update(zip(program.inputs, inputs, strict=True))
+    for var, k, i in flow.readers():
+        if not set(steps[k].operands[i].partial) <= set(there[var].partial):
+            raise PartitionError(f"{steps[k].eqn.primitive.name!r} reads pieces of a value that nodes are given whole")
     ends = tuple(
         replicated(len(getattr(atom.aval, "shape", ()))) if isinstance(atom, Literal) else there[atom]
         for atom in program.outputs

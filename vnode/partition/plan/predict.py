@@ -17,6 +17,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn
 
+from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine, MachineMesh
@@ -59,18 +60,14 @@ class Prediction:
 
 
 class RowCost(Estimate):
-    """A cost model for the program of a row, which knows of other rows.
-
-    Args:
-      machine: whose slowest device counts.
-      axes: of the mesh, that of the nodes among them.
-    """
+    """A cost model for the program of a row, which knows of other rows; its mesh has the axis of the nodes."""
 
     def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        """See `vnode.partition.search.CostModel`; what is summed over rows takes an exchange."""
         if eqn.primitive is not OVER_ROWS:
             return super().compute_time(eqn, choice)
-        var, layout = eqn.outvars[0], choice.results[0]
-        return self._ask("all_reduce", (NODES,)).seconds(self.bytes(layout, var.aval.shape, var.aval.dtype))
+        held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
+        return self._seconds(Transfer("all-reduce", (NODES,), held, self.axes[NODES]))
 
 
 def predicted(

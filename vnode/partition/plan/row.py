@@ -211,22 +211,22 @@ class Row(Emission):
         self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given))
         self.accumulated = max(self.accumulated, sum(s.nbytes for s in sums))
 
-        def take(index: jax.Array) -> list[Any]:
-            parts = [index[None]]
-            for (_, form), (value, dim), there in zip(sliced, shards, kept, strict=True):
-                if there:
-                    parts.append(jax.lax.dynamic_index_in_dim(value, index, dim, keepdims=False))
-                    continue
-                n = int(self.flow.node_size * form.ratio)
-                part = jax.lax.dynamic_slice_in_dim(value, index * n, n, dim)
-                parts.append(part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :]))
-            return parts
+        def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
+            """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
+            if there:
+                return jnp.moveaxis(value, dim, 0)
+            n = int(self.flow.node_size * form.ratio)
+            value = jax.lax.slice_in_dim(value, 0, self.turns * n, axis=dim)
+            value = jnp.moveaxis(value.reshape(*value.shape[:dim], self.turns, n, *value.shape[dim + 1 :]), dim, 0)
+            return value.reshape(self.turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
 
-        def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
-            values = jaxpr_as_fun(made)(*taken, *whole)
-            return values[: len(sums)], values[len(sums) :]
+        def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+            values = jaxpr_as_fun(made)(given[0][None], *given[1:], *whole)
+            return loops.add_all(sums, totals, values[: len(sums)]), values[len(sums) :]
 
-        totals, results = loops.scanned(loops.NodeProgram(take, compute, False), sums, self.turns)
+        several = [parts(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)]
+        numbers = jnp.arange(self.turns, dtype=jnp.int32)
+        totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
         return [OVER_ROWS.bind(total) for total in totals] if self.rows > 1 else totals
 
