@@ -34,6 +34,7 @@ from vnode.runtime import collectives, loops
 from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
+from vnode.spmd.exchange import in_step
 from vnode.spmd.layout import Layout, replicated
 from vnode.spmd.program import long_axes, spec_of
 
@@ -455,7 +456,8 @@ class Emission:
                 return parts
 
             def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
-                values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
+                with in_step(everywhere=placement.even, in_branches=placement.size == 1):
+                    values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, waves == 1)

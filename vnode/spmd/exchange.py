@@ -5,8 +5,10 @@ Knows layouts and jax's collectives. Must not know equations, nor why values mov
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -18,6 +20,28 @@ from vnode.operators import Monoid
 from vnode.operators.splits import Interval
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.route import Move, route
+
+APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+"""Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
+
+BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", default=False)
+"""Whether they may take different branches, and different numbers of turns of a loop."""
+
+
+@contextlib.contextmanager
+def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
+    """Says in what follows which devices of the mesh are at the same place of the program.
+
+    Args:
+      everywhere: all of them, outside of branches and of loops whose number of turns is computed.
+      in_branches: also inside of these.
+    """
+    before = APART.set(APART.get() or not everywhere), BRANCHES.set(BRANCHES.get() or not in_branches)
+    try:
+        yield
+    finally:
+        APART.reset(before[0])
+        BRANCHES.reset(before[1])
 
 
 def index_along(names: Sequence[str]) -> jax.Array:
@@ -243,8 +267,16 @@ def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axe
     """Sends values from parts to parts, ``(source, destination)``.
 
     Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
-    the order in which these are given.
+    the order in which these are given; and it takes all devices of the mesh at once, not group by group. Where groups
+    may be at different places of the program, each gathers what its devices send, and everyone takes what is his.
     """
+    if APART.get():
+        source = np.full(count(names, axes), -1)
+        source[[destination for _, destination in pairs]] = [start for start, _ in pairs]
+        mine = jnp.asarray(source, jnp.int32)[index_along(names)]
+        everything = lax.all_gather(value, names)
+        sent = lax.dynamic_index_in_dim(everything, jnp.maximum(mine, 0), 0, keepdims=False)
+        return jnp.where(mine < 0, jnp.zeros((), value.dtype), sent)
     ordered = [name for name in axes if name in names]
     parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
     place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()

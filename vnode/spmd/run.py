@@ -31,7 +31,7 @@ from vnode.operators import (
 )
 from vnode.operators.in_program import InProgram, as_array
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
-from vnode.spmd.exchange import combine, convert, fetch, index_along
+from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
@@ -232,7 +232,9 @@ class _Run:
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
-        return list(region.run(InProgram(eqn), bodies, operands))
+        decided = region.chooser is not None or region.tests  # by what may be another value in another node
+        with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+            return list(region.run(InProgram(eqn), bodies, operands))
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform)

@@ -77,7 +77,7 @@ class OnMesh:
             subject.schedule, options.virtual_nodes, max(counts), self.rows, self.axes, platform
         )
         invariant = options.reduction == "invariant"
-        self.pending = ReductionPlan.of(tuple(counts), options.lane, True).depth if invariant else 0
+        self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
 
     @property
     def whole(self) -> Flow:

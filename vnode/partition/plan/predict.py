@@ -9,15 +9,18 @@ passes read of it is gathered first, and the update is divided once more.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Var
 
+from vnode.analysis.program import Atom, Program
 from vnode.partition.cost.collectives import Transfer
+from vnode.partition.cost.device import device_program
+from vnode.partition.cost.kernels import Target
+from vnode.partition.cost.memory import memory_of
 from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine, MachineMesh
@@ -66,6 +69,8 @@ class RowCost(Estimate):
         """See `vnode.partition.search.CostModel`; what is summed over rows takes an exchange."""
         if eqn.primitive is not OVER_ROWS:
             return super().compute_time(eqn, choice)
+        if NODES not in self.axes:
+            return 0.0
         held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
         return self._seconds(Transfer("all-reduce", (NODES,), held, self.axes[NODES]))
 
@@ -100,36 +105,52 @@ def predicted(
       times: of kernels; by default the roofline of each kind.
     """
     rows = mesh.shape.get(NODES, 1)
-    with over_axis(NODES) if rows > 1 else contextlib.nullcontext():
+    with over_axis(NODES if rows > 1 else ""):
         cost = program_cost(flow, machine, mesh, times=times, donated=donated, platform=platform)
     axes = {name: n for name, n in mesh.shape.items() if n > 1 and name != NODES}
     held = [nbytes(layout, var, axes) for layout, var in zip(flow.inputs, flow.program.inputs, strict=True)]
-    memory = cost.memory.total - sum(held[i] * (rows - 1) // rows for i in batch)
-    gathered, kept = 0, 0
-    read = read_in_loops(flow)
-    for i, parts in sharded.items():
-        rest = held[i] - held[i] // parts
-        kept += rest
-        gathered += held[i] if flow.program.inputs[i] in read else 0
-    waiting = pending * local_sums(flow, axes)
+    inputs = cost.memory.arguments - sum(held[i] * (rows - 1) // rows for i in batch)
+    outputs, temporaries = cost.memory.outputs - cost.memory.aliased, cost.memory.temporaries
+    sums = local_sums(flow, axes)
+    waiting, gathered, kept = pending * sums, 0, 0
     seconds, exchange, sent, kinds = cost.seconds, cost.exchange, cost.sent, dict(cost.bytes)
-    if gathered:
+    if sharded:
+        read = read_in_loops(flow)
+        kept = sum(held[i] - held[i] // parts for i, parts in sharded.items())
+        gathered = sum(held[i] for i in sharded if flow.program.inputs[i] in read)
         more = machine.collective("all_gather", mesh.groups(NODES)).seconds(gathered)
         seconds, exchange = seconds + more, exchange + more
         sent += gathered * (rows - 1) / rows
         kinds["all-gather"] = kinds.get("all-gather", 0) + gathered
-    returned = kept if not donated else 0  # what is given away is written in place
+        inputs -= kept
+        outputs -= 0 if donated else kept  # what is given away is written in place
+        with over_axis(""):
+            loops = memory_of(device_program(before_updates(flow), axes, platform=platform), Target.on(platform))
+        after = sums + max(temporaries - sums, 0) // rows
+        temporaries = max(loops.temporaries + loops.outputs + gathered, after)
     return Prediction(
         seconds,
         cost.compute,
         exchange,
         sent,
         kinds,
-        max(memory - kept - returned + gathered + waiting, 0),
+        inputs + max(outputs, 0) + temporaries + waiting,
         sum(held[i] for i in state) - kept,
         waiting,
         cost.timeline,
     )
+
+
+def before_updates(flow: Flow) -> Flow:
+    """The part of a flow up to the last of what is summed over rows."""
+    program = flow.program
+    last = max((k for k, step in enumerate(flow.steps) if step.eqn.primitive is OVER_ROWS), default=-1)
+    steps = flow.steps[: last + 1]
+    totals = [(step.eqn.outvars[0], step.results[0]) for step in steps if step.eqn.primitive is OVER_ROWS]
+    equations = [step.eqn for step in steps]
+    outputs: list[Atom] = [var for var, _ in totals]
+    lie = tuple(layout for _, layout in totals)
+    return Flow(Program(program.inputs, program.constants, equations, outputs), flow.inputs, steps, lie, lie)
 
 
 def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
@@ -146,9 +167,8 @@ def local_sums(flow: Flow, axes: Axes) -> int:
 
 def read_in_loops(flow: Flow) -> set[Any]:
     """The program's variables that its loops read."""
-    return {
-        atom for step in flow.steps if step.region is not None for atom in step.eqn.invars if hasattr(atom, "count")
-    }
+    regions = (step.eqn for step in flow.steps if step.region is not None)
+    return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
 
 
 def steps_of(flow: Flow) -> Iterator[Any]:

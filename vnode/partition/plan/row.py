@@ -40,11 +40,13 @@ ROWS: contextvars.ContextVar[str | None] = contextvars.ContextVar("rows", defaul
 
 
 class OverRows(Primitive):
-    """A total over all rows, of what one row has; where rows have a name, the collective that makes it."""
+    """A total over all rows, of what one row has; where it is known what rows are, the collective that makes it."""
 
     def bind(self, *args: Any, **params: Any) -> Any:
         axis = ROWS.get()
-        return super().bind(*args, **params) if axis is None else jax.lax.psum(args[0], axis)
+        if axis is None:
+            return super().bind(*args, **params)
+        return jax.lax.psum(args[0], axis) if axis else args[0]
 
 
 OVER_ROWS = OverRows("over_rows")
@@ -52,7 +54,7 @@ OVER_ROWS = OverRows("over_rows")
 
 @contextlib.contextmanager
 def over_axis(name: str) -> Iterator[None]:
-    """In this context rows are an axis of a mesh."""
+    """In this context rows are an axis of a mesh; or there is one only, if that has no name."""
     before = ROWS.set(name)
     try:
         yield
@@ -228,7 +230,7 @@ class Row(Emission):
         numbers = jnp.arange(self.turns, dtype=jnp.int32)
         totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
-        return [OVER_ROWS.bind(total) for total in totals] if self.rows > 1 else totals
+        return [OVER_ROWS.bind(total) for total in totals]
 
 
 def row_program(schedule: Schedule, virtual_nodes: int, turns: int, rows: int, axes: Axes, platform: str) -> RowProgram:
