@@ -10,7 +10,6 @@ are layouts, so that bringing it into one is counted once for all who read it th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -23,7 +22,7 @@ from vnode.partition.search.coarsen import clusters, members
 from vnode.partition.search.costs import CostModel
 from vnode.partition.search.flat import Flat, flat, readers, size_of
 from vnode.partition.search.problem import Array, Edge, Problem
-from vnode.partition.search.strategies import Cluster, Strategies, asked_by_path
+from vnode.partition.search.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even
@@ -336,10 +335,9 @@ class _Builder:
         """Each axis on a dimension that it divides evenly, or on none; or with pieces, where a loop adds up."""
         shape = getattr(var.aval, "shape", ())
         found = []
-        places: list[int | None] = [None, *range(self.flat.uncut.get(var, 0), len(shape))]
-        if var in self.flat.sums:
-            places.append(-1)
-        for where in itertools.product(places, repeat=len(self.axes)):
+        places = [*range(self.flat.uncut.get(var, 0), len(shape)), *([-1] if var in self.flat.sums else [])]
+        for picks in picked(len(places), len(self.axes)):
+            where = [None if pick is None else places[pick] for pick in picks]
             dims = []
             pieces = tuple((a, Monoid.SUM) for a, w in zip(self.axes, where, strict=True) if w == -1)
             for d, n in enumerate(shape):

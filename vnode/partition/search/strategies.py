@@ -10,6 +10,7 @@ together each gives an axis to the same named dimension, as far as it has it. Wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
@@ -121,7 +122,7 @@ class Strategies:
             named = [] if len(nodes) == 1 else self.dimensions(numbers)
         if self.adds_up(nodes):
             shape, named = (shape, PIECES), [*named, PIECES]
-        options: list[tuple[Pick, ...]] = list(itertools.product([None, *range(len(named))], repeat=len(self.axes)))
+        options = picked(len(named), len(self.axes))
         if shape not in self._strategies:
             self._strategies[shape] = tuple(self.strategy(numbers, nodes, named, option) for option in options)
         dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)
@@ -156,7 +157,8 @@ class Strategies:
 
     def most_picks(self) -> int:
         """How many things an axis may divide, so that strategies do not become too many."""
-        return max(round(MOST ** (1 / max(len(self.axes), 1)) - 0.5) - 1, 1)
+        several = (n for n in range(1, MOST) if len(picked(n + 1, len(self.axes))) > MOST)
+        return next(several, 1)
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
         """The ways to cut an equation that one axis at least divides, those of the largest factors first."""
@@ -326,6 +328,22 @@ class Strategies:
         if key not in self._moves:
             self._moves[key] = self.model.move_time(start, end, shape, dtype)
         return self._moves[key]
+
+
+@functools.cache
+def picked(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
+    """What axes may divide at once: up to two axes anything; of more, leading ones one thing and the others another.
+
+    So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
+
+    >>> len(picked(2, 2)), len(picked(2, 4))
+    (9, 21)
+    """
+    one: list[Pick] = [None, *range(things)]
+    if axes <= 2:
+        return tuple(itertools.product(one, repeat=axes))
+    found = [(a,) * k + (b,) * (axes - k) for k in range(1, axes) for a in one for b in one]
+    return tuple(dict.fromkeys(found))
 
 
 def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Way, ...]:
