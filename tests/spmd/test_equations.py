@@ -25,7 +25,7 @@ from tests.operators.examples import EXAMPLES, Example
 from tests.spmd.reference import MESHES, mesh_of, random_layout
 from vnode.analysis.program import Program, inline
 from vnode.operators import OperatorDescription, Shifted, describe
-from vnode.spmd.choice import Choice, Given, Way, carried_out
+from vnode.spmd.choice import Choice, Given, Way, carried_out, reached
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, Step, follow
 from vnode.spmd.layout import Layout, replicated
@@ -87,7 +87,8 @@ def check_over(instance: Instance, mesh: Mesh, seed: int) -> int:
                 for value, each in zip(operands, given, strict=True)
             ]
             program = Program(list(eqn.invars), {}, [eqn], list(eqn.outvars))
-            step = Step(eqn, choice.operands, choice.results, choice)
+            made = reached(eqn, choice)
+            step = Step(eqn, choice.operands, made, made, choice)
             ends = tuple(replicated(len(layout.dims)) for layout in choice.results)
             flow = Flow(program, tuple(each.layout for each in given), (step,), ends)
             results.append(run(flow, inputs, axes, "cpu"))

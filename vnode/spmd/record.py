@@ -14,11 +14,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vnode.analysis.fingerprint import Writer
-from vnode.analysis.program import Program, inline, message_about
+from vnode.analysis.program import Program, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid
 from vnode.operators.control import region_of
-from vnode.spmd.choice import Given, Way, chosen
+from vnode.spmd.choice import Given, Way, carried_out, reached
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout
 
@@ -29,13 +29,15 @@ class RecordedStep:
 
     Attributes:
       operands: how each operand has to lie.
-      results: how each result lies.
+      made: how each result lies where it is made.
+      results: how each result lies for who reads it.
       ways: the factors that are cut, by their numbers, and over which axes; None for what is evaluated whole.
       anyhow: it is evaluated wherever its result is needed.
       bodies: of a loop or branch.
     """
 
     operands: tuple[Layout, ...]
+    made: tuple[Layout, ...]
     results: tuple[Layout, ...]
     ways: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] | None = None
     anyhow: bool = False
@@ -114,6 +116,7 @@ class RecordedFlow:
                 "steps": [
                     [
                         numbers(step.operands),
+                        numbers(step.made),
                         numbers(step.results),
                         None if step.ways is None else [[list(lead), list(axes)] for lead, axes in step.ways],
                         int(step.anyhow),
@@ -146,10 +149,11 @@ class RecordedFlow:
 
         def flow(content: Mapping[str, Any], digest: str = "", axes: Mapping[str, int] | None = None) -> RecordedFlow:
             steps = []
-            for operands, results, ways, anyhow, bodies in content["steps"]:
+            for operands, made, results, ways, anyhow, bodies in content["steps"]:
                 cut = None if ways is None else tuple((tuple(lead), tuple(axes)) for lead, axes in ways)
                 inside = tuple(flow(body) for body in bodies)
-                steps.append(RecordedStep(several(operands), several(results), cut, bool(anyhow), inside))
+                lie = several(operands), several(made), several(results)
+                steps.append(RecordedStep(*lie, cut, bool(anyhow), inside))
             inputs, outputs, ends = (several(content[key]) for key in ("inputs", "outputs", "ends"))
             sizes = tuple((str(name), int(size)) for name, size in (axes or {}).items())
             return RecordedFlow(digest, sizes, inputs, tuple(steps), outputs, ends)
@@ -180,27 +184,27 @@ def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
         PartitionError,
         message_about(eqn, f"a recorded split of {eqn.primitive.name!r} does not fit it.", remedies=["search again"]),
     )
-    if (len(step.operands), len(step.results)) != (len(eqn.invars), len(eqn.outvars)):
+    if [len(step.operands), len(step.made), len(step.results)] != [len(eqn.invars), *[len(eqn.outvars)] * 2]:
         raise other()
     region = region_of(eqn)
     if region is not None:
-        programs = [inline(body.jaxpr, body.constants, eqn) for body in region.bodies]
+        programs = program.bodies(eqn)
         if len(programs) != len(step.bodies):
             raise other()
         bodies = tuple(body.flow(inside, axes) for body, inside in zip(step.bodies, programs, strict=True))
-        return Step(eqn, step.operands, step.results, region=region, bodies=bodies)
+        return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
     if step.ways is None:
-        return Step(eqn, step.operands, step.results, anyhow=step.anyhow)
+        return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow)
     description = program.describe(eqn)
     splits = {} if description is None else {tuple(lead): split for lead, split in description.leads}
     if description is None or any(lead not in splits for lead, _ in step.ways):
         raise other()
     ways = tuple(Way(lead, splits[lead], names) for lead, names in step.ways)
-    given = [Given(layout, zero=True) for layout in step.operands]  # what is in pieces is so for good reason
-    choice = chosen(eqn, description, given, axes, ways)
-    if choice is None or choice.operands != step.operands:
+    passed = tuple(dict.fromkeys(each for layout in step.operands for each in layout.partial))
+    choice = carried_out(eqn, description, ways, [Given(layout) for layout in step.operands], axes, passed)
+    if choice is None or choice.operands != step.operands or reached(eqn, choice) != step.made:
         raise other()
-    return Step(eqn, step.operands, step.results, choice)
+    return Step(eqn, step.operands, step.made, step.results, choice)
 
 
 def written(layout: Layout) -> list[Any]:

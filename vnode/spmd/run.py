@@ -30,7 +30,7 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
 from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
@@ -72,8 +72,11 @@ class _Run:
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
-            for var, value, layout in zip(step.eqn.outvars, results, step.results, strict=True):
-                self.held[var] = {layout: value}
+            several = zip(step.eqn.outvars, results, step.made, step.results, strict=True)
+            for var, value, made, layout in several:
+                self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+                if layout != made:
+                    self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
 
     def read(self, atom: Atom, layout: Layout) -> Any:
@@ -123,13 +126,7 @@ class _Run:
             if description is not None and self.platform in description.replaced_on:
                 return evaluate(description, step.eqn, operands, description.sizes, {}, self.platform)
             return bind(step.eqn, operands)
-        results = self.evaluated(step.eqn, step.choice)
-        return [
-            convert(value, have, want, var.aval.shape, self.axes)
-            for value, var, have, want in zip(
-                results, step.eqn.outvars, reached(step.eqn, step.choice), step.results, strict=True
-            )
-        ]
+        return self.evaluated(step.eqn, step.choice)
 
     def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:
         """A device's copy of an equation."""

@@ -20,7 +20,7 @@ from vnode.partition.machine import Kind, Machine
 from vnode.partition.search.costs import Estimate, fetched, of_machine
 from vnode.partition.search.flows import seconds_of
 from vnode.spmd.choice import Choice, Way
-from vnode.spmd.flow import follow
+from vnode.spmd.flow import Asked, follow
 from vnode.spmd.layout import Cut, Layout, replicated
 
 AXES = {"x": 2, "y": 4}
@@ -124,4 +124,4 @@ def test_ways_of_another_equation_are_refused() -> None:
     (lead, split), *_ = description.leads
     twice = (Way(lead, split, ("x",)), Way(lead, split, ("y",)))
     with pytest.raises(PartitionError, match="cumsum"):
-        follow(program, [replicated(1)], AXES, ways={(number,): twice})
+        follow(program, [replicated(1)], AXES, asked={(number,): Asked(twice, (replicated(2),))})

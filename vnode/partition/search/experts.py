@@ -17,12 +17,11 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 import numpy as np
 
 from vnode.operators import Algebra, Windowed
+from vnode.partition.search.elimination import Elimination
 from vnode.partition.search.problem import Array
 from vnode.partition.search.steps import Search
+from vnode.partition.search.strategies import PIECES
 from vnode.spmd.layout import Layout
-
-SWEEPS = 4
-"""Over what an expert leaves open."""
 
 Wishes = Sequence[Sequence[Hashable]]
 """For each axis the named dimensions that it shall divide, the most wanted first."""
@@ -128,13 +127,13 @@ class _Experts:
             slides = any(self.slides(n) for n in cluster.nodes)
             own = wishes if slides or not dense else [[*dense, *each] for each in wishes]
             has = {name for each in cluster.dimensions for name in each}
-            if kept == "cut" and not has & self.examples:
+            if PIECES in has or (kept == "cut" and not has & self.examples):
                 open_.append(operator)
             chosen[operator] = self.closest(operator, cluster.dimensions, own)
-        for _ in range(SWEEPS):
-            for operator in open_:
-                chosen[operator] = int(problem.marginal(operator, chosen).argmin())
-        return chosen
+        kept_ = [np.arange(n) if i in set(open_) else chosen[i : i + 1] for i, n in enumerate(problem.sizes)]
+        rest = problem.restricted(kept_)
+        _, best = Elimination(rest.sizes, rest.edges).least(rest.seconds)
+        return np.array([own[k] for own, k in zip(kept_, best, strict=True)], np.int64)
 
     def closest(self, operator: int, dimensions: Sequence[Sequence[Hashable]], wishes: Wishes) -> int:
         """The possible strategy that does most of what is wished, and nothing else."""
