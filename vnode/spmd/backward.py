@@ -43,7 +43,7 @@ def wished(flow: Flow, axes: Axes) -> dict[Var, Layout]:
             wanted = reads.get(var, set())
             if len(wanted) == 1 and description.layout is None:
                 (target,) = wanted
-                moves = route(layout, target, var.aval.shape, axes) if not target.partial else ()
+                moves = route(layout, target, var.aval.shape, axes, var.aval.dtype) if not target.partial else ()
                 ways = ways_to(description, 0, target, axes)
                 if moves and ways and all(move.kind == "cut" for move in moves):
                     given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]

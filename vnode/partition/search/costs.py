@@ -85,8 +85,9 @@ class Estimate:
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The collectives of the route, one after another."""
-        size = itemsize(_dtype(dtype))
-        return sum(self._move(move, move.elements * size) for move in route(start, end, shape, self.axes))
+        kind = _dtype(dtype)
+        moves = route(start, end, shape, self.axes, kind)
+        return sum(self._move(move, move.elements * itemsize(kind)) for move in moves)
 
     def _move(self, move: Move, held: float) -> float:
         if move.kind == "cut":
