@@ -76,7 +76,7 @@ def implementation(words: int) -> Hashable:
     def split(key: jax.Array, shape: Sequence[int]) -> jax.Array:
         return key_of(block(key, *numbers(shape), first=False))
 
-    def fold_in(key: jax.Array, data: jax.Array) -> jax.Array:
+    def fold_in(key: jax.Array, data: Any) -> jax.Array:
         return key_of(block(key, jnp.uint32(0), jnp.asarray(data).astype(jnp.uint32), first=False))
 
     def random_bits(key: jax.Array, bit_width: int, shape: Sequence[int]) -> jax.Array:

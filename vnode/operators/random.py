@@ -17,7 +17,7 @@ from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
 from vnode.operators.counting import counters
-from vnode.operators.description import Algebra, Dims, Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.description import Algebra, Dims, Emit, Factors, OperatorDescription, Positions, Sizes, Work
 from vnode.operators.elementwise import broadcast, shapes_of
 from vnode.operators.philox import OURS, PHILOX, philox, with_other_keys
 from vnode.operators.registry import rule
@@ -52,7 +52,7 @@ def drawn_elsewhere(
     return [with_other_keys(functools.partial(eqn.primitive.bind, **params), operands, dtype)]
 
 
-def replaced(keys: Any) -> dict[str, Any]:
+def replaced(keys: Any) -> dict[str, Emit]:
     """On which platforms an equation that computes with keys such as `keys` is replaced, and by what."""
     return dict.fromkeys(("cpu", "gpu", "tpu"), drawn_elsewhere) if keys.aval.dtype.name in PHILOX else {}
 
@@ -214,7 +214,7 @@ def block_of_words(eqn: JaxprEqn) -> OperatorDescription:
         words = jnp.broadcast_arrays(*values)
         return list(philox(words[:key], words[key:]))
 
-    replaced_on = dict.fromkeys(("cpu", "gpu", "tpu"), emit)
+    replaced_on: dict[str, Emit] = dict.fromkeys(("cpu", "gpu", "tpu"), emit)
     results = (result,) * len(eqn.outvars)
     return OperatorDescription(factors=f.all, operands=operands, results=results, replaced_on=replaced_on)
 
