@@ -208,6 +208,18 @@ class Emission:
         """How a whole value, or one that is kept for all nodes, lies."""
         return self.layouts.get(var) or replicated(len(var.aval.shape))
 
+    def layout_in_node(self, var: Var, form: Slice) -> Layout:
+        """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
+        layout = self.layout(var)
+        return layout if var in self.collected else whole_along(form.dim, layout)
+
+    def spec_of_batched(self, var: Var, form: Slice, dim: int) -> PartitionSpec:
+        """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
+        entries = [*spec_of(self.layout_in_node(var, form))] if self.divides else [None] * (form.dim + 1)
+        return PartitionSpec(
+            *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
+        )
+
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
             return self.run_nested(action)
@@ -480,8 +492,8 @@ class Emission:
             spec(axis),
             [spec_of(self.layout(var)) if self.divides else spec() for var in wholes],
             [
-                sharded(self.layout(var), dim, axis) if slot else spec(*[None] * dim, axis)
-                for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
+                sharded(self.layout(var), dim, axis) if slot else self.spec_of_batched(var, form, dim)
+                for (var, form), (_, dim), slot in zip(sliced, shards, slots, strict=True)
             ],
         )
         totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
@@ -536,7 +548,7 @@ class Emission:
         ]
         layouts = [
             replicated(1),
-            *(self.layout(var) for var, _ in sliced),
+            *(self.layout_in_node(var, form) for var, form in sliced),
             *(self.layout(var) for var in wholes),
         ]
         run = functools.partial(self.as_node, nodes, wholes, sliced)
@@ -571,6 +583,11 @@ def read_by(action: Evaluation) -> list[Var]:
 def inner_axes(placement: Placement) -> dict[str, int]:
     """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
+
+
+def whole_along(dim: int, layout: Layout) -> Layout:
+    """A layout of which one dimension is not cut."""
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
 
 
 def runs_apart(value: Any, form: Slice) -> Any:
