@@ -210,6 +210,18 @@ class Emission:
         """How a whole value, or one that is kept for all nodes, lies."""
         return self.layouts.get(var) or replicated(len(var.aval.shape))
 
+    def layout_in_node(self, var: Var, form: Slice) -> Layout:
+        """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
+        layout = self.layout(var)
+        return layout if var in self.collected else whole_along(form.dim, layout)
+
+    def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
+        """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
+        entries = [*spec_of(layout)] if self.divides else [None] * (form.dim + 1)
+        return PartitionSpec(
+            *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
+        )
+
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
             return self.run_nested(action)
@@ -495,8 +507,8 @@ class Emission:
             spec(axis),
             [spec_of(layout) if self.divides else spec() for layout in lying[1 + len(sliced) :]],
             [
-                sharded(layout, dim, axis) if slot else spec(*[None] * dim, axis)
-                for layout, (_, dim), slot in zip(lying[1:], shards, slots, strict=False)
+                sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
+                for layout, (_, form), (_, dim), slot in zip(lying[1:], sliced, shards, slots, strict=False)
             ],
         )
         totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
@@ -548,7 +560,8 @@ class Emission:
 
     def lying(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[Layout]:
         """How it lies."""
-        return [replicated(1), *(self.layout(var) for var, _ in sliced), *(self.layout(var) for var in wholes)]
+        parts = (self.layout_in_node(var, form) for var, form in sliced)
+        return [replicated(1), *parts, *(self.layout(var) for var in wholes)]
 
     def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
@@ -588,6 +601,11 @@ def read_by(action: Evaluation) -> list[Var]:
 def inner_axes(placement: Placement) -> dict[str, int]:
     """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
+
+
+def whole_along(dim: int, layout: Layout) -> Layout:
+    """A layout of which one dimension is not cut."""
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
 
 
 def runs_apart(value: Any, form: Slice) -> Any:

@@ -19,7 +19,7 @@ from jax import lax
 from vnode.operators import Monoid
 from vnode.operators.splits import Interval
 from vnode.spmd.layout import Axes, Cut, Layout, count
-from vnode.spmd.route import Move, route
+from vnode.spmd.route import ORDERED, Move, in_one, route
 
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 """Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
@@ -60,7 +60,7 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
       axes: of the mesh.
     """
     before = start
-    for move in route(start, end, shape, axes):
+    for move in route(start, end, shape, axes, jnp.result_type(value)):
         value = carry_out(value, before, move, shape, axes)
         before = move.after
     return value
@@ -69,7 +69,7 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
     """One move."""
     match move.kind:
-        case "all-reduce":
+        case "all-reduce" | "all-gather" if move.monoid is not None:
             return combine(value, move.axes, move.monoid)
         case "reduce-scatter":
             return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
@@ -86,28 +86,18 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
     """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
-    match monoid:
-        case Monoid.SUM:
-            return lax.psum(value, names)
-        case Monoid.MAX | Monoid.MIN if jnp.issubdtype(value.dtype, np.integer):
-            return (lax.pmax if monoid is Monoid.MAX else lax.pmin)(value, names)
-        case Monoid.MAX | Monoid.MIN if value.dtype in ORDERED:  # among floats, some collectives lose NaN
-            return of_order(combine(order(value, monoid), names, monoid), value.dtype)
-        case Monoid.MAX | Monoid.MIN | Monoid.AND | Monoid.OR if value.dtype == np.bool_:
-            most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
-            return most(value.astype(jnp.int8), names).astype(np.bool_)
-    pieces = lax.all_gather(value, names)
-    result = pieces[0]
-    for piece in range(1, pieces.shape[0]):
-        result = monoid.combine(result, pieces[piece])
-    return result.astype(value.dtype)
-
-
-ORDERED = {
-    np.dtype(kind): np.dtype(bits)
-    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
-}
-"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+    if not in_one(monoid, value.dtype):
+        pieces = lax.all_gather(value, names)
+        result = pieces[0]
+        for piece in range(1, pieces.shape[0]):
+            result = monoid.combine(result, pieces[piece])
+        return result.astype(value.dtype)
+    if monoid is Monoid.SUM:
+        return lax.psum(value, names)
+    if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+        return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+    most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
+    return most(value.astype(jnp.int8), names).astype(np.bool_) if value.dtype == np.bool_ else most(value, names)
 
 
 def order(value: Any, monoid: Monoid) -> Any:

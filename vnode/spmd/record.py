@@ -169,9 +169,8 @@ def digest_of(program: Program) -> str:
 def recorded(step: Step) -> RecordedStep:
     """One step, written down."""
     ways = None if step.choice is None else tuple((tuple(way.lead), way.axes) for way in step.choice.ways)
-    return RecordedStep(
-        step.operands, step.results, ways, step.anyhow, tuple(RecordedFlow.of(body) for body in step.bodies)
-    )
+    bodies = tuple(RecordedFlow.of(body) for body in step.bodies)
+    return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, bodies)
 
 
 def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:

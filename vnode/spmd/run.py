@@ -93,9 +93,10 @@ class _Run:
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
                 return self.read(atom, layout.complete)  # zero is a piece of zero
+            dtype = atom.aval.dtype
             start = min(
                 (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
+                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
         return held[layout]

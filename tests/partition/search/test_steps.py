@@ -46,7 +46,7 @@ class Counted:
         return (choice.description.flops + 1) / devices
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return self.price * sum(move.sent(AXES) for move in route(start, end, shape, AXES))
+        return self.price * sum(move.sent(AXES) for move in route(start, end, shape, AXES, dtype))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         return 4.0 * math.prod(layout.local(shape, AXES))

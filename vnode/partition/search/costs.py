@@ -107,7 +107,7 @@ class Estimate:
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
         """The collectives of bringing a value from one layout to another."""
-        return transfers_of_route(route(start, end, shape, self.axes), _size(dtype), self.axes)
+        return transfers_of_route(route(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
 
     def _seconds(self, transfer: Transfer) -> float:
         return self._transfers(transfer.kind, transfer.axes, transfer.pairs).seconds(transfer.bytes)
