@@ -210,6 +210,7 @@ class _Search:
             beside,
             chosen.gap,
             chosen.divisions,
+            chosen.prediction.timeline,
         )
 
     def nothing_fits(self, subject: Subject) -> MemoryLimitError:
