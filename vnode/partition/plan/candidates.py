@@ -12,6 +12,7 @@ from collections.abc import Collection, Hashable, Mapping
 from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
+from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import Division, divisions_of
@@ -21,6 +22,7 @@ from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
+from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.steps import Search, as_problem
 from vnode.placement.placement import even_counts
 from vnode.runtime.collectives import ReductionPlan
@@ -148,10 +150,9 @@ class OnMesh:
         return found
 
     def searched(self, memory: float, budget: float, gap: float, progress: bool | None) -> list[Candidate]:
-        """What the exact search finds within a memory limit, and what experts would choose.
+        """What experts would choose, and last what the exact search finds within a memory limit.
 
-        Raises:
-          MemoryLimitError: nothing fits.
+        Where that finds nothing, the last is what takes least memory by the search's own account.
         """
         search = self.problem(memory)
         by_experts = experts(search, sorted(self.subject.batch), self.examples(search))
@@ -160,9 +161,13 @@ class OnMesh:
         found: list[Candidate] = []
         if over_all is not None:
             found.append(self.candidate("Megatron-style", search.flow(by_experts[over_all])))
-        solution = exact(
-            search.problem, gap=gap, budget=budget, candidates=list(by_experts.values()), progress=progress
-        )
+        try:
+            solution = exact(
+                search.problem, gap=gap, budget=budget, candidates=list(by_experts.values()), progress=progress
+            )
+        except MemoryLimitError:
+            least = least_memory(search.problem, budget, lambda: None).strategies
+            return found if least is None else [*found, self.candidate("least memory", search.flow(least))]
         found.append(self.candidate("searched", search.flow(solution.strategies), gap=solution.gap))
         if solution.interrupted:
             raise Interrupted(found)

@@ -203,7 +203,7 @@ class Plan(Drawn):
     def _state(self) -> list[Table]:
         groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
-            groups[re.sub(r"\d+", "*", name), said(spec)].append(name)
+            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec)].append(name)
         if not groups:
             return []
         rows = tuple(

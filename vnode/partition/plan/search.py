@@ -170,13 +170,10 @@ class _Search:
         allowed = float(self.limit)
         for _ in range(TRIES):
             left = max(self.until - time.monotonic(), 1.0)
-            try:
-                several = on.searched(allowed, left, GAP, False)
-            except MemoryLimitError:
-                break
+            several = on.searched(allowed, left, GAP, False)
             found = [*found, *(c for c in several if c.name != "Megatron-style" or not found)]
-            over = several[-1].prediction.memory - self.limit
-            if over <= 0 or allowed <= over:
+            over = several[-1].prediction.memory - self.limit if several else 0
+            if over <= 0 or allowed <= over or several[-1].name != "searched":
                 break
             allowed -= 1.05 * over
         return found
