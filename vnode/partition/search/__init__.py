@@ -8,6 +8,7 @@ from vnode.partition.search.experts import experts
 from vnode.partition.search.flows import seconds_of
 from vnode.partition.search.metropolis import Walk, metropolis
 from vnode.partition.search.problem import Edge, Problem
+from vnode.partition.search.simulated import Simulated
 from vnode.partition.search.solution import Solution
 from vnode.partition.search.steps import Search, as_problem
 from vnode.partition.search.unequal import Cut, SharedEdge, recursively, shared
@@ -20,6 +21,7 @@ __all__ = [
     "Problem",
     "Search",
     "SharedEdge",
+    "Simulated",
     "Solution",
     "Walk",
     "as_problem",

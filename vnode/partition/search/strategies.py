@@ -34,9 +34,6 @@ Pick = int | None
 PIECES = "pieces of a sum"
 """In place of a named dimension: devices along an axis have pieces of a sum, and add pieces to them."""
 
-ADDED = 4
-"""Equations of a cluster at most that adds pieces to pieces."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
@@ -48,6 +45,8 @@ class Strategy:
       made: how what others read lies, by (position of the node, result).
       wanted: how what others make must lie, by (position of the node, operand).
       asked: of each node, in order; None for what every device evaluates whole.
+      times: of `seconds`, what each node takes, without what is brought to it.
+      inner: of `seconds`, what bringing values from node to node takes, by (position of the node, operand).
     """
 
     picks: tuple[Pick, ...]
@@ -55,6 +54,8 @@ class Strategy:
     made: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     wanted: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     asked: tuple[Asked | None, ...] = ()
+    times: tuple[float, ...] = ()
+    inner: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,7 +162,7 @@ class Strategies:
         """Whether a cluster adds to what a loop carries, so that it may be carried in pieces."""
         read = {var for node in nodes for _, var in variables(node.eqn.invars)}
         linear = all(node.description is not None and node.description.linear for node in nodes)
-        return linear and len(nodes) <= ADDED and not read.isdisjoint(self.program.sums)
+        return linear and not read.isdisjoint(self.program.sums)
 
     def shape_of(self, nodes: Sequence[Node]) -> Hashable:
         """What is the same for clusters that differ only in the values that they read."""
@@ -249,7 +250,8 @@ class Strategies:
     def strategy(self, nodes: Sequence[Prepared], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
         """What a cluster takes if each axis divides something."""
         states: list[int] = []
-        seconds = 0.0
+        times: list[float] = []
+        inner: dict[tuple[int, int], float] = {}
         made: dict[tuple[int, int], Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
         taken: list[Asked | None] = []
@@ -272,7 +274,7 @@ class Strategies:
                 results = tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in node.eqn.outvars)
             else:
                 operands, results = found.operands, found.results
-                seconds += node.times * found.seconds
+            times.append(0.0 if found is None else node.times * found.seconds)
             for i, place in enumerate(each.operands):
                 if place == OUTSIDE:
                     wanted[position, i] = operands[i]
@@ -282,12 +284,14 @@ class Strategies:
                         held.add((place, end))
                         var = node.eqn.invars[i]
                         assert isinstance(var, Var)
-                        seconds += node.times * self.move(self._numbered[states[place]], operands[i], var)
+                        start = self._numbered[states[place]]
+                        inner[position, i] = node.times * self.move(start, operands[i], var)
             for j, layout in enumerate(results):
                 states.append(self.number(layout))
                 made[position, j] = layout
             taken.append(None if found is None else found.asked)
-        return Strategy(picks, seconds, made, wanted, tuple(taken))
+        seconds = sum(times) + sum(inner.values())
+        return Strategy(picks, seconds, made, wanted, tuple(taken), tuple(times), inner)
 
     def number(self, layout: Layout) -> int:
         """A layout's number, the same for equal ones."""
