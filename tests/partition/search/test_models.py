@@ -1,4 +1,4 @@
-"""Models of papers: no plan of an expert costs less than what is found, and what is found is carried out at its cost."""
+"""Models of papers: no expert's plan costs less than what is found, and what is found is carried out at its cost."""
 
 from __future__ import annotations
 

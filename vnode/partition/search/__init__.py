@@ -6,6 +6,7 @@ from vnode.partition.search.exact import exact
 from vnode.partition.search.exhaustive import exhaustive
 from vnode.partition.search.experts import experts
 from vnode.partition.search.flows import seconds_of
+from vnode.partition.search.groups import Group, between
 from vnode.partition.search.metropolis import Walk, metropolis
 from vnode.partition.search.problem import Edge, Problem
 from vnode.partition.search.simulated import Simulated
@@ -18,6 +19,7 @@ __all__ = [
     "Cut",
     "Edge",
     "Estimate",
+    "Group",
     "Problem",
     "Search",
     "SharedEdge",
@@ -25,6 +27,7 @@ __all__ = [
     "Solution",
     "Walk",
     "as_problem",
+    "between",
     "bisection",
     "exact",
     "exhaustive",
