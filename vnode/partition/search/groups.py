@@ -65,7 +65,7 @@ def between(
       carried: for outputs, by number, the input that they become in the next step.
 
     Returns:
-      The program as a problem over one axis of two, whose strategies `Cut` has as well, and what groups share.
+      The program as a problem over one axis of two halves, whose strategies `Cut` has as well, and what groups share.
 
     Raises:
       SearchError: there are not two groups, or a group has no devices.
@@ -84,14 +84,16 @@ def between(
     if len(groups) != 2 or any(each.count < 1 or not each.bandwidth > 0 for each in groups):
         raise SearchError("groups: expected two, each with devices and a bandwidth")
 
-    def built(compute: Callable[[JaxprEqn, Choice], float], part: int | None) -> Search:
-        return as_problem(program, AXES, _Counted(compute, part), carried=carried)
+    def built(compute: Timer, parts: tuple[float, float, float]) -> Search:
+        return as_problem(program, AXES, _Counted(compute, parts), carried=carried)
 
-    nothing = lambda eqn, choice: 0.0  # noqa: E731
-    moved = [built(nothing, part) for part in range(3)]
-    divided = [built(_timed(each, divided=True), None) for each in groups]
-    whole = [built(_timed(each, divided=False), None) for each in groups]
-    search, rates = moved[0], np.array([1 / each.bandwidth for each in groups])
+    moved = [built(_nothing, (float(k == 0), float(k == 1), float(k == 2))) for k in range(3)]
+    divided = [built(_timed(each, 1.0, 0.0), (0.0, 0.0, 0.0)) for each in groups]
+    whole = [built(_timed(each, 0.0, 1.0), (0.0, 0.0, 0.0)) for each in groups]
+    rate = max(1 / each.bandwidth for each in groups)
+    halves = [_timed(each, 0.5, 1.0) for each in groups]
+    search = built(lambda eqn, choice: max(half(eqn, choice) for half in halves), (rate, rate / 2, rate / 4))
+    rates = np.array([1 / each.bandwidth for each in groups])
     compute, fixed = [], []
     for i in range(search.problem.operators):
         compute.append(_finite(np.stack([each.problem.seconds[i] for each in divided])))
@@ -104,30 +106,41 @@ def between(
     return search, Cut(tuple(compute), tuple(fixed), tuple(edges))
 
 
-class _Counted:
-    """A cost model that times equations, or counts one part of the bytes that are received."""
+Timer = Callable[[JaxprEqn, Choice], float]
 
-    def __init__(self, compute: Callable[[JaxprEqn, Choice], float], part: int | None) -> None:
-        self.compute_time, self.part = compute, part
+
+class _Counted:
+    """A cost model that times equations in some way, and each part of the bytes that are received at some price."""
+
+    def __init__(self, compute: Timer, parts: tuple[float, float, float]) -> None:
+        self.compute, self.parts = compute, parts
+
+    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        return self.compute(eqn, choice)
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
         kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES) if move.kind != "cut"]
-        return float(math.prod(shape) * itemsize(dtype) * kinds.count(self.part)) if self.part is not None else 0.0
+        return float(math.prod(shape) * itemsize(dtype) * sum(self.parts[kind] for kind in kinds))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         return float(math.prod(layout.local(shape, AXES)) * itemsize(dtype))
 
 
-def _timed(group: Group, *, divided: bool) -> Callable[[JaxprEqn, Choice], float]:
-    """Seconds that a group takes for the whole of an equation, if it is divided between groups, or if it is not."""
+def _nothing(eqn: JaxprEqn, choice: Choice) -> float:
+    return 0.0
+
+
+def _timed(group: Group, divided: float, whole: float) -> Timer:
+    """Seconds that a group takes for shares of an equation, one if it is divided between groups, another if not."""
 
     def seconds(eqn: JaxprEqn, choice: Choice) -> float:
-        if bool(choice.ways) is not divided:
+        share = divided if choice.ways else whole
+        if not share:
             return 0.0
         cost = described_cost(eqn, choice.description)
         if not decides(choice.description):
             cost = dataclasses.replace(cost, read=0)  # fused with what it reads
-        return Roofline(launch=0).seconds(cost, group.kind) / group.count
+        return share * Roofline(launch=0).seconds(cost, group.kind) / group.count
 
     return seconds
 
