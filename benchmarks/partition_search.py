@@ -7,6 +7,8 @@
   papers   models of papers on the clusters of the papers and a slice of TPUs: the best plan beside data parallel
            and the experts, what it moves, and how near Tofu's and FlexFlow's searches come. Predicted as well; with
            `--results FILE` each case is kept as it is done, and is not done again
+  timeline the exact plan, data parallel, and a walk from the exact plan, on a simulated timeline that overlaps exchanges
+  groups   AccPar's shares between four v5e and four v5p chips, 100 GB/s between them: an assumption
 
 This file knows problems, models and clocks. It must not know how any search works.
 """
@@ -32,21 +34,27 @@ from rich.console import Console
 
 from benchmarks.partition_models import MODELS
 from benchmarks.report import Sheet
-from vnode.analysis.program import inline
+from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.machine import Machine
+from vnode.partition.machine.table import kind_named
 from vnode.partition.search import (
     Edge,
     Estimate,
+    Group,
     Problem,
+    Search,
+    Simulated,
     Solution,
     as_problem,
+    between,
     bisection,
     exact,
     exhaustive,
     experts,
     metropolis,
     seconds_of,
+    shared,
 )
 from vnode.partition.search.costs import fetched
 from vnode.spmd.choice import Choice
@@ -355,10 +363,57 @@ def papers(done: Mapping[str, Any]) -> Sheet:
     return Sheet("Papers", heads, rows, "predicted seconds of a step; off the lower bound; nothing is run")
 
 
+def searched(name: str, machine: str) -> tuple[Search, range]:
+    """A model of the papers on a machine, and the numbers of the inputs that count examples."""
+    program, leaves, batch = traced(name)
+    make, axes = MACHINES[machine]
+    return as_problem(program, axes, Estimate(make(), axes), carried={i: i for i in range(leaves)}), batch
+
+
+def traced(name: str, **sizes: Any) -> tuple[Program, int, range]:
+    """A model's step as a program, how many inputs are its state, and which are its batch."""
+    model = MODELS[name]("paper", **sizes)
+    jaxpr = jax.make_jaxpr(model.step)(model.state, model.batch)
+    leaves = len(jax.tree.leaves(model.state))
+    return inline(jaxpr.jaxpr, jaxpr.consts), leaves, range(leaves, leaves + len(jax.tree.leaves(model.batch)))
+
+
+def timeline(seed: int) -> Sheet:
+    """Plans on a simulated timeline."""
+    rows = []
+    for name, machine in (("alexnet", "p100"), ("lstm-4k", "v5e")):
+        search, batch = searched(name, machine)
+        best, simulated = exact(search.problem), Simulated(search)
+        began = time.process_time()
+        polished = metropolis(search.problem, starts=[best.strategies], proposals=3000, walk=simulated, seed=seed)
+        took = time.process_time() - began
+        plain = simulated.start(experts(search, batch)["data parallel"])
+        costs = [best.cost, simulated.start(best.strategies), polished.cost, plain]
+        rows.append([f"{name} {machine}", str(len(simulated.parts)), *(f"{1e3 * x:.4g}" for x in costs), f"{took:.1f}"])
+    heads = ["case", "tasks", "exact, sum, ms", "exact, ms", "polished, ms", "data parallel, ms", "walk, CPU s"]
+    return Sheet("Timeline", heads, rows, "simulated; the sum is without overlap")
+
+
+def groups() -> Sheet:
+    """Unequal shares between groups of unequal devices."""
+    rows, sizes = [], {"transformer": {"layers": 2}}
+    for name in ("alexnet", "lstm-4k", "transformer"):
+        program, leaves, batch = traced(name, **sizes.get(name, {}))
+        kinds = [Group(kind_named(kind), 4, 100e9) for kind in ("v5e", "v5p")]
+        search, cut = between(program, kinds, carried={i: i for i in range(leaves)})
+        found, plain = shared(cut), experts(search, batch)["data parallel"]
+        ratios = [found.equal / found.seconds, cut.seconds(plain, 0.5) / found.seconds]
+        rows.append([name, f"{found.share:.3f}", f"{1e3 * found.seconds:.4g}", *(f"{x:.2f}" for x in ratios)])
+    heads = ["model", "share of v5e", "ms", "equal shares / best", "equal data parallel / best"]
+    return Sheet("Groups", heads, rows, "simulated: blocks of unequal size are not carried out")
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["graphs", "scale", "models", "papers"], help="one table")
+    parser.add_argument(
+        "--only", choices=["graphs", "scale", "models", "papers", "timeline", "groups"], help="one table"
+    )
     parser.add_argument("--models", nargs="*", default=PAPERS, choices=list(MODELS), help="of the papers")
     parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
     parser.add_argument("--size", choices=["paper", "small"], default="paper")
@@ -374,6 +429,10 @@ def main() -> None:
         graphs(args.seed).draw(console)
     if args.only in (None, "scale"):
         scale(args.seed, args.layers).draw(console)
+    if args.only in (None, "timeline"):
+        timeline(args.seed).draw(console)
+    if args.only in (None, "groups"):
+        groups().draw(console)
     if args.only in (None, "papers"):
         for name in args.models:
             paper(name, args.machines, args.size, args.proposals, args.seed, args.results)
