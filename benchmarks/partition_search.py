@@ -7,7 +7,7 @@
   papers   models of papers on the clusters of the papers and a slice of TPUs: the best plan beside data parallel
            and the experts, what it moves, and how near Tofu's and FlexFlow's searches come. Predicted as well; with
            `--results FILE` each case is kept as it is done, and is not done again
-  timeline the exact plan, data parallel, and a walk from the exact plan, on a simulated timeline that overlaps exchanges
+  timeline the exact plan, data parallel, and a walk from the exact plan, on a timeline where exchanges overlap
   groups   AccPar's shares between four v5e and four v5p chips, 100 GB/s between them: an assumption
 
 This file knows problems, models and clocks. It must not know how any search works.
