@@ -4,6 +4,11 @@
   scale    graphs of the size of a transformer, drawn at random: 24 layers x 30 operators x 49 strategies
   models   train steps as their users wrote them, on 16 devices: from the program to a plan, beside experts' plans,
            Tofu's recursive bisection and FlexFlow's walk. All costs are predicted, from data sheets: nothing is run
+  papers   models of papers on the clusters of the papers and a slice of TPUs: the best plan beside data parallel
+           and the experts, what it moves, and how near Tofu's and FlexFlow's searches come. Predicted as well; with
+           `--results FILE` each case is kept as it is done, and is not done again
+  timeline the exact plan, data parallel, and a walk from the exact plan, on a timeline where exchanges overlap
+  groups   AccPar's shares between four v5e and four v5p chips, 100 GB/s between them: an assumption
 
 This file knows problems, models and clocks. It must not know how any search works.
 """
@@ -12,36 +17,48 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 from rich.console import Console
 
 from benchmarks.partition_models import MODELS
 from benchmarks.report import Sheet
-from vnode.analysis.program import inline
+from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.machine import Machine
+from vnode.partition.machine.table import kind_named
 from vnode.partition.searches import (
     Edge,
     Estimate,
+    Group,
     Problem,
+    Search,
+    Simulated,
     Solution,
     as_problem,
+    between,
     bisection,
     exact,
     exhaustive,
     experts,
     metropolis,
     seconds_of,
+    shared,
 )
+from vnode.partition.searches.costs import fetched
+from vnode.spmd.choice import Choice
+from vnode.spmd.layout import Layout
 
 GIB = 2**30
 
@@ -233,10 +250,174 @@ def plans(case: Case, proposals: int, seed: int) -> list[list[str]]:
     return rows
 
 
+MACHINES: dict[str, tuple[Callable[[], Machine], dict[str, int]]] = {
+    "p100": (lambda: Machine.flexflow("p100"), {"x": 4, "y": 4}),
+    "k80": (lambda: Machine.flexflow("k80"), {"x": 16, "y": 4}),
+    "v5e": (lambda: Machine.tpu("v5e:4x4"), {"x": 4, "y": 4}),
+}
+PAPERS = (
+    "nmt",
+    "alexnet",
+    "lstm-4k",
+    "transformer",
+    "wresnet-50",
+    "wresnet-50-x4",
+    "resnet-101",
+    "experts",
+    "inception-v3",
+)
+
+
+class Sent(Estimate):
+    """Bytes that a device sends in place of seconds."""
+
+    def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+        return sum(each.sent for each in fetched(eqn, choice, self.axes))
+
+    def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
+        return sum(each.sent for each in self.transfers(start, end, shape, dtype))
+
+
+def paper(name: str, machines: Sequence[str], size: str, proposals: int, seed: int, path: Path | None) -> None:
+    """One model on several machines; what is in the file is not done again."""
+    done = json.loads(path.read_text()) if path is not None and path.exists() else {}
+    left = [machine for machine in machines if f"{name} {machine}" not in done]
+    if not left:
+        return
+    model = MODELS[name](size)
+    began = time.process_time()
+    jaxpr = jax.make_jaxpr(model.step)(model.state, model.batch)
+    program = inline(jaxpr.jaxpr, jaxpr.consts)
+    traced = time.process_time() - began
+    leaves = len(jax.tree.leaves(model.state))
+    batch = range(leaves, leaves + len(jax.tree.leaves(model.batch)))
+    for machine in left:
+        make, axes = MACHINES[machine]
+        cost = Estimate(make(), axes)
+        began = time.process_time()
+        search = as_problem(program, axes, cost, carried={i: i for i in range(leaves)})
+        built = time.process_time() - began
+        problem, known = search.problem, experts(search, batch)
+        runs: dict[str, Callable[[], Solution]] = {
+            "exact": lambda p=problem, k=known: exact(p, gap=0.001, candidates=list(k.values())),
+            "bisection": lambda p=problem, s=search: bisection(p, s.steps(), budget=60),
+            "walk": lambda p=problem, k=known: metropolis(
+                p, starts=[k["data parallel"]], random_starts=1, proposals=proposals, seed=seed, budget=60
+            ),
+        }
+        found: dict[str, Solution] = {}
+        took: dict[str, float] = {}
+        for how, run in runs.items():
+            began = time.process_time()
+            found[how] = run()
+            took[how] = time.process_time() - began
+        best, sent, devices = found["exact"], Sent(make(), axes), int(np.prod(list(axes.values())))
+        moved = {
+            how: devices * seconds_of(search.flow(strategies), sent)
+            for how, strategies in (("best", best.strategies), ("data parallel", known["data parallel"]))
+        }
+        done[f"{name} {machine}"] = {
+            "size": size,
+            "equations": len(program.equations),
+            "operators": problem.operators,
+            "traced": traced,
+            "built": built,
+            "bound": best.lower_bound,
+            "gap": best.gap,
+            "carried": seconds_of(search.flow(best.strategies), cost),
+            "seconds": {how: each.cost for how, each in found.items()},
+            "took": took,
+            "experts": {how: problem.cost(each) for how, each in known.items()},
+            "moved": moved,
+            "footprint": {"best": best.footprint, "data parallel": problem.footprint(known["data parallel"])},
+        }
+        if path is not None:
+            path.write_text(json.dumps(done, indent=1))
+        else:
+            papers(done).draw(Console(width=200))
+
+
+def papers(done: Mapping[str, Any]) -> Sheet:
+    """What was found, a row for each case."""
+    rows = []
+    for case, each in done.items():
+        known, best = each["experts"], each["seconds"]["exact"]
+        rest = {how: cost for how, cost in known.items() if how != "data parallel"}
+        expert = min(rest, key=lambda how: rest[how])
+        off = [f"{100 * (each['seconds'][how] / each['bound'] - 1):.1f}" for how in ("bisection", "walk")]
+        rows.append(
+            [
+                f"{case}, {each['size']}",
+                f"{1e3 * best:.4g}",
+                f"{100 * each['gap']:.2f}",
+                f"{known['data parallel'] / best:.2f}",
+                f"{rest[expert] / best:.2f} ({expert})",
+                f"{each['moved']['best'] / 1e9:.2f} / {each['moved']['data parallel'] / 1e9:.2f}",
+                *off,
+                " / ".join(f"{each['took'][how]:.1f}" for how in ("exact", "bisection", "walk")),
+                f"{each['traced']:.1f} + {each['built']:.1f}",
+            ]
+        )
+    heads = ["case", "best, ms", "gap, %", "DP / best", "best expert / best", "GB moved, best / DP"]
+    heads += ["Tofu, % off", "walk, % off", "searches, CPU s", "trace + build, CPU s"]
+    return Sheet("Papers", heads, rows, "predicted seconds of a step; off the lower bound; nothing is run")
+
+
+def searched(name: str, machine: str) -> tuple[Search, range]:
+    """A model of the papers on a machine, and the numbers of the inputs that count examples."""
+    program, leaves, batch = traced(name)
+    make, axes = MACHINES[machine]
+    return as_problem(program, axes, Estimate(make(), axes), carried={i: i for i in range(leaves)}), batch
+
+
+def traced(name: str, **sizes: Any) -> tuple[Program, int, range]:
+    """A model's step as a program, how many inputs are its state, and which are its batch."""
+    model = MODELS[name]("paper", **sizes)
+    jaxpr = jax.make_jaxpr(model.step)(model.state, model.batch)
+    leaves = len(jax.tree.leaves(model.state))
+    return inline(jaxpr.jaxpr, jaxpr.consts), leaves, range(leaves, leaves + len(jax.tree.leaves(model.batch)))
+
+
+def timeline(seed: int) -> Sheet:
+    """Plans on a simulated timeline."""
+    rows = []
+    for name, machine in (("alexnet", "p100"), ("lstm-4k", "v5e")):
+        search, batch = searched(name, machine)
+        best, simulated = exact(search.problem), Simulated(search)
+        began = time.process_time()
+        polished = metropolis(search.problem, starts=[best.strategies], proposals=3000, walk=simulated, seed=seed)
+        took = time.process_time() - began
+        plain = simulated.start(experts(search, batch)["data parallel"])
+        costs = [best.cost, simulated.start(best.strategies), polished.cost, plain]
+        rows.append([f"{name} {machine}", str(len(simulated.parts)), *(f"{1e3 * x:.4g}" for x in costs), f"{took:.1f}"])
+    heads = ["case", "tasks", "exact, sum, ms", "exact, ms", "polished, ms", "data parallel, ms", "walk, CPU s"]
+    return Sheet("Timeline", heads, rows, "simulated; the sum is without overlap")
+
+
+def groups() -> Sheet:
+    """Unequal shares between groups of unequal devices."""
+    rows, sizes = [], {"transformer": {"layers": 2}}
+    for name in ("alexnet", "lstm-4k", "transformer"):
+        program, leaves, batch = traced(name, **sizes.get(name, {}))
+        kinds = [Group(kind_named(kind), 4, 100e9) for kind in ("v5e", "v5p")]
+        search, cut = between(program, kinds, carried={i: i for i in range(leaves)})
+        found, plain = shared(cut), experts(search, batch)["data parallel"]
+        ratios = [found.equal / found.seconds, cut.seconds(plain, 0.5) / found.seconds]
+        rows.append([name, f"{found.share:.3f}", f"{1e3 * found.seconds:.4g}", *(f"{x:.2f}" for x in ratios)])
+    heads = ["model", "share of v5e", "ms", "equal shares / best", "equal data parallel / best"]
+    return Sheet("Groups", heads, rows, "simulated: blocks of unequal size are not carried out")
+
+
 def main() -> None:
     """Prints the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["graphs", "scale", "models"], help="one table")
+    parser.add_argument(
+        "--only", choices=["graphs", "scale", "models", "papers", "timeline", "groups"], help="one table"
+    )
+    parser.add_argument("--models", nargs="*", default=PAPERS, choices=list(MODELS), help="of the papers")
+    parser.add_argument("--machines", nargs="*", default=list(MACHINES), choices=list(MACHINES))
+    parser.add_argument("--size", choices=["paper", "small"], default="paper")
+    parser.add_argument("--results", type=Path, help="a JSON file to keep cases of the papers in")
     parser.add_argument("--cases", type=int, nargs="*", help="numbers of the models' cases")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--proposals", type=int, default=100_000, help="of each walk")
@@ -248,6 +429,15 @@ def main() -> None:
         graphs(args.seed).draw(console)
     if args.only in (None, "scale"):
         scale(args.seed, args.layers).draw(console)
+    if args.only in (None, "timeline"):
+        timeline(args.seed).draw(console)
+    if args.only in (None, "groups"):
+        groups().draw(console)
+    if args.only in (None, "papers"):
+        for name in args.models:
+            paper(name, args.machines, args.size, args.proposals, args.seed, args.results)
+        if args.results is not None and args.results.exists():
+            papers(json.loads(args.results.read_text())).draw(console)
     if args.only in (None, "models"):
         for number, case in enumerate(CASES):
             if args.cases is None or number in args.cases:

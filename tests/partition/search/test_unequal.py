@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.partition.search.test_steps import STEPS
+from vnode.analysis.program import inline
+from vnode.partition.machine import Kind
+from vnode.partition.machine.table import kind_named
+from vnode.partition.searches.groups import Group, between
 from vnode.partition.searches.unequal import Cut, SharedEdge, balanced, recursively, shared
 
 GRID = np.linspace(0, 1, 401)
@@ -67,3 +74,28 @@ def test_groups_without_exchange_share_by_speed() -> None:
 
     shares = recursively(range(4), ask).shares()
     assert shares == pytest.approx({0: 1 / 8, 1: 1 / 8, 2: 3 / 8, 3: 3 / 8})
+
+
+def twice_the_speed(kind: Kind, times: float) -> Kind:
+    peak = {dtype: times * rate for dtype, rate in kind.peak.items()}
+    faster = {"vector": times * kind.vector, "bandwidth": times * kind.bandwidth}
+    return dataclasses.replace(kind, name=f"{kind.name} x {times}", peak=peak, **faster)
+
+
+@pytest.mark.parametrize("name", ["mlp", "convolutions"])
+@pytest.mark.parametrize("speed", [1.0, 3.0])
+def test_shares_of_a_programs_operators(name: str, speed: float) -> None:
+    """With links that take nothing, by the groups' speeds; never worse than halves; as by hand."""
+    step, arguments = STEPS[name]
+    jaxpr = jax.make_jaxpr(step)(*arguments)
+    program = inline(jaxpr.jaxpr, jaxpr.consts)
+    carried = {i: i for i in range(len(jax.tree.leaves(arguments[0])))}
+    kind = kind_named("v5e")
+    for bandwidth in (1e30, 1e9):
+        groups = [Group(kind, 2, bandwidth), Group(twice_the_speed(kind, speed), 2, bandwidth)]
+        search, cut = between(program, groups, carried=carried)
+        found = shared(cut)
+        assert found.seconds <= found.equal * (1 + 1e-12) and np.isfinite(search.problem.cost(found.strategies))
+        assert found.seconds == pytest.approx(by_hand(cut, tuple(found.strategies.tolist()), found.share))
+        if bandwidth == 1e30:  # what is not divided both do; all else by speed
+            assert found.share == pytest.approx(1 / (1 + speed), abs=0.06)

@@ -6,8 +6,10 @@ from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flows import seconds_of
+from vnode.partition.searches.groups import Group, between
 from vnode.partition.searches.metropolis import Walk, metropolis
 from vnode.partition.searches.problem import Edge, Problem
+from vnode.partition.searches.simulated import Simulated
 from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.steps import Search, as_problem
 from vnode.partition.searches.unequal import Cut, SharedEdge, recursively, shared
@@ -17,12 +19,15 @@ __all__ = [
     "Cut",
     "Edge",
     "Estimate",
+    "Group",
     "Problem",
     "Search",
     "SharedEdge",
+    "Simulated",
     "Solution",
     "Walk",
     "as_problem",
+    "between",
     "bisection",
     "exact",
     "exhaustive",

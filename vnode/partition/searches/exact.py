@@ -17,6 +17,7 @@ import numpy as np
 import scipy.optimize
 
 from vnode.partition.searches.descent import descended, fitted
+from vnode.partition.searches.diffusion import least_more, tightened
 from vnode.partition.searches.elimination import ENTRIES, Elimination
 from vnode.partition.searches.problem import SLACK, Array, Problem
 from vnode.partition.searches.programme import least_memory, least_time, variables
@@ -87,6 +88,7 @@ class _Exact:
     def __init__(self, problem: Problem, watch: Watch, gap: float, entries: int) -> None:
         self.problem, self.watch, self.gap, self.entries = problem, watch, gap, entries
         self.kept = undominated(problem)  # strategies that are still looked at
+        self.base = 0.0  # what the problem that is looked at costs less than the whole
         self.floor = math.inf  # what those that were dropped cost at least
         finite = 0 < problem.limit < math.inf
         self.unit, self.allowed = (problem.limit, 1.0) if finite else (1.0, 0.0)  # of bytes; the limit, if it matters
@@ -97,7 +99,9 @@ class _Exact:
                 self.something_that_fits()
             while True:
                 before = sum(map(len, self.kept))
-                rest = self.problem.restricted(self.kept)
+                rest = self.tightened()
+                if self.done or rest is None:
+                    return "bound by diffusion"
                 elimination = Elimination(rest.sizes, rest.edges, self.entries)
                 prices = self.relax(rest, elimination)
                 if self.done or math.isinf(self.watch.lower_bound):
@@ -127,7 +131,9 @@ class _Exact:
         """An assignment of what is still looked at, and what is easily made of it."""
         chosen = np.array([kept[s] for kept, s in zip(self.kept, strategies, strict=True)], np.int64)
         self.watch.offer(chosen)
-        if self.problem.bounded and not self.problem.fits(chosen):
+        if not self.problem.bounded:
+            self.watch.offer(descended(self.problem, chosen))
+        elif not self.problem.fits(chosen):
             chosen = descended(self.problem, fitted(self.problem, chosen))
             self.watch.offer(chosen)
 
@@ -143,6 +149,23 @@ class _Exact:
         if found.bound > self.problem.limit * (1 + SLACK) and self.watch.smallest < math.inf:
             raise self.problem.nothing_fits(self.watch.smallest)
 
+    def tightened(self) -> Problem | None:
+        """What is still looked at, less `base`, without what can no longer be better; None if nothing can."""
+        self.base, rest = tightened(self.problem.restricted(self.kept), self.pause)
+        self.bound(self.base)
+        if not rest.bounded:
+            self.offer(descended(rest, np.array([s.argmin() for s in least_more(rest)], np.int64)))
+        if self.watch.best is None or self.done:
+            return rest
+        enough = self.watch.cost * (1 - self.gap)
+        self.floor = min(self.floor, enough)
+        good = [np.flatnonzero(self.base + more < enough) for more in least_more(rest)]
+        if not all(map(len, good)):
+            self.bound(self.floor)
+            return None
+        self.kept = [kept[k] for kept, k in zip(self.kept, good, strict=True)]
+        return rest.restricted(good)
+
     def relax(self, rest: Problem, elimination: Elimination) -> Array:
         """Improves the lower bound by prices of memory, and offers what is best at each; returns the best prices."""
         over = rest.most > rest.limit
@@ -150,7 +173,8 @@ class _Exact:
         cuts: list[tuple[float, Array]] = []  # cost and what is used above the limit, of assignments
         if self.watch.best is not None and over.any():
             best = self.watch.best[None]
-            cuts.append((self.watch.cost, self.problem.footprints(best)[0][over] / self.unit - self.allowed))
+            used = self.problem.footprints(best)[0][over] / self.unit - self.allowed
+            cuts.append((self.watch.cost - self.base, used))
         prices = best_prices = np.zeros(int(over.sum()))
         most, scale = -math.inf, 0.0
         for turn in range(TURNS):
@@ -160,16 +184,16 @@ class _Exact:
             value -= float(prices.sum()) * self.allowed
             if value > most:
                 most, best_prices = value, prices
-            self.bound(value)
+            self.bound(self.base + value)
             self.offer(chosen)
             if self.done or not over.any() or math.isinf(value):
                 break
             used = rest.footprints(chosen[None])[0][over] / self.unit - self.allowed
             cuts.append((rest.cost(chosen), used))
             if turn == 0:
-                scale = 10 * max(abs(c) for c, _ in cuts if math.isfinite(c))
+                scale = 10 * max(abs(self.base + c) for c, _ in cuts if math.isfinite(c))
             ideal, master = self.master(cuts, scale)
-            if master - most <= 1e-7 * abs(master) and (ideal < scale).all():
+            if master - most <= 1e-7 * abs(self.base + master) and (ideal < scale).all():
                 break
             if (ideal >= scale).any():
                 scale *= 10
@@ -199,12 +223,13 @@ class _Exact:
         if self.watch.best is None:
             return True
         enough = self.watch.cost * (1 - self.gap)
+        needed = enough - self.base
         over = rest.most > rest.limit
         times = [s + prices @ h[over] / self.unit for s, h in zip(rest.seconds, rest.memory, strict=True)]
         least = elimination.marginals(times, self.pause)
         paid = float(prices.sum()) * self.allowed
         self.floor = min(self.floor, enough)
-        kept = [k[each - paid < enough] for k, each in zip(self.kept, least, strict=True)]
+        kept = [k[each - paid < needed] for k, each in zip(self.kept, least, strict=True)]
         if not all(map(len, kept)):
             self.bound(self.floor)
             return False

@@ -48,12 +48,14 @@ class Link:
       target: what it is called there.
       times: how often.
       dropped: leading dimensions that the target lacks (a slice of what is scanned), or has more (what is stacked).
+      back: it is handed to the next turn.
     """
 
     source: Var
     target: Var
     times: float
     dropped: int = 0
+    back: bool = False
 
 
 class Names:
@@ -89,6 +91,7 @@ class Flat:
       sums: what loops carry that begins as zero: it may be carried in pieces of a sum.
       same: variables of several bodies that are one operand of their loop or branch, and lie alike.
       whole: what every device needs whole, and how often: which branch is taken, whether a loop goes on.
+      ends: of what a loop has carried, what its last turn hands on.
       uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
     """
 
@@ -100,6 +103,7 @@ class Flat:
     sums: frozenset[Var]
     same: Mapping[Var, Var]
     whole: tuple[tuple[Var, float], ...]
+    ends: Mapping[Var, Atom]
     uncut: Mapping[Var, int]
 
     def named(self, var: Var, dim: int) -> Hashable:
@@ -140,6 +144,7 @@ def flat(program: Program, axes: Axes) -> Flat:
         frozenset(walk.sums),
         walk.same,
         tuple(walk.whole),
+        walk.ends,
         walk.uncut,
     )
 
@@ -155,6 +160,7 @@ class _Walk:
         self.sums: set[Var] = set()
         self.same: dict[Var, Var] = {}
         self.whole: list[tuple[Var, float]] = []
+        self.ends: dict[Var, Atom] = {}
         self.uncut: dict[Var, int] = {}
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
@@ -180,10 +186,10 @@ class _Walk:
             return not getattr(atom.aval, "shape", ()) and atom.val == 0
         return atom in self.zero
 
-    def link(self, source: Atom, target: Var, times: float, dropped: int = 0) -> None:
+    def link(self, source: Atom, target: Var, times: float, dropped: int = 0, back: bool = False) -> None:
         if not self.is_free(source):
             assert isinstance(source, Var)
-            self.links.append(Link(source, target, times, dropped))
+            self.links.append(Link(source, target, times, dropped, back))
 
     def region(self, step: Step, region: Region, path: Path, times: float) -> None:
         eqn, turns, first = step.eqn, times * region.times, dict[int, Var]()
@@ -208,8 +214,9 @@ class _Walk:
             for j, (atom, result) in enumerate(zip(body.program.outputs, eqn.outvars, strict=True)):
                 if j < len(region.carried):
                     held = first[region.carried[j]]
-                    self.link(atom, held, turns)
+                    self.link(atom, held, turns, back=True)
                     self.link(held, result, times)
+                    self.ends[result] = atom
                 elif region.stacks:
                     self.uncut[result] = 1
                     self.link(atom, result, turns, -1)

@@ -20,7 +20,7 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, Monoid
 from vnode.partition.searches.coarsen import clusters, members
 from vnode.partition.searches.costs import CostModel
-from vnode.partition.searches.flat import Flat, flat, readers, size_of
+from vnode.partition.searches.flat import Flat, Link, flat, readers, size_of
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow
@@ -48,6 +48,27 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
+class Handed:
+    """What is brought from one cluster or value to another.
+
+    Attributes:
+      start: the cluster or value, values after clusters.
+      end: where it is read; None for what leaves the step.
+      seconds: float64 ``[strategies of start, strategies of end]``, in a step.
+      after: the position of the node that makes it; None of a value.
+      before: positions of the nodes that read it.
+      back: it is read in the next turn, or step.
+    """
+
+    start: int
+    end: int | None
+    seconds: Array
+    after: int | None
+    before: tuple[int, ...] = ()
+    back: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Search:
     """A program that is searched.
 
@@ -60,6 +81,7 @@ class Search:
       problem: an operator for each group of clusters and values that share a strategy.
       groups: for each cluster, then each value, its operator.
       carried: for outputs (by number) the input that they become in the next step.
+      handed: what the edges of the problem stand for, before those that are alike share a strategy.
     """
 
     program: Program
@@ -70,6 +92,7 @@ class Search:
     problem: Problem
     groups: tuple[int, ...]
     carried: Mapping[int, int]
+    handed: tuple[Handed, ...]
 
     def spread(self, strategies: Array) -> tuple[Array, Array]:
         """The strategy of each cluster, and the layout's number of each value, of an assignment."""
@@ -169,11 +192,11 @@ class _Builder:
                 k, p = self.place[n]
                 if var not in self.flat.free and self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
-        self.into: dict[Var, list[tuple[Var, float, int]]] = {}  # links by target
+        self.into: dict[Var, list[Link]] = {}  # by target
         self.tables: dict[Hashable, Array] = {}  # of moves
         self.out: dict[Var, int] = {}  # how many links and outputs hand a value on
         for link in self.flat.links:
-            self.into.setdefault(link.target, []).append((link.source, link.times, link.dropped))
+            self.into.setdefault(link.target, []).append(link)
             self.out[link.source] = self.out.get(link.source, 0) + 1
         self.handed: dict[Var, list[int]] = {}  # inputs that a value becomes
         for var, _ in self.flat.whole:
@@ -192,8 +215,13 @@ class _Builder:
         edges: list[Edge] = []
         alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
 
-        def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable) -> None:
+        handed: list[Handed] = []
+
+        def edge(a: int, b: int, moved: Array, out: Hashable, into: Hashable, back: bool = False) -> None:
             edges.append(Edge(a, b, moved))
+            after = out[0] if isinstance(out, tuple) else None
+            before = tuple(dict.fromkeys(p for p, _ in into)) if isinstance(into, tuple) else ()
+            handed.append(Handed(a, b, moved, after, before, back))
             alike[a].append((b, out))
             alike[b].append((a, into))
 
@@ -203,8 +231,8 @@ class _Builder:
                 k, p, j = self.makers[value.var]
                 moved = self.table(self.made(k, p, j), value.layouts, value.var, self.times(k, p))
                 edge(k, at, moved, (p, j), "made")
-            for source, times, dropped in self.into.get(value.var, ()):
-                self.link(edge, number, source, at, value, times, dropped)
+            for each in self.into.get(value.var, ()):
+                self.link(edge, number, at, value, each)
         for var, by in self.reads.items():
             for k, several in by.items():
                 wants = self.wanted(k, several)
@@ -223,24 +251,30 @@ class _Builder:
                 layouts = values[target - len(self.clusters)].layouts
                 if var in self.makers:
                     m, p, j = self.makers[var]
-                    edge(m, target, self.table(self.made(m, p, j), layouts, var, 1.0), (p, j, "next"), "next")
+                    edge(m, target, self.table(self.made(m, p, j), layouts, var, 1.0), (p, j, "next"), "next", True)
                 elif var in number:
                     own = values[number[var] - len(self.clusters)].layouts
-                    edge(number[var], target, self.table(own, layouts, var, 1.0), "becomes", "next")
+                    edge(number[var], target, self.table(own, layouts, var, 1.0), "becomes", "next", True)
         for j, atom in enumerate(self.program.outputs):
             if not isinstance(atom, Literal) and j not in self.carried and atom in self.makers:
                 m, p, r = self.makers[atom]
                 made = self.made(m, p, r)
-                seconds[m] = seconds[m] + [self.strategies.move(x, x.complete, atom) for x in made]
+                leave = np.array([self.strategies.move(x, x.complete, atom) for x in made])
+                seconds[m] = seconds[m] + leave
+                handed.append(Handed(m, None, leave[:, None], p))
         for var, times in self.flat.whole:
             whole = [replicated(len(var.aval.shape))]
             if var in number:
                 at = number[var]
                 layouts = values[at - len(self.clusters)].layouts
-                seconds[at] = seconds[at] + self.table(layouts, whole, var, times)[:, 0]
+                moved = self.table(layouts, whole, var, times)
+                seconds[at] = seconds[at] + moved[:, 0]
+                handed.append(Handed(at, None, moved, None))
             elif var in self.makers:
                 m, p, r = self.makers[var]
-                seconds[m] = seconds[m] + self.table(self.made(m, p, r), whole, var, times)[:, 0]
+                moved = self.table(self.made(m, p, r), whole, var, times)
+                seconds[m] = seconds[m] + moved[:, 0]
+                handed.append(Handed(m, None, moved, p))
         problem = Problem(
             tuple(seconds), tuple(edges), tuple(self.held(values)), self.memory, tuple(self.names(values))
         )
@@ -254,6 +288,7 @@ class _Builder:
             problem.tied(groups),
             tuple(groups),
             self.carried,
+            tuple(handed),
         )
 
     def times(self, cluster: int, position: int) -> float:
@@ -290,15 +325,14 @@ class _Builder:
 
     def link(
         self,
-        edge: Callable[[int, int, Array, Hashable, Hashable], None],
+        edge: Callable[[int, int, Array, Hashable, Hashable, bool], None],
         number: Mapping[Var, int],
-        source: Var,
         at: int,
         value: Value,
-        times: float,
-        dropped: int,
+        link: Link,
     ) -> None:
         """A value that becomes another: what is scanned or stacked lies whole along the dimension of turns."""
+        source, times, dropped, back = link.source, link.times, link.dropped, link.back
         ends = value.layouts
         if dropped > 0:
             ends = tuple(Layout((None, *layout.dims)) for layout in ends)
@@ -306,10 +340,10 @@ class _Builder:
             ends = tuple(Layout(layout.dims[1:]) for layout in ends)
         if source in number:
             k = number[source] - len(self.clusters)
-            edge(number[source], at, self.table(self._values[k].layouts, ends, source, times), "handed", dropped)
+            edge(number[source], at, self.table(self._values[k].layouts, ends, source, times), "handed", dropped, back)
         elif source in self.makers:
             m, p, j = self.makers[source]
-            edge(m, at, self.table(self.made(m, p, j), ends, source, times), (p, j, dropped), dropped)
+            edge(m, at, self.table(self.made(m, p, j), ends, source, times), (p, j, dropped), dropped, back)
 
     def values(self) -> list[Value]:
         """Values that have a layout of their own."""

@@ -34,9 +34,6 @@ Pick = int | None
 PIECES = "pieces of a sum"
 """In place of a named dimension: devices along an axis have pieces of a sum, and add pieces to them."""
 
-ADDED = 4
-"""Equations of a cluster at most that adds pieces to pieces."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
@@ -48,6 +45,8 @@ class Strategy:
       made: how what others read lies, by (position of the node, result).
       wanted: how what others make must lie, by (position of the node, operand).
       asked: of each node, in order; None for what every device evaluates whole.
+      times: of `seconds`, what each node takes, without what is brought to it.
+      inner: of `seconds`, what bringing values from node to node takes, by (position of the node, operand).
     """
 
     picks: tuple[Pick, ...]
@@ -55,6 +54,8 @@ class Strategy:
     made: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     wanted: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     asked: tuple[Asked | None, ...] = ()
+    times: tuple[float, ...] = ()
+    inner: Mapping[tuple[int, int], float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,6 +92,30 @@ class Done:
     asked: Asked
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """What is the same of a cluster's node for all strategies.
+
+    Attributes:
+      node: the node.
+      kind: the number of its equation's kind.
+      leads: for each thing that an axis may divide how the equation is cut then; None if it is not concerned.
+      numbers: of these, so that they are compared quickly; -1 for None.
+      operands: for each operand its place among the cluster's values; `OUTSIDE`, `LITERAL` or `ZERO` for others.
+      results: places of the results.
+    """
+
+    node: Node
+    kind: int
+    leads: tuple[tuple[Lead, Split] | None, ...]
+    numbers: tuple[int, ...]
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+OUTSIDE, LITERAL, ZERO = -1, -2, -3
+
+
 class Strategies:
     """Enumerates strategies of a program's clusters, each shape of cluster once.
 
@@ -104,6 +129,10 @@ class Strategies:
         self.program, self.axes, self.model = program, axes, model
         self._strategies: dict[Hashable, tuple[Strategy, ...]] = {}
         self._choices: dict[Hashable, Done | None] = {}
+        self._leads: dict[Hashable, int] = {}
+        self._grouped: dict[Hashable, tuple[int, tuple[Way, ...]]] = {}
+        self._layouts: dict[Layout, int] = {}
+        self._numbered: list[Layout] = []
         self._kinds: dict[Hashable, int] = {}
         self._known: dict[int, tuple[int, list[tuple[Hashable, Lead, Split]]]] = {}  # by the node's number
         self._moves: dict[Hashable, float] = {}
@@ -124,7 +153,8 @@ class Strategies:
             shape, named = (shape, PIECES), [*named, PIECES]
         options = picked(len(named), len(self.axes))
         if shape not in self._strategies:
-            self._strategies[shape] = tuple(self.strategy(numbers, nodes, named, option) for option in options)
+            prepared = self.prepared(numbers, nodes, named)
+            self._strategies[shape] = tuple(self.strategy(prepared, named, option) for option in options)
         dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)
         return Cluster(tuple(numbers), self._strategies[shape], shape, dimensions)
 
@@ -132,7 +162,7 @@ class Strategies:
         """Whether a cluster adds to what a loop carries, so that it may be carried in pieces."""
         read = {var for node in nodes for _, var in variables(node.eqn.invars)}
         linear = all(node.description is not None and node.description.linear for node in nodes)
-        return linear and len(nodes) <= ADDED and not read.isdisjoint(self.program.sums)
+        return linear and not read.isdisjoint(self.program.sums)
 
     def shape_of(self, nodes: Sequence[Node]) -> Hashable:
         """What is the same for clusters that differ only in the values that they read."""
@@ -191,63 +221,93 @@ class Strategies:
                         weight[name] = weight.get(name, 0.0) + size_of(var)
         return sorted(weight, key=lambda name: -weight[name])[: self.most_picks()]
 
-    def strategy(
-        self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable], picks: tuple[Pick, ...]
-    ) -> Strategy:
+    def prepared(self, numbers: Sequence[int], nodes: Sequence[Node], named: Sequence[Hashable]) -> list[Prepared]:
+        """A cluster's nodes, made ready for all strategies."""
+        places: dict[Var, int] = {}
+        found = []
+        for number, node in zip(numbers, nodes, strict=True):
+            of, several = self.known(number, node)
+            leads: list[tuple[Lead, Split] | None]
+            if len(nodes) == 1 and node.description is not None:
+                own = self.ways_of(node, number)
+                leads = [own[p] if p < len(own) else None for p in range(len(named))]
+            else:  # free ones rather than others
+                by_name = {name: (lead, split) for name, lead, split in reversed(several)}
+                leads = [by_name.get(name) for name in named]
+            numbered = tuple(-1 if x is None else self._leads.setdefault((of, x), len(self._leads)) for x in leads)
+            operands = []
+            for atom in node.eqn.invars:
+                if isinstance(atom, Literal):
+                    operands.append(ZERO if not getattr(atom.aval, "shape", ()) and atom.val == 0 else LITERAL)
+                else:
+                    operands.append(places.get(atom, OUTSIDE))
+            for var in node.eqn.outvars:
+                places[var] = len(places)
+            results = tuple(places[var] for var in node.eqn.outvars)
+            found.append(Prepared(node, of, tuple(leads), numbered, tuple(operands), results))
+        return found
+
+    def strategy(self, nodes: Sequence[Prepared], named: Sequence[Hashable], picks: tuple[Pick, ...]) -> Strategy:
         """What a cluster takes if each axis divides something."""
-        states: dict[Var, Layout] = {}
-        seconds = 0.0
+        states: list[int] = []
+        times: list[float] = []
+        inner: dict[tuple[int, int], float] = {}
         made: dict[tuple[int, int], Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
         taken: list[Asked | None] = []
-        held: dict[tuple[Var, Layout], None] = {}
+        held: set[tuple[int, int]] = set()
         several = list(zip(self.axes, picks, strict=True))
         pieces = tuple((axis, Monoid.SUM) for axis, p in several if p is not None and named[p] is PIECES)
         divided = [(axis, p) for axis, p in several if p is not None and named[p] is not PIECES]
-        for position, (number, node) in enumerate(zip(numbers, nodes, strict=True)):
-            if len(nodes) == 1 and node.description is not None:
-                leads = self.ways_of(node, number)
-                ways = grouped([(axis, leads[p]) for axis, p in divided])
-            else:
-                ways = self.ways_for(number, node, [(axis, named[p]) for axis, p in divided])
-            found = None if ways is None else self.choice(number, node, ways, states, pieces)
+        for position, each in enumerate(nodes):
+            node, found = each.node, None
+            if node.description is not None:
+                found = self.choice(each, self.ways(each, divided), states, pieces)
+                if found is None and len(nodes) == 1:
+                    return Strategy(picks, math.inf)
+                if found is None:
+                    found = self.choice(each, self.ways(each, []), states, pieces)
             if pieces and (found is None or found.asked.passed != pieces):
                 return Strategy(picks, math.inf)
-            if found is None and len(nodes) == 1 and node.description is not None:
-                return Strategy(picks, math.inf)
-            if found is None and node.description is not None:
-                found = self.choice(number, node, (), states, pieces)
             if found is None:  # every device evaluates it whole
                 operands = tuple(replicated(len(getattr(a.aval, "shape", ()))) for a in node.eqn.invars)
                 results = tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in node.eqn.outvars)
             else:
                 operands, results = found.operands, found.results
-                seconds += node.times * found.seconds
-            for i, var in variables(node.eqn.invars):
-                if var not in states:
+            times.append(0.0 if found is None else node.times * found.seconds)
+            for i, place in enumerate(each.operands):
+                if place == OUTSIDE:
                     wanted[position, i] = operands[i]
-                elif (var, operands[i]) not in held:
-                    held[var, operands[i]] = None
-                    seconds += node.times * self.move(states[var], operands[i], var)
-            for j, (var, layout) in enumerate(zip(node.eqn.outvars, results, strict=True)):
-                states[var] = layout
-                held[var, layout] = None
+                elif place >= 0:
+                    end = self.number(operands[i])
+                    if end != states[place] and (place, end) not in held:
+                        held.add((place, end))
+                        var = node.eqn.invars[i]
+                        assert isinstance(var, Var)
+                        start = self._numbered[states[place]]
+                        inner[position, i] = node.times * self.move(start, operands[i], var)
+            for j, layout in enumerate(results):
+                states.append(self.number(layout))
                 made[position, j] = layout
             taken.append(None if found is None else found.asked)
-        return Strategy(picks, seconds, made, wanted, tuple(taken))
+        seconds = sum(times) + sum(inner.values())
+        return Strategy(picks, seconds, made, wanted, tuple(taken), tuple(times), inner)
 
-    def ways_for(self, number: int, node: Node, divided: Sequence[tuple[str, Hashable]]) -> tuple[Way, ...] | None:
-        """The ways of an equation that divide named dimensions as far as it has them, free ones rather than others."""
-        d = node.description
-        if d is None:
-            return None
-        found = []
-        for axis, wanted in divided:
-            for name, lead, split in self.known(number, node)[1]:
-                if name == wanted:
-                    found.append((axis, (lead, split)))
-                    break
-        return grouped(found)
+    def number(self, layout: Layout) -> int:
+        """A layout's number, the same for equal ones."""
+        if layout not in self._layouts:
+            self._layouts[layout] = len(self._numbered)
+            self._numbered.append(layout)
+        return self._layouts[layout]
+
+    def ways(self, node: Prepared, divided: Sequence[tuple[str, int]]) -> tuple[int, tuple[Way, ...]]:
+        """The ways of an equation that divide what axes shall divide, as far as it has it; with a number for them."""
+        key = node.kind, tuple([(axis, node.numbers[p]) for axis, p in divided])
+        if key not in self._grouped:
+            leads = [(axis, node.leads[p]) for axis, p in divided]
+            ways = grouped([(axis, lead) for axis, lead in leads if lead is not None])
+            self._grouped[key] = len(self._grouped), ways
+        return self._grouped[key]
 
     def known(self, number: int, node: Node) -> tuple[int, list[tuple[Hashable, Lead, Split]]]:
         """The number of an equation's kind, and the named dimensions that it can be cut along."""
@@ -266,26 +326,26 @@ class Strategies:
 
     def choice(
         self,
-        number: int,
-        node: Node,
-        ways: tuple[Way, ...],
-        states: Mapping[Var, Layout],
-        pieces: tuple[tuple[str, Monoid], ...] = (),
+        prepared: Prepared,
+        numbered: tuple[int, tuple[Way, ...]],
+        states: Sequence[int],
+        pieces: tuple[tuple[str, Monoid], ...],
     ) -> Done | None:
         """What an equation takes, cut in some ways, what others make being in pieces; None if it cannot be cut so."""
-        d = node.description
-        assert d is not None
-        given = []
-        for i, atom in enumerate(node.eqn.invars):
-            if isinstance(atom, Literal):
-                shape = getattr(atom.aval, "shape", ())
-                given.append(Given(replicated(len(shape)), anyhow=True, zero=not shape and atom.val == 0))
-            elif atom in states:
-                given.append(Given(states[atom]))
-            else:
-                given.append(Given(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
-        key = self.known(number, node)[0], tuple(given), ways
+        number, ways = numbered
+        key = prepared.kind, number, tuple([p if p < 0 else states[p] for p in prepared.operands]), pieces
         if key not in self._choices:
+            node, given = prepared.node, []
+            d = node.description
+            assert d is not None
+            for i, (atom, place) in enumerate(zip(node.eqn.invars, prepared.operands, strict=True)):
+                if place in (LITERAL, ZERO):
+                    ndim = len(getattr(atom.aval, "shape", ()))
+                    given.append(Given(replicated(ndim), anyhow=True, zero=place == ZERO))
+                elif place >= 0:
+                    given.append(Given(self._numbered[states[place]]))
+                else:
+                    given.append(Given(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
             choice = chosen(node.eqn, d, given, self.axes, ways)
             if choice is None:
                 self._choices[key] = None
