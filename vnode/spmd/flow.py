@@ -15,6 +15,8 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program, inline, message_about
@@ -22,7 +24,8 @@ from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
 from vnode.spmd.choice import Choice, Given, Way, choose, chosen, passing, reached
-from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+from vnode.spmd.groups import Branches, branches_of
+from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 
 Path = tuple[int, ...]
 """Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
@@ -45,6 +48,7 @@ class Step:
       choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
       region: the loop or branch that it is.
       bodies: layouts through each body.
+      branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
       anyhow: it is evaluated wherever its result is needed, in that layout.
     """
 
@@ -54,6 +58,7 @@ class Step:
     choice: Choice | None = None
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
+    branches: Branches | None = None
     anyhow: bool = False
 
 
@@ -142,9 +147,11 @@ class _Follower:
 
     def step(self, eqn: JaxprEqn, path: Path) -> Step:
         given = [self.state(atom) for atom in eqn.invars]
-        region = region_of(eqn)
+        region, branches = region_of(eqn), branches_of(eqn)
         if region is not None:
             return self.region_step(eqn, region, given, path)
+        if branches is not None:
+            return self.side_by_side_step(eqn, branches, given, path)
         description = self.program.describe(eqn)
         if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
             raise UnsupportedPrimitiveError(
@@ -252,6 +259,61 @@ class _Follower:
         read = sum(math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow)
         return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
 
+    # Branches on devices of their own
+
+    def side_by_side_step(self, eqn: JaxprEqn, branches: Branches, given: Sequence[Given], path: Path) -> Step:
+        """Branches, each evaluated by the devices of one index along an axis, and divided over the other axes."""
+        axis, count = branches.axis, len(branches.programs)
+        if self.axes.get(axis, 1) < count:
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"{count} branches are to be evaluated side by side along {axis!r}, of {self.axes.get(axis, 1)}.",
+                    facts=[f"axes: {', '.join(f'{name} of {n}' for name, n in self.axes.items())}"],
+                    remedies=["take another axis", "or put branches together"],
+                )
+            )
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+        operands = [
+            without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes)
+            for atom, each in zip(eqn.invars, given, strict=True)
+        ]
+        results: list[Layout] = [replicated(0)] * len(eqn.outvars)
+        flows = []
+        for number, (program, reads, makes) in enumerate(
+            zip(branches.programs, branches.operands, branches.results, strict=True)
+        ):
+            inputs = [Given(operands[i]) for i in reads]
+            follower = _Follower(program, inner, self.wishes, self.ways, (*path, number)).follow(inputs)
+            outputs = [
+                self.pieces_at_one(eqn, atom, end) for atom, end in zip(program.outputs, follower.ends, strict=True)
+            ]
+            flows.append(Flow(program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs)))
+            for i, layout in zip(makes, outputs, strict=True):
+                one = (axis, monoid_of_one(eqn.outvars[i].aval.dtype))
+                order = sorted((*layout.partial, one), key=lambda p: list(self.axes).index(p[0]))
+                results[i] = Layout(layout.dims, tuple(order))
+        self.states.update(
+            (var, Given(layout, settled=self.is_combined(var, layout)))
+            for var, layout in zip(eqn.outvars, results, strict=True)
+        )
+        return Step(eqn, tuple(operands), tuple(results), bodies=tuple(flows), branches=branches)
+
+    @staticmethod
+    def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
+        """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
+        dtype = atom.aval.dtype
+        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"A branch that is evaluated side by side with others makes random keys, {dtype}.",
+                    remedies=["make keys outside the branches", "or use them in the branch that makes them"],
+                )
+            )
+        alike = all(monoid is monoid_of_one(dtype) for _, monoid in end.layout.partial)
+        return end.layout if alike else end.layout.complete
+
     # Loops and branches
 
     def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
@@ -324,6 +386,22 @@ class _Follower:
                 layout = layout.complete
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
         return tuple(results)
+
+
+def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
+    """A layout with pieces combined, and dimensions cut no further than over the axes before `axis`."""
+    dims: list[Cut | None] = []
+    for cut, n in zip(layout.dims, shape, strict=True):
+        if cut is not None and axis in cut.axes:
+            before = cut.axes[: cut.axes.index(axis)]
+            cut = cut_of(before, cut.outer, cut.size, n, axes) if before else None
+        dims.append(cut)
+    return Layout(tuple(dims))
+
+
+def monoid_of_one(dtype: object) -> Monoid:
+    """By what a value combines that one device has, and of which others have nothing."""
+    return Monoid.OR if dtype == np.bool_ else Monoid.SUM
 
 
 def whole_along(dims: int, layout: Layout) -> Layout:

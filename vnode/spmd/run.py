@@ -33,11 +33,12 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
 from vnode.spmd.exchange import combine, convert, fetch, index_along
 from vnode.spmd.flow import Flow, Step
+from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
 
 
-def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[Any]:
+def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, everywhere: bool = True) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
@@ -45,18 +46,19 @@ def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[An
       values: this device's arrays of its inputs, as `flow.inputs` says.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
+      everywhere: whether all devices of the mesh evaluate it.
 
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    return _Run(flow, axes, platform).all(values)
+    return _Run(flow, axes, platform, everywhere).all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str) -> None:
-        self.flow, self.axes, self.platform = flow, axes, platform
+    def __init__(self, flow: Flow, axes: Axes, platform: str, everywhere: bool) -> None:
+        self.flow, self.axes, self.platform, self.everywhere = flow, axes, platform, everywhere
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
 
@@ -116,6 +118,8 @@ class _Run:
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
             return self.region(step)
+        if step.branches is not None:
+            return self.side_by_side(step, step.branches)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
             description = self.flow.program.describe(step.eqn)
@@ -175,9 +179,9 @@ class _Run:
                 n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
                 cut = Cut(way.axes, outer, d.sizes[f])
                 if f not in way.lead:
-                    value = fetch(
-                        value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes
-                    )
+                    in_pairs = self.everywhere or self.platform != "cpu"
+                    fill, lies_cut = around(way, i, value), want.dims[k] is not None
+                    value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes, in_pairs)
                 elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
                     value = self.masked(value, k, cut, n, way, choice, i)
         for way in choice.ways:
@@ -235,8 +239,31 @@ class _Run:
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
         return list(region.run(InProgram(eqn), bodies, operands))
 
+    def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
+        """Branches of which this device evaluates one, or none; of what others compute it has nothing."""
+        atoms, axis = step.eqn.invars, branches.axis
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+
+        def nothing(i: int) -> jax.Array:
+            aval, layout = step.eqn.outvars[i].aval, step.results[i]
+            identity = dict(layout.partial)[axis].identity(aval.dtype)
+            return jnp.full(layout.local(aval.shape, self.axes), identity, aval.dtype)
+
+        def evaluate_branch(number: int, values: Sequence[Any]) -> list[Any]:
+            flow, makes = step.bodies[number], branches.results[number]
+            made = run(flow, [values[i] for i in branches.operands[number]], inner, self.platform, everywhere=False)
+            own = {i: as_array(x, a) for i, x, a in zip(makes, made, flow.program.outputs, strict=True)}
+            return [own[i] if i in own else nothing(i) for i in range(len(step.results))]
+
+        count = len(step.bodies)
+        several: list[Any] = [functools.partial(evaluate_branch, number) for number in range(count)]
+        if count < self.axes[axis]:
+            several.append(lambda _: [nothing(i) for i in range(len(step.results))])
+        return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
+
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform)
+        made = run(flow, values, self.axes, self.platform, self.everywhere)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 
