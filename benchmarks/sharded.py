@@ -31,13 +31,22 @@ def between_layers(mesh: Any) -> Any:
     import jax
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from benchmarks.partition_models.transformer import Block
+    from benchmarks.partition_models.transformer import Transformer
+
+    text, heads, hidden = (
+        NamedSharding(mesh, PartitionSpec(None, *entries))
+        for entries in (("model", None), (None, "model", None), (None, "model"))
+    )
+    given = {"out": heads, "down": hidden}
+    made = {"query": heads, "key": heads, "value": heads, "up": hidden}
 
     def split(method: Any, args: Any, kwargs: Any, context: Any) -> Any:
-        result = method(*args, **kwargs)
-        if isinstance(context.module, Block | nn.Embed) and context.method_name == "__call__":
-            return jax.lax.with_sharding_constraint(result, NamedSharding(mesh, PartitionSpec(None, "model", None)))
-        return result
+        module, ask = context.module, jax.lax.with_sharding_constraint
+        if context.method_name != "__call__" or isinstance(module, Transformer):
+            return method(*args, **kwargs)
+        if module.name in given:
+            args = (ask(args[0], given[module.name]), *args[1:])
+        return ask(method(*args, **kwargs), made.get(module.name, text))
 
     return nn.intercept_methods(split)
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -23,7 +24,18 @@ from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, Way, choose, chosen, passing, reached
+from vnode.spmd.choice import (
+    Choice,
+    Given,
+    Way,
+    by_element,
+    carried_out,
+    choose,
+    chosen,
+    passing,
+    reached,
+    ways_to,
+)
 from vnode.spmd.groups import Branches, branches_of
 from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 
@@ -50,6 +62,7 @@ class Step:
       bodies: layouts through each body.
       branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
       anyhow: it is evaluated wherever its result is needed, in that layout.
+      asks: it asks for a layout, and computes nothing.
     """
 
     eqn: JaxprEqn
@@ -60,6 +73,7 @@ class Step:
     bodies: tuple[Flow, ...] = ()
     branches: Branches | None = None
     anyhow: bool = False
+    asks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,7 +181,7 @@ class _Follower:
             )
         if description is not None and description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
-        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        wishes = [self.wishes.get(var) or self.asked.get(var) for var in eqn.outvars]
         if path in self.ways and description is not None and description.layout is None:
             return self.given_step(eqn, description, given, path)
         if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
@@ -207,6 +221,39 @@ class _Follower:
         return False
 
     @functools.cached_property
+    def asked(self) -> dict[Var, Layout]:
+        """How variables shall lie that nobody reads but what asks for a layout along all dimensions, perhaps by way of
+        equations that compute element by element."""
+        asked: dict[Var, Layout] = {}
+
+        def ask(atom: Atom, layout: Layout) -> None:
+            if isinstance(atom, Var) and len(self.readers[atom]) == 1 and atom not in self.returned:
+                asked[atom] = layout
+
+        for eqn in reversed(self.program.equations):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            if description is None or len(eqn.outvars) != 1:
+                continue
+            (var,) = eqn.outvars
+            whole = replicated(len(var.aval.shape))
+            if description.layout is not None and None not in description.layout:
+                ask(eqn.invars[0], self.layout_asked(description.layout, whole, var.aval.shape))
+            elif var in asked and not asked[var].whole and by_element(description):
+                ways = ways_to(description, 0, asked[var], self.axes)
+                given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+                choice = ways and carried_out(eqn, description, ways, given, self.axes, ())
+                if choice and choice.results[0] == asked[var]:
+                    for atom, layout in zip(eqn.invars, choice.operands, strict=True):
+                        if not layout.whole:
+                            ask(atom, layout)
+        return asked
+
+    @functools.cached_property
+    def returned(self) -> set[Var]:
+        """The variables that are outputs."""
+        return {atom for atom in self.program.outputs if isinstance(atom, Var)}
+
+    @functools.cached_property
     def readers(self) -> dict[Var, list[JaxprEqn]]:
         """The equations that read a variable."""
         readers: dict[Var, list[JaxprEqn]] = {}
@@ -236,8 +283,14 @@ class _Follower:
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
         (var,) = eqn.outvars
-        dims = list(given.layout.dims)
-        for d, (names, n) in enumerate(zip(asked, var.aval.shape, strict=True)):
+        layout = self.layout_asked(asked, given.layout, var.aval.shape)
+        self.states[var] = Given(layout)
+        return Step(eqn, (layout,), (layout,), asks=True)
+
+    def layout_asked(self, asked: Sequence[tuple[str, ...] | None], layout: Layout, shape: Sequence[int]) -> Layout:
+        """A layout with what is asked for, over the axes that there are."""
+        dims = list(layout.dims)
+        for d, (names, n) in enumerate(zip(asked, shape, strict=True)):
             if names is not None:
                 names = tuple(name for name in names if name in self.axes)
                 dims[d] = cut_of(names, 1, n, n, self.axes) if names and n > 1 else None
@@ -245,9 +298,7 @@ class _Follower:
         for d, cut in enumerate(dims):  # an axis cuts one dimension
             if asked[d] is None and cut is not None and set(cut.axes) & set(taken):
                 dims[d] = None
-        layout = Layout(tuple(dims))
-        self.states[var] = Given(layout)
-        return Step(eqn, (layout,), (layout,))
+        return Layout(tuple(dims))
 
     def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
         """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
@@ -303,7 +354,7 @@ class _Follower:
     def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
         """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
         dtype = atom.aval.dtype
-        if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
             raise PartitionError(
                 message_about(
                     eqn,

@@ -30,12 +30,15 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, reached, ways_to
 from vnode.spmd.exchange import combine, convert, fetch, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
+
+FAR = 4
+"""So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
 
 
 def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, everywhere: bool = True) -> list[Any]:
@@ -61,6 +64,10 @@ class _Run:
         self.flow, self.axes, self.platform, self.everywhere = flow, axes, platform, everywhere
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
+        self.asked: set[Var] = set()  # variables whose layout the program asks for
+        self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
+        self.computed = 0  # bytes of results so far
+        self.latest: Any = None  # the last of them that has floating-point numbers
 
     def all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -76,6 +83,11 @@ class _Run:
                 results = self.step(step)
             for var, value, layout in zip(step.eqn.outvars, results, step.results, strict=True):
                 self.held[var] = {layout: value}
+                self.computed += nbytes(value)
+                if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
+                    self.latest = value
+                if step.asks:
+                    self.asked.add(var)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
 
     def read(self, atom: Atom, layout: Layout) -> Any:
@@ -98,7 +110,24 @@ class _Run:
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
+        elif atom in self.asked and self.is_far(atom, layout):
+            start, *_ = held
+            value = behind(held[start], self.latest)
+            held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
+        self.last[atom, layout] = self.computed
         return held[layout]
+
+    def is_far(self, atom: Var, layout: Layout) -> bool:
+        """Whether so much was computed since a copy was read that it is rather made again.
+
+        What a program asks for is how a value is to be kept, too (Korthikanti et al., "Reducing activation
+        recomputation in large transformer models", 2022, section 4.2.2, gather again in the backward pass).
+        """
+        first, *_ = self.held[atom].values()
+        copy = self.held[atom][layout]
+        if nbytes(copy) <= nbytes(first) or not jnp.issubdtype(copy.dtype, np.floating) or self.latest is None:
+            return False
+        return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
 
     def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
         """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
@@ -265,6 +294,24 @@ class _Run:
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, self.everywhere)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def nbytes(value: Any) -> int:
+    """Of one device's array; none of keys."""
+    return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
+
+
+def behind(value: Any, latest: Any) -> Any:
+    """The bits of a value, as integers that are there when `latest` is, and not before.
+
+    Else compilers would take a copy of it for the same as an earlier one, or make it as early. A barrier is not enough:
+    XLA removes them on CPUs before it looks for equal operations, and before it orders them.
+    """
+    value, latest = lax.optimization_barrier((value, latest))
+    kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    one = lax.reshape(latest, (latest.size,))[0]
+    nothing = (one != one).astype(kind) >> 1
+    return lax.bitcast_convert_type(value, kind) ^ nothing
 
 
 def places(way: Way, length: int) -> jax.Array:
