@@ -23,7 +23,10 @@ MESHES = {"2x4": ((2, 4), ("data", "model")), "2x2x2": ((2, 2, 2), ("data", "row
 EVERY = 12
 """One step of so many is part of the usual run."""
 
-REFUSED: dict[str, str] = {}
+REFUSED = {
+    "adversaries_with_two_states": "windows that are split over",  # of what is computed once, which XLA divides
+    "debug_print_of_invariant_reduced_and_batched": "has an effect",
+}
 """Steps that cannot be divided over further axes, and what the error says."""
 
 
@@ -84,8 +87,8 @@ def test_step_with_sharded_state(case: zoo.Case, mesh: str) -> None:
         args = sharded(program.args, options.get("in_axes", (None, 0)), over, rng)
         try:
             got = program.outer(step)(*args)
-        except vnode.VnodeError:
-            if case.may_refuse or case.name in REFUSED:
+        except vnode.VnodeError as error:
+            if case.may_refuse or REFUSED.get(case.name, str(error) + ".") in str(error):
                 return
             raise
         agrees(case, got, nodes, precision)

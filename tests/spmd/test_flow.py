@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.rounding import assert_same
 from tests.spmd.reference import collectives, mesh_of
 from vnode.analysis.program import inline
+from vnode.spmd.backward import wished
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
 from vnode.spmd.program import over_mesh
@@ -91,3 +93,52 @@ def test_a_dimension_that_moves_to_another_axis_of_the_array() -> None:
 
 def test_neighbours_are_fetched_from_both_sides() -> None:
     check(lambda a: a[2:] - a[:-2], (numbers(16, 3), ROWS), outputs=P(), ppermute=1, all_gather=1)
+
+
+def lies(x: jax.Array, *entries: str | None) -> jax.Array:
+    """Asks for a layout."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh_of(AXES), P(*entries)))
+
+
+def test_products_are_computed_as_their_results_are_asked_for() -> None:
+    """By way of what is computed element by element: the factor is gathered that leads there, not the other."""
+    x, w, b = (numbers(4, 8), ROWS), (numbers(8, 8), COLUMNS), (numbers(8), ROWS)
+    check(lambda x, w, b: lies(jax.nn.relu(x @ w + b), None, "x"), x, w, b, all_gather=1)
+    given = (numbers(16, 8), ROWS), (numbers(8, 8), COLUMNS)
+    check(lambda x, w: lies((x @ w).T * 2, None, "x"), *given, all_gather=1)  # the rows, of which there are more
+
+
+def test_sums_become_parts_where_these_are_asked_for() -> None:
+    check(lambda a, b: lies(a @ b, "x", None) * 2, (numbers(8, 8), COLUMNS), (numbers(8, 5), ROWS), reduce_scatter=1)
+
+
+@pytest.mark.parametrize(("asked", "gathers"), [(True, 2), (False, 1)])
+def test_what_is_asked_to_lie_in_parts_is_gathered_again_much_later(asked: bool, gathers: int) -> None:
+    def function(x: jax.Array, w: jax.Array, v: jax.Array) -> jax.Array:
+        x = jnp.tanh(x)
+        x = lies(x, "x", None) if asked else x
+        y = x @ w
+        for _ in range(3):
+            y = jnp.sin(y)
+        return y + x @ v
+
+    wide = (numbers(4, 64), COLUMNS)
+    check(function, (numbers(8, 4), ROWS), wide, (numbers(4, 64) + 1, COLUMNS), all_gather=gathers)
+
+
+def test_scatters_of_which_parts_are_read_are_computed_in_parts() -> None:
+    """The gradient of a lookup, added to a sharded table: no device ever has all of it."""
+
+    def function(table: jax.Array, words: jax.Array, g: jax.Array) -> jax.Array:
+        return table - jnp.zeros(table.shape).at[words].add(g)
+
+    words = np.random.default_rng(0).integers(0, 16, 5, np.int32)
+    given = (numbers(16, 3), ROWS), (words, P()), (numbers(5, 3), P())
+    check(function, *given)
+    closed = jax.make_jaxpr(function)(*[value for value, _ in given])
+    program = inline(closed.jaxpr, closed.consts)
+    layouts = [from_spec(spec, value.shape, AXES) for value, spec in given]
+    flow = follow(program, layouts, AXES)
+    flow = follow(program, layouts, AXES, wishes=wished(flow, AXES))
+    (scatter,) = [step for step in flow.steps if step.eqn.primitive.name == "scatter-add"]
+    assert str(scatter.results[0]) == "[x, -]"

@@ -11,6 +11,7 @@ already divided by are looked at, and of them the one is taken that moves the fe
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -126,20 +127,21 @@ def divided(
     for axis in axes:
         if any(axis == name for name, _ in passed):
             continue
-        best = total_cost(eqn, description, ways, given, axes, passed)
+        best = total_cost(eqn, description, ways, given, axes, passed, wishes)
         for more in candidates(description, layouts, given, wishes, ways, axis, axes):
-            cost = total_cost(eqn, description, more, given, axes, passed)
+            cost = total_cost(eqn, description, more, given, axes, passed, wishes)
             if cost is not None and (best is None or cost < best):
                 best, ways = cost, more
     for i, wish in enumerate(wishes):  # as a whole, which no single axis may lead to
         full = None if wish is None or passed else ways_to(description, i, wish, axes)
         if full:
-            cost = total_cost(eqn, description, full, given, axes, passed)
-            now = total_cost(eqn, description, ways, given, axes, passed)
+            cost = total_cost(eqn, description, full, given, axes, passed, wishes)
+            now = total_cost(eqn, description, ways, given, axes, passed, wishes)
             if cost is not None and (now is None or cost < now):
                 ways = full
-    choice, cost = (of(eqn, description, ways, given, axes, passed) for of in (carried_out, total_cost))
-    assert isinstance(choice, Choice) and isinstance(cost, float)
+    choice = carried_out(eqn, description, ways, given, axes, passed)
+    cost = total_cost(eqn, description, ways, given, axes, passed, wishes)
+    assert choice is not None and cost is not None
     return cost, choice
 
 
@@ -314,6 +316,7 @@ def total_cost(
     given: Sequence[Given],
     axes: Axes,
     passed: tuple[tuple[str, Monoid], ...],
+    wishes: Sequence[Layout | None] = (),
 ) -> float | None:
     """What it costs to divide an equation so, in bytes that each device sends; None if it cannot be."""
     choice = carried_out(eqn, description, ways, given, axes, passed)
@@ -324,10 +327,14 @@ def total_cost(
         if not each.anyhow:
             moves = route(each.layout, want, atom.aval.shape, axes, atom.aval.dtype)
             total += sum(move.sent(axes) for move in moves) * itemsize(atom.aval.dtype)
-    for var, layout in zip(eqn.outvars, choice.results, strict=True):
+    for var, layout, wish in itertools.zip_longest(eqn.outvars, choice.results, wishes):
+        size, shape, dtype = itemsize(var.aval.dtype), var.aval.shape, var.aval.dtype
+        if wish is not None:
+            total += sum(move.sent(axes) for move in route(layout, wish, shape, axes, dtype)) * size
+            continue
         for piece in layout.partial:  # what combines them later, along each axis for itself
-            moves = route(Layout(layout.dims, (piece,)), Layout(layout.dims), var.aval.shape, axes, var.aval.dtype)
-            total += sum(move.sent(axes) for move in moves) * itemsize(var.aval.dtype)
+            moves = route(Layout(layout.dims, (piece,)), Layout(layout.dims), shape, axes, dtype)
+            total += sum(move.sent(axes) for move in moves) * size
     parts = count([name for way in choice.ways for name in way.axes], axes)
     return total + description.flops / parts / OPERATIONS_PER_BYTE
 

@@ -163,7 +163,15 @@ def extended(value: Any, dim: int, before: int, behind: int) -> Any:
 
 
 def fetch(
-    value: Any, dim: int, cut: Cut, lies_cut: bool, n: int, intervals: Sequence[Interval], fill: Any, axes: Axes
+    value: Any,
+    dim: int,
+    cut: Cut,
+    lies_cut: bool,
+    n: int,
+    intervals: Sequence[Interval],
+    fill: Any,
+    axes: Axes,
+    in_pairs: bool = True,
 ) -> Any:
     """The indices of a dimension that each device needs, wherever they lie.
 
@@ -176,6 +184,7 @@ def fetch(
       intervals: which indices each part needs, one interval behind the other.
       fill: what stands where there is no such index, a scalar; None for anything.
       axes: of the mesh.
+      in_pairs: whether devices may send to single others, as `permute` says.
 
     Returns:
       The device's array with what it needs along the dimension.
@@ -184,11 +193,14 @@ def fetch(
     shape = value.shape
     inner = n // (cut.outer * cut.size)
     value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
-    pieces = [_fetch_one(value, dim + 1, cut, block if lies_cut else None, each, fill, axes) for each in intervals]
+    have = block if lies_cut else None
+    pieces = [_fetch_one(value, dim + 1, cut, have, each, fill, axes, in_pairs) for each in intervals]
     return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
-def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
+def _fetch_one(
+    value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes, in_pairs: bool
+) -> Any:
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0
@@ -196,7 +208,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
         base = np.zeros(parts, int)
         near = value
     else:
-        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes)
+        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes, in_pairs)
     me = index_along(cut.axes)
     own = np.where(there, index - base[:, None], 0)
     result = _select(near, dim, own, there, me)
@@ -208,7 +220,7 @@ def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Inte
 
 
 def _neighbourhood(
-    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes, in_pairs: bool
 ) -> tuple[Any, np.ndarray]:
     """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
 
@@ -227,46 +239,32 @@ def _neighbourhood(
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
         if distance and distance in pairs:  # others only lie between, and may be anything
-            piece = permute(piece, names, pairs[distance], axes)
+            piece = permute(piece, names, pairs[distance], axes, in_pairs)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
     return near, (np.arange(parts) + first) * block + begin
 
 
-def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
-    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
-
-    Args:
-      index: what each part needs, int ``[part, element]``; -1 for nothing.
-      block: indices of a block.
-    """
-    needed: dict[int, tuple[int, int]] = {}
-    pairs: dict[int, set[tuple[int, int]]] = {}
-    for part in range(len(index)):
-        wanted = index[part][index[part] >= 0]
-        for source in np.unique(wanted // block):
-            inside = wanted[wanted // block == source] - source * block
-            distance = int(source) - part
-            low, high = needed.get(distance, (block, -1))
-            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
-            pairs.setdefault(distance, set()).add((int(source), part))
-    return needed, pairs
-
-
-def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
-    """Sends values from parts to parts, ``(source, destination)``.
+def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes, in_pairs: bool = True) -> Any:
+    """Sends values from parts to parts, ``(source, destination)``; to each part from one.
 
     Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
-    the order in which these are given; and it takes all devices of the mesh at once, not group by group. Where groups
-    may be at different places of the program, each gathers what its devices send, and everyone takes what is his.
+    the order in which these are given.
+
+    Args:
+      value: one device's array.
+      names: the axes that number the parts.
+      pairs: who sends to whom; other parts may be given anything.
+      axes: of the mesh.
+      in_pairs: whether to send to single devices. XLA's CPU runtime waits for all devices of the program then (0.10),
+        so that it must not be where some do something else: all parts are given all there, and take what is theirs.
     """
-    if APART.get():
-        source = np.full(count(names, axes), -1)
-        source[[destination for _, destination in pairs]] = [start for start, _ in pairs]
-        mine = jnp.asarray(source, jnp.int32)[index_along(names)]
-        everything = lax.all_gather(value, names)
-        sent = lax.dynamic_index_in_dim(everything, jnp.maximum(mine, 0), 0, keepdims=False)
-        return jnp.where(mine < 0, jnp.zeros((), value.dtype), sent)
+    if not in_pairs or APART.get():
+        sources = np.zeros(count(names, axes), np.int32)
+        for source, destination in pairs:
+            sources[destination] = source
+        together = lax.all_gather(value, names)
+        return lax.dynamic_index_in_dim(together, jnp.asarray(sources)[index_along(names)], 0, keepdims=False)
     ordered = [name for name in axes if name in names]
     parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
     place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()

@@ -15,14 +15,28 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program, message_about
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, Way, carried_out, choose, passing, reached
-from vnode.spmd.layout import Axes, Layout, cut_of, replicated
+from vnode.spmd.choice import (
+    Choice,
+    Given,
+    Way,
+    by_element,
+    carried_out,
+    choose,
+    passing,
+    reached,
+    ways_to,
+)
+from vnode.spmd.groups import Branches, branches_of
+from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 
 Path = tuple[int, ...]
 """Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
@@ -61,7 +75,9 @@ class Step:
       choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
       region: the loop or branch that it is.
       bodies: layouts through each body.
+      branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
       anyhow: it is evaluated wherever its result is needed, in that layout.
+      asks: it asks for a layout, and computes nothing.
     """
 
     eqn: JaxprEqn
@@ -71,7 +87,9 @@ class Step:
     choice: Choice | None = None
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
+    branches: Branches | None = None
     anyhow: bool = False
+    asks: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,9 +179,11 @@ class _Follower:
 
     def step(self, eqn: JaxprEqn, path: Path) -> Step:
         given = [self.state(atom) for atom in eqn.invars]
-        region = region_of(eqn)
+        region, branches = region_of(eqn), branches_of(eqn)
         if region is not None:
             return self.region_step(eqn, region, given, path)
+        if branches is not None:
+            return self.side_by_side_step(eqn, branches, given, path)
         description = self.program.describe(eqn)
         if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
             raise UnsupportedPrimitiveError(
@@ -179,7 +199,7 @@ class _Follower:
             )
         if description is not None and description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
-        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        wishes = [self.wishes.get(var) or self.asked_for.get(var) for var in eqn.outvars]
         if path in self.asked and description is not None:
             return self.asked_step(eqn, description, given, self.asked[path])
         if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
@@ -220,6 +240,39 @@ class _Follower:
         return False
 
     @functools.cached_property
+    def asked_for(self) -> dict[Var, Layout]:
+        """How variables shall lie that nobody reads but what asks for a layout along all dimensions, perhaps by way of
+        equations that compute element by element."""
+        asked: dict[Var, Layout] = {}
+
+        def ask(atom: Atom, layout: Layout) -> None:
+            if isinstance(atom, Var) and len(self.readers[atom]) == 1 and atom not in self.returned:
+                asked[atom] = layout
+
+        for eqn in reversed(self.program.equations):
+            description = None if region_of(eqn) is not None else self.program.describe(eqn)
+            if description is None or len(eqn.outvars) != 1:
+                continue
+            (var,) = eqn.outvars
+            whole = replicated(len(var.aval.shape))
+            if description.layout is not None and None not in description.layout:
+                ask(eqn.invars[0], self.layout_asked(description.layout, whole, var.aval.shape))
+            elif var in asked and not asked[var].whole and by_element(description):
+                ways = ways_to(description, 0, asked[var], self.axes)
+                given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
+                choice = ways and carried_out(eqn, description, ways, given, self.axes, ())
+                if choice and choice.results[0] == asked[var]:
+                    for atom, layout in zip(eqn.invars, choice.operands, strict=True):
+                        if not layout.whole:
+                            ask(atom, layout)
+        return asked
+
+    @functools.cached_property
+    def returned(self) -> set[Var]:
+        """The variables that are outputs."""
+        return {atom for atom in self.program.outputs if isinstance(atom, Var)}
+
+    @functools.cached_property
     def readers(self) -> dict[Var, list[JaxprEqn]]:
         """The equations that read a variable."""
         readers: dict[Var, list[JaxprEqn]] = {}
@@ -255,8 +308,14 @@ class _Follower:
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
         (var,) = eqn.outvars
-        dims = list(given.layout.dims)
-        for d, (names, n) in enumerate(zip(asked, var.aval.shape, strict=True)):
+        layout = self.layout_asked(asked, given.layout, var.aval.shape)
+        self.states[var] = Given(layout)
+        return Step(eqn, (layout,), (layout,), (layout,), asks=True)
+
+    def layout_asked(self, asked: Sequence[tuple[str, ...] | None], layout: Layout, shape: Sequence[int]) -> Layout:
+        """A layout with what is asked for, over the axes that there are."""
+        dims = list(layout.dims)
+        for d, (names, n) in enumerate(zip(asked, shape, strict=True)):
             if names is not None:
                 names = tuple(name for name in names if name in self.axes)
                 dims[d] = cut_of(names, 1, n, n, self.axes) if names and n > 1 else None
@@ -264,9 +323,7 @@ class _Follower:
         for d, cut in enumerate(dims):  # an axis cuts one dimension
             if asked[d] is None and cut is not None and set(cut.axes) & set(taken):
                 dims[d] = None
-        layout = Layout(tuple(dims))
-        self.states[var] = Given(layout)
-        return Step(eqn, (layout,), (layout,), (layout,))
+        return Layout(tuple(dims))
 
     def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
         """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
@@ -277,6 +334,61 @@ class _Follower:
         size = math.prod(eqn.outvars[0].aval.shape)
         read = sum(math.prod(atom.aval.shape) for atom, each in zip(eqn.invars, given, strict=True) if not each.anyhow)
         return (size > read or all(each.anyhow for each in given)) and description.flops <= CHEAP * max(size, 1)
+
+    # Branches on devices of their own
+
+    def side_by_side_step(self, eqn: JaxprEqn, branches: Branches, given: Sequence[Given], path: Path) -> Step:
+        """Branches, each evaluated by the devices of one index along an axis, and divided over the other axes."""
+        axis, count = branches.axis, len(branches.programs)
+        if self.axes.get(axis, 1) < count:
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"{count} branches are to be evaluated side by side along {axis!r}, of {self.axes.get(axis, 1)}.",
+                    facts=[f"axes: {', '.join(f'{name} of {n}' for name, n in self.axes.items())}"],
+                    remedies=["take another axis", "or put branches together"],
+                )
+            )
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+        operands = [
+            without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes)
+            for atom, each in zip(eqn.invars, given, strict=True)
+        ]
+        results: list[Layout] = [replicated(0)] * len(eqn.outvars)
+        flows = []
+        for number, (program, reads, makes) in enumerate(
+            zip(branches.programs, branches.operands, branches.results, strict=True)
+        ):
+            inputs = [Given(operands[i]) for i in reads]
+            follower = _Follower(program, inner, self.wishes, self.asked, (*path, number)).follow(inputs)
+            outputs = [
+                self.pieces_at_one(eqn, atom, end) for atom, end in zip(program.outputs, follower.ends, strict=True)
+            ]
+            flows.append(Flow(program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs)))
+            for i, layout in zip(makes, outputs, strict=True):
+                one = (axis, monoid_of_one(eqn.outvars[i].aval.dtype))
+                order = sorted((*layout.partial, one), key=lambda p: list(self.axes).index(p[0]))
+                results[i] = Layout(layout.dims, tuple(order))
+        self.states.update(
+            (var, Given(layout, settled=self.is_combined(var, layout)))
+            for var, layout in zip(eqn.outvars, results, strict=True)
+        )
+        return Step(eqn, tuple(operands), tuple(results), tuple(results), bodies=tuple(flows), branches=branches)
+
+    @staticmethod
+    def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
+        """How a branch hands on a result: pieces over other axes may remain, if they are of the same monoid."""
+        dtype = atom.aval.dtype
+        if jnp.issubdtype(dtype, jax.dtypes.extended):
+            raise PartitionError(
+                message_about(
+                    eqn,
+                    f"A branch that is evaluated side by side with others makes random keys, {dtype}.",
+                    remedies=["make keys outside the branches", "or use them in the branch that makes them"],
+                )
+            )
+        alike = all(monoid is monoid_of_one(dtype) for _, monoid in end.layout.partial)
+        return end.layout if alike else end.layout.complete
 
     # Loops and branches
 
@@ -375,6 +487,22 @@ class _Follower:
 def wished(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
     """Layouts, with what is wished in their places."""
     return tuple(layout if wish is None else wish for layout, wish in zip(made, wishes, strict=True))
+
+
+def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layout:
+    """A layout with pieces combined, and dimensions cut no further than over the axes before `axis`."""
+    dims: list[Cut | None] = []
+    for cut, n in zip(layout.dims, shape, strict=True):
+        if cut is not None and axis in cut.axes:
+            before = cut.axes[: cut.axes.index(axis)]
+            cut = cut_of(before, cut.outer, cut.size, n, axes) if before else None
+        dims.append(cut)
+    return Layout(tuple(dims))
+
+
+def monoid_of_one(dtype: object) -> Monoid:
+    """By what a value combines that one device has, and of which others have nothing."""
+    return Monoid.OR if dtype == np.bool_ else Monoid.SUM
 
 
 def whole_along(dims: int, layout: Layout) -> Layout:

@@ -33,6 +33,7 @@ class RecordedStep:
       results: how each result lies for who reads it.
       ways: the factors that are cut, by their numbers, and over which axes; None for what is evaluated whole.
       anyhow: it is evaluated wherever its result is needed.
+      asks: it asks for a layout, and computes nothing.
       bodies: of a loop or branch.
     """
 
@@ -41,6 +42,7 @@ class RecordedStep:
     results: tuple[Layout, ...]
     ways: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...] | None = None
     anyhow: bool = False
+    asks: bool = False
     bodies: tuple[RecordedFlow, ...] = ()
 
 
@@ -120,6 +122,7 @@ class RecordedFlow:
                         numbers(step.results),
                         None if step.ways is None else [[list(lead), list(axes)] for lead, axes in step.ways],
                         int(step.anyhow),
+                        int(step.asks),
                         [write(body) for body in step.bodies],
                     ]
                     for step in flow.steps
@@ -149,11 +152,11 @@ class RecordedFlow:
 
         def flow(content: Mapping[str, Any], digest: str = "", axes: Mapping[str, int] | None = None) -> RecordedFlow:
             steps = []
-            for operands, made, results, ways, anyhow, bodies in content["steps"]:
+            for operands, made, results, ways, anyhow, asks, bodies in content["steps"]:
                 cut = None if ways is None else tuple((tuple(lead), tuple(axes)) for lead, axes in ways)
                 inside = tuple(flow(body) for body in bodies)
                 lie = several(operands), several(made), several(results)
-                steps.append(RecordedStep(*lie, cut, bool(anyhow), inside))
+                steps.append(RecordedStep(*lie, cut, bool(anyhow), bool(asks), inside))
             inputs, outputs, ends = (several(content[key]) for key in ("inputs", "outputs", "ends"))
             sizes = tuple((str(name), int(size)) for name, size in (axes or {}).items())
             return RecordedFlow(digest, sizes, inputs, tuple(steps), outputs, ends)
@@ -170,7 +173,7 @@ def recorded(step: Step) -> RecordedStep:
     """One step, written down."""
     ways = None if step.choice is None else tuple((tuple(way.lead), way.axes) for way in step.choice.ways)
     bodies = tuple(RecordedFlow.of(body) for body in step.bodies)
-    return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, bodies)
+    return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, step.asks, bodies)
 
 
 def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
@@ -193,7 +196,7 @@ def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
         bodies = tuple(body.flow(inside, axes) for body, inside in zip(step.bodies, programs, strict=True))
         return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
     if step.ways is None:
-        return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow)
+        return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow, asks=step.asks)
     description = program.describe(eqn)
     splits = {} if description is None else {tuple(lead): split for lead, split in description.leads}
     if description is None or any(lead not in splits for lead, _ in step.ways):

@@ -30,14 +30,18 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
 from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
+from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
 
+FAR = 4
+"""So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
 
-def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[Any]:
+
+def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, everywhere: bool = True) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
@@ -45,20 +49,25 @@ def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str) -> list[An
       values: this device's arrays of its inputs, as `flow.inputs` says.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
+      everywhere: whether all devices of the mesh evaluate it.
 
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    return _Run(flow, axes, platform).all(values)
+    return _Run(flow, axes, platform, everywhere).all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str) -> None:
-        self.flow, self.axes, self.platform = flow, axes, platform
+    def __init__(self, flow: Flow, axes: Axes, platform: str, everywhere: bool) -> None:
+        self.flow, self.axes, self.platform, self.everywhere = flow, axes, platform, everywhere
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
+        self.asked: set[Var] = set()  # variables whose layout the program asks for
+        self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
+        self.computed = 0  # bytes of results so far
+        self.latest: Any = None  # the last of them that has floating-point numbers
 
     def all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -77,6 +86,11 @@ class _Run:
                 self.held[var] = {made: value}  # whoever needs it as it is made may have it so
                 if layout != made:
                     self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
+                self.computed += nbytes(value)
+                if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
+                    self.latest = value
+                if step.asks:
+                    self.asked.add(var)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
 
     def read(self, atom: Atom, layout: Layout) -> Any:
@@ -99,7 +113,24 @@ class _Run:
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
+        elif atom in self.asked and self.is_far(atom, layout):
+            start, *_ = held
+            value = behind(held[start], self.latest)
+            held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
+        self.last[atom, layout] = self.computed
         return held[layout]
+
+    def is_far(self, atom: Var, layout: Layout) -> bool:
+        """Whether so much was computed since a copy was read that it is rather made again.
+
+        What a program asks for is how a value is to be kept, too (Korthikanti et al., "Reducing activation
+        recomputation in large transformer models", 2022, section 4.2.2, gather again in the backward pass).
+        """
+        first, *_ = self.held[atom].values()
+        copy = self.held[atom][layout]
+        if nbytes(copy) <= nbytes(first) or not jnp.issubdtype(copy.dtype, np.floating) or self.latest is None:
+            return False
+        return self.computed - self.last[atom, layout] > FAR * nbytes(copy)
 
     def made(self, eqn: JaxprEqn, layout: Layout) -> Any:
         """A value from nothing, in a layout; made whole and cut where its equation cannot be cut so."""
@@ -119,6 +150,8 @@ class _Run:
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
             return self.region(step)
+        if step.branches is not None:
+            return self.side_by_side(step, step.branches)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
             description = self.flow.program.describe(step.eqn)
@@ -172,9 +205,9 @@ class _Run:
                 n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
                 cut = Cut(way.axes, outer, d.sizes[f])
                 if f not in way.lead:
-                    value = fetch(
-                        value, k, cut, want.dims[k] is not None, n, intervals, around(way, i, value), self.axes
-                    )
+                    in_pairs = self.everywhere or self.platform != "cpu"
+                    fill, lies_cut = around(way, i, value), want.dims[k] is not None
+                    value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes, in_pairs)
                 elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
                     value = self.masked(value, k, cut, n, way, choice, i)
         for way in choice.ways:
@@ -234,9 +267,50 @@ class _Run:
         with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
             return list(region.run(InProgram(eqn), bodies, operands))
 
+    def side_by_side(self, step: Step, branches: Branches) -> list[Any]:
+        """Branches of which this device evaluates one, or none; of what others compute it has nothing."""
+        atoms, axis = step.eqn.invars, branches.axis
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name != axis}
+
+        def nothing(i: int) -> jax.Array:
+            aval, layout = step.eqn.outvars[i].aval, step.results[i]
+            identity = dict(layout.partial)[axis].identity(aval.dtype)
+            return jnp.full(layout.local(aval.shape, self.axes), identity, aval.dtype)
+
+        def evaluate_branch(number: int, values: Sequence[Any]) -> list[Any]:
+            flow, makes = step.bodies[number], branches.results[number]
+            made = run(flow, [values[i] for i in branches.operands[number]], inner, self.platform, everywhere=False)
+            own = {i: as_array(x, a) for i, x, a in zip(makes, made, flow.program.outputs, strict=True)}
+            return [own[i] if i in own else nothing(i) for i in range(len(step.results))]
+
+        count = len(step.bodies)
+        several: list[Any] = [functools.partial(evaluate_branch, number) for number in range(count)]
+        if count < self.axes[axis]:
+            several.append(lambda _: [nothing(i) for i in range(len(step.results))])
+        return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
+
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform)
+        made = run(flow, values, self.axes, self.platform, self.everywhere)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def nbytes(value: Any) -> int:
+    """Of one device's array; none of keys."""
+    return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
+
+
+def behind(value: Any, latest: Any) -> Any:
+    """The bits of a value, as integers that are there when `latest` is, and not before.
+
+    Else compilers would take a copy of it for the same as an earlier one, or make it as early. A barrier is not enough:
+    XLA removes them on CPUs before it looks for equal operations, and before it orders them.
+    """
+    value, latest = lax.optimization_barrier((value, latest))
+    kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    one = lax.reshape(latest, (latest.size,))[0]
+    nothing = (one != one).astype(kind) >> 1
+    return lax.bitcast_convert_type(value, kind) ^ nothing
 
 
 def places(way: Way, length: int) -> jax.Array:

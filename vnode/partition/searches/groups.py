@@ -119,7 +119,7 @@ class _Counted:
         return self.compute(eqn, choice)
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES) if move.kind != "cut"]
+        kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES, dtype) if move.kind != "cut"]
         return float(math.prod(shape) * itemsize(dtype) * sum(self.parts[kind] for kind in kinds))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
