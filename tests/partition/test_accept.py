@@ -116,6 +116,23 @@ def test_collectives_in_loops_count_by_their_turns() -> None:
     assert found.exchange_accepted and not found.open_loops
 
 
+def test_what_is_the_same_at_every_turn_is_exchanged_once() -> None:
+    """XLA takes it out of the loop on CPUs: of a forward and a backward loop, once for both; and it takes memory."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.ones((4096, 64)), x)[0] ** 2)
+
+        return jax.grad(loss)(w)
+
+    traced = jax.make_jaxpr(step)(jnp.ones((64, 64)), jnp.ones((7, 4096, 64)))
+    found, (_, cost) = compared(inline(traced.jaxpr, traced.consts), (P("model"), P(None, ("data", "model"))))
+    assert found.exchange_accepted, str(found)
+    assert found.found["all-gather"] == 64 * 64 * 4, "once for seven turns, there and back"
+    assert [each.runs for each in cost.collectives if each.transfer.kind == "all-gather"] == [1]
+    assert found.memory_accepted, str(found)
+
+
 def by_xla(function: Any, *args: Any) -> int:
     analysis = jax.jit(function).lower(*args).compile().memory_analysis()
     assert analysis is not None

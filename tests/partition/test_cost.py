@@ -40,10 +40,11 @@ from vnode.partition.cost import (
     transfer_of,
     transfers_of_route,
 )
-from vnode.partition.cost.device import simplified
+from vnode.partition.cost.device import bodies_of, simplified
 from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.memory import Buffers
-from vnode.partition.cost.pieces import piece_of, traced_piece
+from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
 from vnode.partition.machine import Kind
 from vnode.spmd.choice import Given, choose
 from vnode.spmd.exchange import convert
@@ -367,6 +368,53 @@ def test_kernels_sent_together_never_wait_in_a_circle(steps: list[tuple[int, boo
         own = eqn.params.get("axes")
         longest[eqn.outvars[0]] = (x + (own == ("x",)), y + (own == ("y",)))
     assert count >= max(x + y for x, y in longest.values())
+
+
+def test_loops_without_what_is_taken_out_give_the_same() -> None:
+    """What does not change comes before; sums over devices that are only added up come after: as often as they need."""
+
+    def turns(w: Any, x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            total, h = carry
+            whole = lax.all_gather(w, "x", axis=0, tiled=True)  # the same at every turn
+            h = jnp.tanh(h @ whole + row)
+            return (total + lax.psum(h, "x"), h), h.sum()
+
+        return lax.scan(body, (jnp.zeros((4, 8)), jnp.ones((4, 8))), x)
+
+    plain = over(turns, ones(4, 8), ones(5, 4, 8), x=2)
+    (loop,) = (eqn for eqn in plain.equations if eqn.primitive.name == "scan")
+    assert names_of(loop) == {"all_gather", "psum"}
+    before, after = simplified(before_loops(plain)), simplified(after_loops(plain))
+    for program, inside, outside in ((before, {"psum"}, "all_gather"), (after, {"all_gather"}, "psum")):
+        (loop,) = (eqn for eqn in program.equations if eqn.primitive.name == "scan")
+        assert names_of(loop) == inside
+        assert [eqn.primitive.name for eqn in program.equations].count(outside) == 1
+    rng = np.random.default_rng(0)
+    values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32)[None].repeat(2, 0) for v in plain.inputs]
+    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
+    for other in (before, after, after_loops(before)):
+        for a, b in zip(run(plain), run(other), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_sums_that_a_loop_reads_stay_inside() -> None:
+    def turns(x: Any) -> Any:
+        def body(total: Any, row: Any) -> Any:
+            summed = lax.psum(row, "x")
+            return total + summed, summed * 2  # read by another
+
+        return lax.scan(body, jnp.zeros(8), x)
+
+    plain = over(turns, ones(5, 8), x=2)
+    (loop,) = (eqn for eqn in after_loops(plain).equations if eqn.primitive.name == "scan")
+    assert names_of(loop) == {"psum"}
+
+
+def names_of(loop: Any) -> set[str]:
+    """The collectives in a loop's body."""
+    (body,) = bodies_of(loop)
+    return {eqn.primitive.name for eqn in body.equations} & {"all_gather", "psum"}
 
 
 # Exchange

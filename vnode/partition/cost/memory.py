@@ -8,6 +8,8 @@ it to the last that reads it, under whatever name. A kernel that goes element by
 reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
 holds at most; branches the largest of theirs.
 
+TPUs hold temporary arrays in memory on the chip where they fit (`Target.on_chip`); what is left counts.
+
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
 runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
@@ -60,6 +62,7 @@ class Memory:
       aliased: bytes of outputs that take the memory of donated inputs.
       temporaries: bytes of everything else, at the moment at which that is most.
       held: what these are then, the largest first.
+      on_chip: bytes of what would be temporary too, but is on the chip, and counts nowhere here.
     """
 
     arguments: int
@@ -67,6 +70,7 @@ class Memory:
     aliased: int
     temporaries: int
     held: tuple[Held, ...] = ()
+    on_chip: int = 0
 
     @property
     def total(self) -> int:
@@ -78,6 +82,8 @@ class Memory:
             f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
             f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
         ]
+        if self.on_chip:
+            lines[0] += f", on the chip {size(self.on_chip)}"
         lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
         return "\n".join(lines)
 
@@ -258,7 +264,8 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    return Memory(arguments, outputs, aliased, most, tuple(held))
+    on_chip = min(most, target.on_chip)
+    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
 
 
 def buffers_of(

@@ -155,7 +155,7 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    target = Target.on(platform)
+    target = Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
     timeline = taken.timeline(program.program, 1)
     return ProgramCost(
@@ -212,7 +212,12 @@ class _Taken:
     ) -> tuple[float, tuple[int, ...], bool]:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
         sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
-        transfers = [transfer for transfer in sent if transfer is not None]
+        transfers = [
+            each
+            for transfer, of in zip(sent, piece.equations, strict=False)  # nothing is sent by what is no collective
+            if transfer is not None
+            for each in narrowed(transfer, [kernels.narrow.get(var, 0) for var in of.outvars])
+        ]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
             seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
@@ -253,6 +258,15 @@ class _Taken:
             for each in collectives:
                 links.update(each.transfer.cost(self.machine, self.mesh).resources)
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
+
+
+def narrowed(transfer: Transfer, counts: Sequence[int]) -> list[Transfer]:
+    """A collective as it is sent, given how many contractions read each result in half of its bytes (0: whole)."""
+    if not all(counts):
+        return [transfer]
+    return [dataclasses.replace(transfer, bytes=transfer.bytes // 2)] * (
+        max(counts) if transfer.kind == "all-gather" else 1
+    )
 
 
 def turns_of(region: Region, bodies: int) -> list[int] | None:

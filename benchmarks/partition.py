@@ -1,0 +1,219 @@
+"""Plans as they are predicted, beside what the compiler makes of them: `python -m benchmarks.partition`.
+
+Thirty plans for each of four train steps on eight devices: what experts do on three meshes, layouts of the state at
+random, and strategies of all operators at random (with a seed). Each is compiled, once, and what the compiler says is
+kept in a folder (`--builds`), so that a run can be stopped and taken up again; then it is compared with the prediction:
+
+  tpu      compiled ahead of time for TPU v5e:2x4: bytes of collectives by kind, memory, cycles of computation
+  cpu      compiled for eight CPU devices: bytes of collectives by kind, memory
+
+This file knows models, plans and tables. It must not know how a cost is found, nor how a search works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import hashlib
+import importlib.metadata
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks import tpu
+from benchmarks.report import Sheet
+
+MESHES: tuple[dict[str, int], ...] = ({"x": 2, "y": 4}, {"x": 8}, {"x": 2, "y": 2, "z": 2})
+PLANS = 30
+DRAWN = ("state", "a tenth", "operators")
+"""What is drawn at random: how the state lies; the strategies of a tenth of an expert's operators; those of all."""
+TOPOLOGY = "v5e:2x4"
+
+
+def models(platform: str) -> dict[str, Callable[[], Any]]:
+    """The train steps by name, larger for TPUs than for CPUs."""
+    from benchmarks.partition_cost import mlp
+    from benchmarks.partition_models.alexnet import alexnet
+    from benchmarks.partition_models.lstm import lstm
+    from benchmarks.partition_models.transformer import transformer
+
+    if platform == "cpu":
+        words: dict[str, Any] = {"batch": 16, "length": 32, "vocabulary": 256, "layers": 2, "width": 64, "heads": 8}
+        pictures: dict[str, Any] = {"batch": 32, "channels": (16, 32, 48, 32, 32), "dense": 128, "classes": 16}
+        return {
+            "mlp": lambda: mlp(256, 128),
+            "transformer": lambda: transformer("small", **words),
+            "lstm": lambda: lstm("small", batch=32, length=10, vocabulary=256, units=128),
+            "alexnet": lambda: alexnet("small", image=64, **pictures),
+        }
+    words = {"batch": 64, "length": 128, "vocabulary": 1024, "layers": 1, "width": 256, "heads": 4}
+    pictures = {"batch": 256, "channels": (64, 128, 256, 128, 128), "dense": 1024, "classes": 16}
+    return {
+        "mlp": lambda: mlp(1024, 8192),
+        "transformer": lambda: transformer("small", **words),
+        "lstm": lambda: lstm("small", batch=256, length=20, vocabulary=4096, units=512),
+        "alexnet": lambda: alexnet("small", image=64, **pictures),
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A way to divide a step.
+
+    Attributes:
+      name: what the table calls it.
+      axes: of the mesh.
+      flow: layouts through the step.
+      donated: how many inputs, the state, are given away.
+    """
+
+    name: str
+    axes: Mapping[str, int]
+    flow: Any
+    donated: int
+
+
+def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
+    """Thirty different plans: all that experts would make, then plans drawn at random, by turns of each kind.
+
+    Args:
+      model: a `benchmarks.partition_models.Model`.
+      seed: of what is drawn.
+    """
+    import jax
+
+    from vnode.analysis.program import inline
+    from vnode.partition.machine import Machine
+    from vnode.partition.search import Estimate, as_problem, experts
+    from vnode.spmd.flow import follow
+    from vnode.spmd.layout import from_spec
+
+    flat, tree = jax.tree.flatten((model.state, model.batch))
+    leaves = len(jax.tree.leaves(model.state))
+    traced = jax.make_jaxpr(lambda *a: jax.tree.leaves(model.step(*jax.tree.unflatten(tree, a))))(*flat)
+    program = inline(traced.jaxpr, traced.consts)
+    generator = np.random.default_rng(seed)
+    searches = {}
+    seen: set[str] = set()
+
+    def new(flow: Any) -> bool:
+        said = repr([flow.inputs, flow.outputs, [(s.choice.ways if s.choice else None) for s in flow.steps]])
+        fresh = said not in seen
+        seen.add(said)
+        return fresh
+
+    for axes in MESHES:
+        model_ = Estimate(Machine.tpu(TOPOLOGY), axes)
+        search = as_problem(program, axes, model_, carried={i: i for i in range(leaves)})
+        known = experts(search, range(leaves, len(flat)))
+        searches[where(axes)] = search, list(known.values())
+        for name, strategies in known.items() if axes is MESHES[0] else ():  # those on others divide by as many
+            flow = search.flow(strategies)
+            if new(flow):
+                yield Plan(f"{name} on {where(axes)}", axes, flow, leaves)
+    number = 0
+    while len(seen) < PLANS:
+        kind, axes = number % len(DRAWN), MESHES[number // len(DRAWN) % len(MESHES)]
+        search, known = searches[where(axes)]
+        if DRAWN[kind] == "state":
+            layouts = [
+                from_spec(drawn(generator, v.aval.shape, axes, k >= leaves), v.aval.shape, axes)
+                for k, v in enumerate(program.inputs)
+            ]
+            outputs = [*layouts[:leaves], *[None] * (len(program.outputs) - leaves)]
+            flow = follow(program, layouts, axes, outputs=outputs)
+        else:
+            strategies = np.array([generator.choice(np.flatnonzero(np.isfinite(s))) for s in search.problem.seconds])
+            if DRAWN[kind] == "a tenth":
+                kept = generator.random(len(strategies)) < 0.9
+                strategies = np.where(kept, known[generator.integers(len(known))], strategies)
+            flow = search.flow(strategies)
+        if new(flow):
+            yield Plan(f"{DRAWN[kind]} at random {number // len(DRAWN)} on {where(axes)}", axes, flow, leaves)
+        number += 1
+
+
+def where(axes: Mapping[str, int]) -> str:
+    """A mesh in a name: ``"2x4"``."""
+    return "x".join(map(str, axes.values()))
+
+
+def drawn(generator: np.random.Generator, shape: tuple[int, ...], axes: Mapping[str, int], examples: bool) -> Any:
+    """A layout at random; of examples the first dimension is divided by as many axes as can."""
+    from jax.sharding import PartitionSpec
+
+    cuts: list[list[str]] = [[] for _ in shape]
+    for axis, n in axes.items():
+        fits = [d for d, size in enumerate(shape) if size % (n * int(np.prod([axes[a] for a in cuts[d]]))) == 0]
+        fits = [d for d in fits if d == 0] if examples else fits
+        if fits and (examples or generator.random() < 0.5):
+            cuts[generator.choice(fits)].append(axis)
+    return PartitionSpec(*(tuple(cut) or None for cut in cuts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """What a compiler made of a plan, as far as it is compared; looks like a `jax.stages.Compiled`.
+
+    Attributes:
+      text: of the compiled program.
+      memory: what `memory_analysis` said, by name.
+      seconds: that compiling took.
+    """
+
+    text: str
+    memory: Mapping[str, int]
+    seconds: float
+
+    def as_text(self) -> str:
+        """The compiled program."""
+        return self.text
+
+    def memory_analysis(self) -> Any:
+        """The compiler's own account of memory."""
+        return argparse.Namespace(**self.memory)
+
+
+MEMORY = [f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")]
+
+
+def build(folder: Path, model: str, plan: Plan, platform: str) -> Build:
+    """Compiles a plan, or reads what was compiled before by the same versions."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding
+
+    from vnode.spmd.program import at_the_border, over_mesh, spec_of
+
+    packages = ["jax", "jaxlib"] + ["libtpu"] * (platform == "tpu")
+    about = [model, plan.name, platform, str(plan.flow.inputs), str([v.aval for v in plan.flow.program.inputs])]
+    about += [f"{name} {importlib.metadata.version(name)}" for name in packages]
+    file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json.gz"
+    if file.exists():
+        with gzip.open(file, "rt", encoding="utf-8") as stream:
+            return Build(**json.load(stream))
+    devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
+    mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
+    given = [
+        jax.ShapeDtypeStruct(
+            v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, plan.axes)))
+        )
+        for v, layout in zip(plan.flow.program.inputs, plan.flow.inputs, strict=True)
+    ]
+    start = time.perf_counter()
+    run = jax.jit(over_mesh(plan.flow, mesh), donate_argnums=tuple(range(plan.donated)), keep_unused=True)
+    compiled = run.lower(*given).compile()
+    seconds = time.perf_counter() - start
+    analysis = compiled.memory_analysis()
+    made = Build(compiled.as_text() or "", {name: getattr(analysis, name) for name in MEMORY}, seconds)
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = file.with_suffix(f".{os.getpid()}")
+    with gzip.open(partial, "wt", encoding="utf-8") as stream:
+        json.dump(dataclasses.asdict(made), stream)
+    partial.replace(file)
+    return made
