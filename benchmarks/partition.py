@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks import tpu
-from benchmarks.report import Sheet
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2, "y": 4}, {"x": 8}, {"x": 2, "y": 2, "z": 2})
 PLANS = 30

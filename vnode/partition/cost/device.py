@@ -22,6 +22,7 @@ from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
 from vnode.partition.cost.loops import after_loops, before_loops
+from vnode.partition.cost.lowered import lowered
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -86,6 +87,8 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
     program = simplified(inline(traced.jaxpr, traced.consts))
     if target.hoists:
         program = simplified(before_loops(program))
+    if target.ordered:
+        program = simplified(lowered(program))
     if target.adds_after:
         program = simplified(after_loops(program))
     return DeviceProgram(program, dict(axes), frozenset(donated))

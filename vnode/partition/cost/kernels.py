@@ -42,7 +42,7 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
-from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
+from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
 
@@ -86,6 +86,7 @@ class Target:
       aligned: bytes of which everything in memory takes a multiple.
       hoists: whether what is the same at every turn of a loop is computed before it.
       adds_after: whether sums over devices that a loop adds up are done once, after it.
+      ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
     """
 
@@ -97,6 +98,7 @@ class Target:
     aligned: int = 1
     hoists: bool = False
     adds_after: bool = False
+    ordered: bool = False
     on_chip: int = 0
 
     @staticmethod
@@ -111,7 +113,7 @@ class Target:
         """
         match platform:
             case "cpu":
-                return Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True)
+                return Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True, ordered=True)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
@@ -231,12 +233,13 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
             users.setdefault(atom, []).append(eqn)
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    rigid = {id(eqn) for eqn in equations if target.ordered and slides(eqn, program)}
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
-        own = TAKES.get(shape, 0)
+        own = 0 if id(eqn) in rigid else TAKES.get(shape, 0)
         if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
         takes[id(eqn)] = own
@@ -270,7 +273,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         maker = definitions.get(source) if isinstance(source, Var) else None
         if id(eqn) in inside or not isinstance(source, Var) or (maker is not None and id(maker) in inside):
             continue
-        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED
+        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED and id(maker) not in rigid
         alone = of_contraction and len(users[source]) == 1 and source not in ends
         if shapes[id(eqn)] is Shape.SAME or (shapes[id(eqn)] is Shape.MOVED and alone):
             names[eqn.outvars[0]] = source
@@ -286,6 +289,12 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
     counts = {var: multiplied(var, shapes, users, ends) for var in held} if target.contractions else {}
     return Kernels(program, made, names, {var: n for var, n in counts.items() if n}, target.aligned)
+
+
+def slides(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation is a contraction over windows: a convolution."""
+    of = program.describe(eqn)
+    return of is not None and of.has(Algebra.CONTRACTS) and any(isinstance(f.split, Windowed) for f in of.factors)
 
 
 def multiplied(var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]) -> int:

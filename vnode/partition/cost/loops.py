@@ -122,7 +122,9 @@ def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
     results = list(eqn.outvars)
     for k, given in enumerate(inner.inputs[loop.carried.start : loop.carried.stop]):
         end = inner.outputs[k]
-        total = makers.get(end) if isinstance(end, Var) else None
+        if not isinstance(end, Var):
+            continue
+        total = makers.get(end)
         if total is None or not adds(total) or users[given] != 1 or users[end] != 1:
             continue
         others = [a for a in total.invars if a is not given]
@@ -131,9 +133,10 @@ def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
         term = makers.get(others[0])
         if term is None or users[others[0]] != 1 or len(term.outvars) != 1:
             continue
-        if not is_sum(term):
+        (part,) = term.invars if is_sum(term) else [None]
+        if not isinstance(part, Var) or not isinstance(others[0], Var):
             continue
-        moved[others[0]] = term.invars[0]
+        moved[others[0]] = part
         here = Var(eqn.outvars[k].aval)
         after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
         results[k] = here

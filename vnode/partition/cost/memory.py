@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
@@ -288,6 +289,10 @@ def buffers_of(
     maker = {kernels.memory_of(var): k for k, each in enumerate(kernels.kernels) for var in each.piece.writes}
     written, read, inside, over, after = [], [], [], [], []
     counted = set(maker) - set(elsewhere)
+    readers: dict[Var, list[Shape]] = {}
+    for kernel in kernels.kernels:
+        for var in kernel.piece.reads:
+            readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for kernel in kernels.kernels:
         outs = [var for var in kernel.piece.writes if type(var) is Var]
         reads = {kernels.memory_of(var) for var in kernel.piece.reads}
@@ -295,7 +300,7 @@ def buffers_of(
         own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
         written.append(tuple(own))
         read.append(frozenset(reads & (counted | set(written_over))))
-        inside.append(0 if region is None else inside_of(kernel.root, region, target))
+        inside.append(copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target))
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
         after.append(frozenset(maker[var] for var in reads if var in maker))
     return Buffers(
@@ -303,6 +308,29 @@ def buffers_of(
         kept=frozenset(kernels.memory_of(var) for var in kept),
         after=tuple(after),
     )
+
+
+def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
+    """The bytes that collectives copy on CPUs, which exchange arrays along their first dimension only, in pieces.
+
+    What is gathered along another is put in order by those who read it, if these go element by element.
+    """
+    if kernel.shape is not Shape.COLLECTIVE or not target.ordered:
+        return 0
+    total = 0
+    for eqn in kernel.piece.equations:
+        place = next((eqn.params[name] for name in ALONG if name in eqn.params), None)
+        if place is None:
+            continue
+        held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
+        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= {Shape.EACH}
+        first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
+        total += held if "split_axis" in eqn.params or not first else 0
+    return total
+
+
+ALONG = "all_gather_dimension", "scatter_dimension", "split_axis"
+"""How collectives call the dimension along which they exchange."""
 
 
 def overwritten(
