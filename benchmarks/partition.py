@@ -20,13 +20,14 @@ import importlib.metadata
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks import tpu
+from benchmarks.report import Sheet
 
 MESHES: tuple[dict[str, int], ...] = ({"x": 2, "y": 4}, {"x": 8}, {"x": 2, "y": 2, "z": 2})
 PLANS = 30
@@ -182,8 +183,8 @@ class Build:
 MEMORY = [f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")]
 
 
-def build(folder: Path, model: str, plan: Plan, platform: str) -> Build:
-    """Compiles a plan, or reads what was compiled before by the same versions."""
+def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool = False) -> Build | None:
+    """Compiles a plan, or reads what was compiled before by the same versions; nothing else if `only_built`."""
     import jax
     from jax.sharding import Mesh, NamedSharding
 
@@ -196,6 +197,8 @@ def build(folder: Path, model: str, plan: Plan, platform: str) -> Build:
     if file.exists():
         with gzip.open(file, "rt", encoding="utf-8") as stream:
             return Build(**json.load(stream))
+    if only_built:
+        return None
     devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
     mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
     given = [
@@ -216,3 +219,105 @@ def build(folder: Path, model: str, plan: Plan, platform: str) -> Build:
         json.dump(dataclasses.asdict(made), stream)
     partial.replace(file)
     return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A plan's prediction beside what the compiler made of it.
+
+    Attributes:
+      plan: its name.
+      exact: whether all collectives are as predicted, in kind, bytes, devices and number.
+      rewritten: whether they are, but for exchanges that are known to be carried out as others.
+      bytes: predicted and found, of all collectives.
+      memory: predicted and found.
+      seconds: of computation, predicted (roofline) and by the compiler's cycles; 0 on CPUs.
+    """
+
+    plan: str
+    exact: bool
+    rewritten: bool
+    bytes: tuple[int, int]
+    memory: tuple[int, int]
+    seconds: tuple[float, float]
+
+
+def compared(plan: Plan, built: Build, platform: str) -> Row:
+    """Predicts what a plan takes, and looks at what was compiled."""
+    from vnode.partition import Machine, Roofline, Times, accept, program_cost
+    from vnode.partition.cost import device_program
+    from vnode.partition.cost.compiler import CLOCKS
+    from vnode.partition.hlo import cycles, parse
+
+    machine = Machine.tpu(TOPOLOGY)
+    device = device_program(plan.flow, plan.axes, platform=platform, donated=range(plan.donated))
+    times = Times((Roofline(launch=0),))
+    cost = program_cost(device, machine, machine.mesh(plan.axes), times=times, platform=platform)
+    found = accept(built, cost)
+    clock = CLOCKS[machine.kinds[0].name]
+    seconds = cycles(parse(built.text), {}) / clock if platform == "tpu" else 0.0
+    return Row(
+        plan.name,
+        found.exchange_accepted and not found.rewritten,
+        found.exchange_accepted,
+        (sum(found.planned.values()), sum(found.found.values())),
+        (found.predicted.total, found.memory),
+        (cost.compute, seconds),
+    )
+
+
+def summary(name: str, rows: Sequence[Row], whole: bool) -> list[str]:
+    """A line of the table: errors relative to what was found, and rank correlations."""
+    from scipy.stats import kendalltau
+
+    def errors(pairs: Sequence[tuple[float, float]]) -> list[str]:
+        off = np.abs([a / b - 1 for a, b in pairs])
+        tau = kendalltau(*np.transpose(pairs)).statistic
+        return [f"{np.mean(off):.1%}", f"{np.median(off):.1%}", f"{np.max(off):.1%}", f"{tau:.2f}"]
+
+    near = sum(abs(a / b - 1) <= 0.1 for a, b in (row.memory for row in rows))
+    n = len(rows)
+    cells = [name, str(n), f"{sum(r.exact for r in rows)}", f"{sum(r.rewritten for r in rows)}", f"{near}"]
+    cells += errors([row.memory for row in rows])
+    return cells + (errors([row.seconds for row in rows]) if whole else [])
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Compiles what is not there yet, and prints the table; with `--only-built` of what is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("platform", choices=["cpu", "tpu"])
+    parser.add_argument("models", nargs="*", help="mlp, transformer, lstm, alexnet; by default all")
+    parser.add_argument("--builds", type=Path, default=Path("out/builds"), help="where compiled plans are kept")
+    parser.add_argument("--only-built", action="store_true", help="compile nothing")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(argv)
+    known = models(options.platform)
+    cells, lines = [], []
+    for name in options.models or known:
+        rows = []
+        for plan in plans(known[name](), options.seed):
+            built = build(options.builds, name, plan, options.platform, options.only_built)
+            if built is None:
+                continue
+            row = compared(plan, built, options.platform)
+            rows.append(row)
+            ratios = [f"{a / max(b, 1e-12) - 1:+.1%}" for a, b in (row.bytes, row.memory, row.seconds)]
+            said = "exact" if row.exact else "rewritten" if row.rewritten else "differ"
+            lines.append([name, row.plan, said, *ratios[: 3 if options.platform == "tpu" else 2]])
+            print("  ".join(lines[-1]), flush=True)
+        if rows:
+            cells.append(summary(name, rows, options.platform == "tpu"))
+    heads = ["model", "plans", "collectives exact", "after known rewrites", "memory within 10%"]
+    four = ["mean", "median", "largest", "tau"]
+    heads += [f"memory, {x}" for x in four]
+    heads += [f"compute, {x}" for x in four] if options.platform == "tpu" else []
+    where_ = TOPOLOGY if options.platform == "tpu" else "eight CPU devices"
+    print(Sheet(f"Predicted beside compiled for {where_}", heads, cells).markdown())
+
+
+if __name__ == "__main__":
+    os.environ.update(tpu.ENVIRONMENT)
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "host_platform_device_count" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count=8"
+    main()

@@ -192,6 +192,25 @@ def test_memory_of_what_is_exchanged_along_another_dimension() -> None:
         assert found.accepted, str(found)
 
 
+def test_known_rewrites_are_listed_and_others_are_differences() -> None:
+    _, (compiled, cost) = compared(mlp(64, 64), MEGATRON)
+    place, planned = next((k, c) for k, c in enumerate(cost.collectives) if c.transfer.bytes > 1024)
+
+    def asked(**changes: Any) -> Acceptance:
+        several = list(cost.collectives)
+        several[place] = dataclasses.replace(planned, transfer=dataclasses.replace(planned.transfer, **changes))
+        return accept(compiled, dataclasses.replace(cost, collectives=tuple(several)))
+
+    kinds = asked(kind="reduce-scatter")
+    assert kinds.exchange_accepted and len(kinds.rewritten) == 1
+    assert "x reduce-scatter" in str(kinds) and "carried out as 1 x all-reduce" in str(kinds)
+    assert asked(bytes=2 * planned.transfer.bytes).exchange_accepted, "half of the bytes: in bfloat16"
+    for changes in ({"bytes": 3 * planned.transfer.bytes}, {"kind": "all-gather"}, {"devices": 8}):
+        other = asked(**changes)
+        assert not other.exchange_accepted and len(other.missing) == len(other.extra) == 1, changes
+    assert not asked().rewritten and asked().exchange_accepted
+
+
 class _Silent:
     def memory_analysis(self) -> None:
         return None
