@@ -6,6 +6,7 @@ kept in a folder (`--builds`), so that a run can be stopped and taken up again; 
 
   tpu      compiled ahead of time for TPU v5e:2x4: bytes of collectives by kind, memory, cycles of computation
   cpu      compiled for eight CPU devices: bytes of collectives by kind, memory
+  one-device   not plans: times of kernels measured one by one on a CPU device, and their sum beside the whole step's
 
 This file knows models, plans and tables. It must not know how a cost is found, nor how a search works.
 """
@@ -282,15 +283,48 @@ def summary(name: str, rows: Sequence[Row], whole: bool) -> list[str]:
     return cells + (errors([row.seconds for row in rows]) if whole else [])
 
 
+def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
+    """Times of kernels on one CPU device, measured one by one, and their sum beside the measured whole step."""
+    import jax
+
+    from vnode.analysis.program import inline
+    from vnode.partition import Cache, Machine, Measured, Roofline, Times, program_cost
+    from vnode.partition.cost import DeviceProgram
+    from vnode.partition.cost.device import simplified
+    from vnode.partition.cost.pieces import program_piece
+
+    rows = []
+    machine = Machine.here(jax.devices()[:1])
+    measured = Measured(cache=Cache(folder))
+    for name in names:
+        model = models("cpu")[name]()
+        flat, tree = jax.tree.flatten((model.state, model.batch))
+        traced = jax.make_jaxpr(lambda *a, m=model, t=tree: jax.tree.leaves(m.step(*jax.tree.unflatten(t, a))))(*flat)
+        program = simplified(inline(traced.jaxpr, traced.consts))
+        times = Times((measured, Roofline()))
+        device = DeviceProgram(program, {})
+        cost = program_cost(device, machine, machine.mesh({"x": 1}), times=times, platform="cpu")
+        whole, noise = measured.measure(program_piece(program))
+        share = cost.sources.get("measured", 0.0) / cost.compute
+        figures = [f"{1e3 * x:.2f}" for x in (cost.compute, cost.noise, whole, noise)]
+        rows.append([name, f"{share:.0%}", *figures, f"{cost.compute / whole - 1:+.0%}"])
+        print("  ".join(rows[-1]), flush=True)
+    heads = ["model", "measured", "sum of kernels, ms", "noise, ms", "whole step, ms", "noise, ms", "difference"]
+    return Sheet("Sums of kernels on one CPU device", heads, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compiles what is not there yet, and prints the table; with `--only-built` of what is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("platform", choices=["cpu", "tpu"])
+    parser.add_argument("platform", choices=["cpu", "tpu", "one-device"])
     parser.add_argument("models", nargs="*", help="mlp, transformer, lstm, alexnet; by default all")
     parser.add_argument("--builds", type=Path, default=Path("out/builds"), help="where compiled plans are kept")
     parser.add_argument("--only-built", action="store_true", help="compile nothing")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
+    if options.platform == "one-device":
+        print(on_one_device(options.models or ["mlp", "transformer", "lstm"], options.builds / "measured").markdown())
+        return
     known = models(options.platform)
     cells, lines = [], []
     for name in options.models or known:

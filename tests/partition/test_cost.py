@@ -183,6 +183,25 @@ def test_a_measured_time_is_measured_once(tmp_path: Any, monkeypatch: pytest.Mon
     assert again.time(keys, kind) is None
 
 
+def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
+    def turns(x: Any) -> Any:
+        return lax.scan(lambda c, _: (jnp.tanh(c @ x) + c, None), x, None, length=5)[0]
+
+    def sums(x: Any) -> Any:
+        return lax.scan(lambda c, _: (lax.psum(jnp.tanh(c), "x"), None), x, None, length=5)[0]
+
+    machine = Machine.tpu("v5e:2x2")
+    mesh = machine.mesh({"x": 4})
+    known = Times((_Fixed(), Roofline()))
+    for function, seconds, pieces in ((turns, 1.0, 1.0), (sums, 5.0, None)):
+        device = DeviceProgram(over(function, ones(8, 8), x=4), {"x": 4})
+        cost = program_cost(device, machine, mesh, times=known, platform="cpu")
+        assert cost.compute == pytest.approx(seconds), function
+        assert pieces is None or cost.sources == {"measured": pieces}
+        plain = program_cost(device, machine, mesh, platform="cpu")
+        assert set(plain.sources) == {"roofline"}
+
+
 # The cache
 
 
