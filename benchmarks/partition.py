@@ -7,6 +7,7 @@ kept in a folder (`--builds`), so that a run can be stopped and taken up again; 
   tpu      compiled ahead of time for TPU v5e:2x4: bytes of collectives by kind, memory, cycles of computation
   cpu      compiled for eight CPU devices: bytes of collectives by kind, memory
   one-device   not plans: times of kernels measured one by one on a CPU device, and their sum beside the whole step's
+  ranks    measured times of plans on eight CPU devices in turns, beside those predicted
 
 This file knows models, plans and tables. It must not know how a cost is found, nor how a search works.
 """
@@ -18,6 +19,7 @@ import dataclasses
 import gzip
 import hashlib
 import importlib.metadata
+import itertools
 import json
 import os
 import time
@@ -313,17 +315,67 @@ def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
     return Sheet("Sums of kernels on one CPU device", heads, rows)
 
 
+def ranks(names: Sequence[str], count: int, rounds: int, seed: int) -> Sheet:
+    """Step times of plans on eight CPU devices, in turns, beside those predicted; pairs within noise left out."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import Mesh, NamedSharding
+
+    from vnode.partition import Machine, program_cost
+    from vnode.spmd.program import at_the_border, over_mesh, spec_of
+
+    machine = Machine.here(jax.devices()[:8])
+    rows = []
+    for name in names:
+        runs, said = [], []
+        for plan in itertools.islice(plans(models("cpu")[name](), seed), count):
+            mesh = Mesh(np.array(jax.devices()[:8]).reshape(tuple(plan.axes.values())), tuple(plan.axes))
+            values = [
+                jax.device_put(
+                    jnp.ones(v.aval.shape, v.aval.dtype), NamedSharding(mesh, spec_of(at_the_border(x, plan.axes)))
+                )
+                for v, x in zip(plan.flow.program.inputs, plan.flow.inputs, strict=True)
+            ]
+            run = jax.jit(over_mesh(plan.flow, mesh))
+            jax.block_until_ready(run(*values))
+            runs.append((run, values))
+            cost = program_cost(plan.flow, machine, machine.mesh(plan.axes), platform="cpu")
+            said.append(cost.total)
+        samples = np.zeros((rounds, len(runs)))
+        for row in samples:
+            for k, (run, values) in enumerate(runs):
+                start = time.perf_counter()
+                jax.block_until_ready(run(*values))
+                row[k] = time.perf_counter() - start
+        middle = np.median(samples, axis=0)
+        low, high = np.percentile(samples, [25, 75], axis=0)
+        noise = (high - low) / 2
+        pairs = [(i, j) for i, j in itertools.combinations(range(len(runs)), 2)]
+        apart = [(i, j) for i, j in pairs if abs(middle[i] - middle[j]) > noise[i] + noise[j]]
+        right = sum((middle[i] < middle[j]) == (said[i] < said[j]) for i, j in apart)
+        tau = 2 * right / max(len(apart), 1) - 1
+        between = f"{1e3 * middle.min():.0f} to {1e3 * middle.max():.0f}"
+        rows.append([name, str(len(runs)), between, f"{len(apart)} of {len(pairs)}", str(right), f"{tau:.2f}"])
+    heads = ["model", "plans", "measured steps, ms", "pairs apart", "in the predicted order", "tau of these"]
+    return Sheet("Ranks of plans on eight CPU devices", heads, rows)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Compiles what is not there yet, and prints the table; with `--only-built` of what is there."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("platform", choices=["cpu", "tpu", "one-device"])
+    parser.add_argument("platform", choices=["cpu", "tpu", "one-device", "ranks"])
     parser.add_argument("models", nargs="*", help="mlp, transformer, lstm, alexnet; by default all")
     parser.add_argument("--builds", type=Path, default=Path("out/builds"), help="where compiled plans are kept")
     parser.add_argument("--only-built", action="store_true", help="compile nothing")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=PLANS, help="of plans that are ranked")
+    parser.add_argument("--rounds", type=int, default=15, help="how often each of them runs")
     options = parser.parse_args(argv)
     if options.platform == "one-device":
         print(on_one_device(options.models or ["mlp", "transformer", "lstm"], options.builds / "measured").markdown())
+        return
+    if options.platform == "ranks":
+        print(ranks(options.models or ["mlp"], options.count, options.rounds, options.seed).markdown())
         return
     known = models(options.platform)
     cells, lines = [], []
