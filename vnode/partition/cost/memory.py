@@ -8,7 +8,7 @@ it to the last that reads it, under whatever name. A kernel that goes element by
 reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
 holds at most; branches the largest of theirs.
 
-TPUs hold temporary arrays in memory on the chip where they fit (`Target.on_chip`); what is left counts.
+TPUs hold temporary arrays in memory on the chip if all of them fit there (`Target.on_chip`).
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
@@ -265,7 +265,7 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    on_chip = min(most, target.on_chip)
+    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
     return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
 
 
