@@ -25,6 +25,7 @@ from vnode.partition import Machine
 from vnode.partition.accept import Acceptance, accept
 from vnode.partition.cost import Memory, Target, device_program, memory_of, program_cost
 from vnode.partition.cost.device import DeviceProgram, simplified
+from vnode.partition.cost.lowered import lowered
 from vnode.partition.hlo import found_collectives, parse
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
@@ -116,6 +117,23 @@ def test_collectives_in_loops_count_by_their_turns() -> None:
     assert found.exchange_accepted and not found.open_loops
 
 
+def test_what_is_the_same_at_every_turn_is_exchanged_once() -> None:
+    """XLA takes it out of the loop on CPUs: of a forward and a backward loop, once for both; and it takes memory."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.sum(lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), jnp.ones((4096, 64)), x)[0] ** 2)
+
+        return jax.grad(loss)(w)
+
+    traced = jax.make_jaxpr(step)(jnp.ones((64, 64)), jnp.ones((7, 4096, 64)))
+    found, (_, cost) = compared(inline(traced.jaxpr, traced.consts), (P("model"), P(None, ("data", "model"))))
+    assert found.exchange_accepted, str(found)
+    assert found.found["all-gather"] == 64 * 64 * 4, "once for seven turns, there and back"
+    assert [each.runs for each in cost.collectives if each.transfer.kind == "all-gather"] == [1]
+    assert found.memory_accepted, str(found)
+
+
 def by_xla(function: Any, *args: Any) -> int:
     analysis = jax.jit(function).lower(*args).compile().memory_analysis()
     assert analysis is not None
@@ -141,6 +159,56 @@ def test_temporary_memory_of_single_device_programs() -> None:
         device = DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), {})
         predicted = memory_of(device, Target.on("cpu")).temporaries
         assert predicted == pytest.approx(by_xla(function, x), rel=0.05, abs=512), function
+
+
+def test_temporary_memory_of_windows() -> None:
+    """XLA's CPU backend transposes what it convolves, and goes back through a maximum by indices: within a tenth."""
+
+    def loss(k: Any, x: Any) -> Any:
+        h = lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.sum(lax.reduce_window(jnp.tanh(h), -jnp.inf, lax.max, (1, 3, 3, 1), (1, 2, 2, 1), "VALID") ** 2)
+
+    k, x = jax.ShapeDtypeStruct((3, 3, 8, 24), jnp.float32), jax.ShapeDtypeStruct((4, 32, 32, 8), jnp.float32)
+    function = jax.grad(loss)
+    traced = jax.make_jaxpr(function)(k, x)
+    plain = simplified(inline(traced.jaxpr, traced.consts))
+    actual = by_xla(function, k, x)
+    predicted = memory_of(DeviceProgram(simplified(lowered(plain)), {}), Target.on("cpu")).temporaries
+    assert predicted == pytest.approx(actual, rel=0.1)
+    without = memory_of(DeviceProgram(plain, {}), Target.on("cpu")).temporaries
+    assert without < 0.8 * actual, "the test is about something"
+
+
+def test_memory_of_what_is_exchanged_along_another_dimension() -> None:
+    """Gathers of columns for a product, and moves from rows to columns: copied before or after."""
+
+    def step(x: Any, w: Any) -> Any:
+        return jnp.sum((jnp.tanh(x @ w) @ w) ** 2, axis=0)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 512), (512, 512))]
+    traced = jax.make_jaxpr(step)(*shapes)
+    for specs in ((P(None, ("data", "model")), P()), (P(("data", "model")), P(None, ("data", "model")))):
+        found, _ = compared(inline(traced.jaxpr, traced.consts), specs)
+        assert found.accepted, str(found)
+
+
+def test_known_rewrites_are_listed_and_others_are_differences() -> None:
+    _, (compiled, cost) = compared(mlp(64, 64), MEGATRON)
+    place, planned = next((k, c) for k, c in enumerate(cost.collectives) if c.transfer.bytes > 1024)
+
+    def asked(**changes: Any) -> Acceptance:
+        several = list(cost.collectives)
+        several[place] = dataclasses.replace(planned, transfer=dataclasses.replace(planned.transfer, **changes))
+        return accept(compiled, dataclasses.replace(cost, collectives=tuple(several)))
+
+    kinds = asked(kind="reduce-scatter")
+    assert kinds.exchange_accepted and len(kinds.rewritten) == 1
+    assert "x reduce-scatter" in str(kinds) and "carried out as 1 x all-reduce" in str(kinds)
+    assert asked(bytes=2 * planned.transfer.bytes).exchange_accepted, "half of the bytes: in bfloat16"
+    for changes in ({"bytes": 3 * planned.transfer.bytes}, {"kind": "all-gather"}, {"devices": 8}):
+        other = asked(**changes)
+        assert not other.exchange_accepted and len(other.missing) == len(other.extra) == 1, changes
+    assert not asked().rewritten and asked().exchange_accepted
 
 
 class _Silent:

@@ -2,9 +2,9 @@
 
 Knows compiled programs and predictions. Must not know how a split was found, or what it is good for.
 
-Compilers send several arrays by one collective where they can; that is as planned, and listed. What else they may do
-makes a difference of which the report says what it is: an all-reduce of which everybody keeps a part becomes a
-reduce-scatter, bfloat16 is added in float32 on CPUs, and sent in place of float32 on TPUs, equal exchanges are merged.
+Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
+compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
+sum, or the other way round; in bfloat16 in place of float32, or the other way round. Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from vnode.errors import ProfileError, layout_message
+from vnode.partition.cost.collectives import NAMES
 from vnode.partition.cost.memory import Memory
 from vnode.partition.cost.program import Planned, ProgramCost
 from vnode.partition.hlo import Found, found_collectives, parse
@@ -55,6 +56,7 @@ class Acceptance:
       found: the same in the compiled program.
       missing: collectives that are planned and not there.
       extra: collectives that are there and not planned.
+      rewritten: those that are planned, with those that a compiler is known to make of them, and that are there.
       combined: how many arrays each collective sends that sends several.
       predicted: the memory of one device.
       arguments: bytes of them in the compiled program.
@@ -77,6 +79,7 @@ class Acceptance:
     temporaries: int
     open_loops: int = 0
     tolerance: float = TOLERANCE
+    rewritten: tuple[tuple[Exchange, Exchange], ...] = ()
 
     @property
     def memory(self) -> int:
@@ -111,6 +114,7 @@ class Acceptance:
             lines.append(f"  {kind}: {found:,} bytes, {said}")
         if self.combined:
             lines.append(f"  sent together: {', '.join(f'{n} arrays' for n in self.combined)}")
+        lines += [f"  {a} carried out as {b}" for a, b in self.rewritten]
         lines += [f"  planned, not found: {each}" for each in self.missing]
         lines += [f"  found, not planned: {each}" for each in self.extra]
         if self.open_loops:
@@ -169,11 +173,13 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
         )
     found = found_collectives(parse(text))
     wanted, there = counted_plan(cost.collectives), counted(found)
+    missing, extra, rewritten = matched(wanted - there, there - wanted)
     return Acceptance(
         planned=by_kind(wanted),
         found=by_kind(there),
-        missing=exchanges(wanted - there),
-        extra=exchanges(there - wanted),
+        missing=exchanges(missing),
+        extra=exchanges(extra),
+        rewritten=rewritten,
         combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
         predicted=cost.memory,
         arguments=memory.argument_size_in_bytes,
@@ -207,6 +213,36 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
         for n in (each.bytes,) if kind == "all-to-all" else each.arrays:
             found[kind, n, each.devices] += 1 if each.runs is None else each.runs
     return found
+
+
+REWRITES = (
+    ("all-reduce", "reduce-scatter", 1),
+    ("reduce-scatter", "all-reduce", 1),
+    *((kind, kind, factor) for kind in NAMES for factor in (0.5, 2)),
+)
+"""As which kind, with how many times the bytes, exchanges among as many devices are known to be carried out."""
+
+
+def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
+    """What is left of differences where a planned exchange is carried out as another that is known, and these pairs.
+
+    >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
+    >>> missing, extra, ((before, after),) = matched(planned, found)
+    >>> dict(missing), dict(extra)
+    ({('reduce-scatter', 64, 4): 1}, {})
+    >>> print(before, "as", after)
+    1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
+    """
+    missing, extra = missing.copy(), extra.copy()
+    pairs = []
+    for kind, other, factor in REWRITES:
+        for planned, n, devices in sorted(missing):
+            runs = min(missing[planned, n, devices], extra[other, int(n * factor), devices])
+            if planned == kind and runs:
+                missing[planned, n, devices] -= runs
+                extra[other, int(n * factor), devices] -= runs
+                pairs.append((Exchange(kind, n, devices, runs), Exchange(other, int(n * factor), devices, runs)))
+    return +missing, +extra, tuple(pairs)
 
 
 def by_kind(counts: Counts) -> dict[str, int]:

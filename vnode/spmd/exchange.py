@@ -245,6 +245,26 @@ def _neighbourhood(
     return near, (np.arange(parts) + first) * block + begin
 
 
+def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
+    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
+
+    Args:
+      index: what each part needs, int ``[part, element]``; -1 for nothing.
+      block: indices of a block.
+    """
+    needed: dict[int, tuple[int, int]] = {}
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for part in range(len(index)):
+        wanted = index[part][index[part] >= 0]
+        for source in np.unique(wanted // block):
+            inside = wanted[wanted // block == source] - source * block
+            distance = int(source) - part
+            low, high = needed.get(distance, (block, -1))
+            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
+            pairs.setdefault(distance, set()).add((int(source), part))
+    return needed, pairs
+
+
 def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes, in_pairs: bool = True) -> Any:
     """Sends values from parts to parts, ``(source, destination)``; to each part from one.
 

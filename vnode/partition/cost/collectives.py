@@ -103,6 +103,11 @@ class Transfer:
         return self.cost(machine, mesh).seconds(self.bytes)
 
 
+def is_sum(eqn: JaxprEqn) -> bool:
+    """Whether an equation sums one array over devices, and everybody gets the sum."""
+    return eqn.primitive.name == "psum" and len(eqn.outvars) == 1
+
+
 def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
     """The collective that an equation is; None if it is none.
 

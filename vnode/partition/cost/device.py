@@ -4,7 +4,8 @@ Knows flows, how they are run, and tracing. Must not know machines, or what anyt
 
 The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
 copies of equations, masks, halos and every exchange. What nobody reads is left out, and what is computed twice of the
-same operands, an exchange too, is computed once, as compilers do.
+same operands, an exchange too, is computed once, as compilers do; and what they take out of loops is taken out
+(`vnode.partition.cost.loops`).
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
-from vnode.partition.cost.kernels import Shape, shape_of
+from vnode.partition.cost.kernels import Shape, Target, shape_of
+from vnode.partition.cost.loops import after_loops, before_loops
+from vnode.partition.cost.lowered import lowered
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -80,7 +83,15 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
-    return DeviceProgram(simplified(inline(traced.jaxpr, traced.consts)), dict(axes), frozenset(donated))
+    target = Target.on(platform)
+    program = simplified(inline(traced.jaxpr, traced.consts))
+    if target.hoists:
+        program = simplified(before_loops(program))
+    if target.ordered:
+        program = simplified(lowered(program))
+    if target.adds_after:
+        program = simplified(after_loops(program))
+    return DeviceProgram(program, dict(axes), frozenset(donated))
 
 
 def simplified(program: Program) -> Program:

@@ -21,7 +21,8 @@ what all of them send, and bring, is in memory at once.
 What is element by element, or a reduction, becomes one kernel with others that read the same, or with the one that
 writes it, if nothing else has to run between them (XLA's multi-output fusion; not on CPUs).
 
-On TPUs a float32 array that only contractions read, in the default precision, is kept in bfloat16.
+On TPUs a float32 array that only contractions read, in the default precision, is kept, and sent, in bfloat16;
+one that is gathered is so once for each of them, since each has a conversion of its own.
 
 What compilers do beyond that (reductions inside of a kernel, libraries of fused attention) is not modelled.
 """
@@ -41,12 +42,16 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
-from vnode.operators.splits import Free, LookedUp, Reduced, Shifted
+from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
 
 DEAR = 15
 """Operations per element from which an equation is not taken into what reads it: random bits, above all."""
+
+
+ON_CHIP = {"TPU v4": 16 << 20, "TPU v5e": 128 << 20, "TPU v5p": 64 << 20, "TPU v6e": 128 << 20}
+"""Bytes of vector memory of a core (``jax.experimental.pallas.tpu.get_tpu_info``): the compiler moves arrays there."""
 
 
 class Shape(enum.Enum):
@@ -79,6 +84,10 @@ class Target:
         threads that run them at the same time; otherwise in an order in which little is held.
       siblings: whether element-wise kernels and reductions that read the same become one with several results.
       aligned: bytes of which everything in memory takes a multiple.
+      hoists: whether what is the same at every turn of a loop is computed before it.
+      adds_after: whether sums over devices that a loop adds up are done once, after it.
+      ordered: whether convolutions read and write arrays in one order of dimensions only.
+      on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
     """
 
     contractions: bool = True
@@ -87,10 +96,14 @@ class Target:
     breadth: bool = False
     siblings: bool = True
     aligned: int = 1
+    hoists: bool = False
+    adds_after: bool = False
+    ordered: bool = False
+    on_chip: int = 0
 
     @staticmethod
-    def on(platform: str) -> Target:
-        """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``.
+    def on(platform: str, kind: str = "") -> Target:
+        """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``, and of a kind of device by its name.
 
         The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; the orders are those
         of what jaxlib 0.10 schedules.
@@ -100,11 +113,11 @@ class Target:
         """
         match platform:
             case "cpu":
-                return Target(contractions=False, breadth=True, siblings=False, aligned=64)
+                return Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True, ordered=True)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target()
+        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -130,14 +143,14 @@ class Kernels:
       program: whose.
       kernels: in the program's order.
       names: variables that are other names for something in memory, with that.
-      narrow: variables that are in memory in half of their bytes.
+      narrow: variables that are in memory in half of their bytes, with how many contractions read them.
       aligned: bytes of which everything in memory takes a multiple.
     """
 
     program: Program
     kernels: tuple[Kernel, ...]
     names: Mapping[Var, Var]
-    narrow: frozenset[Var] = frozenset()
+    narrow: Mapping[Var, int] = dataclasses.field(default_factory=dict)
     aligned: int = 1
 
     def nbytes(self, var: Var) -> int:
@@ -220,12 +233,13 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
             users.setdefault(atom, []).append(eqn)
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    rigid = {id(eqn) for eqn in equations if target.ordered and slides(eqn, program)}
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
-        own = TAKES.get(shape, 0)
+        own = 0 if id(eqn) in rigid else TAKES.get(shape, 0)
         if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
         takes[id(eqn)] = own
@@ -259,7 +273,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         maker = definitions.get(source) if isinstance(source, Var) else None
         if id(eqn) in inside or not isinstance(source, Var) or (maker is not None and id(maker) in inside):
             continue
-        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED
+        of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED and id(maker) not in rigid
         alone = of_contraction and len(users[source]) == 1 and source not in ends
         if shapes[id(eqn)] is Shape.SAME or (shapes[id(eqn)] is Shape.MOVED and alone):
             names[eqn.outvars[0]] = source
@@ -271,29 +285,38 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     made = combined(program, found, names, target)
-    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in (Shape.EACH, Shape.CONTRACTED)}
-    narrow = {var for var in held if target.contractions and only_multiplied(var, shapes, users, ends)}
-    return Kernels(program, made, names, frozenset(narrow), target.aligned)
+    written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
+    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
+    counts = {var: multiplied(var, shapes, users, ends) for var in held} if target.contractions else {}
+    return Kernels(program, made, names, {var: n for var, n in counts.items() if n}, target.aligned)
 
 
-def only_multiplied(
-    var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
-) -> bool:
-    """Whether a float32 array is only read by contractions in bfloat16, so that it may be kept in bfloat16."""
+def slides(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation is a contraction over windows: a convolution."""
+    of = program.describe(eqn)
+    return of is not None and of.has(Algebra.CONTRACTS) and any(isinstance(f.split, Windowed) for f in of.factors)
+
+
+def multiplied(var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]) -> int:
+    """How many contractions read a float32 array, if only such in bfloat16 do, so that it may be kept so; else none."""
     readers = users.get(var, ())
-    if var.aval.dtype != np.float32 or var in ends or not readers:
-        return False
+    if var.aval.dtype != np.float32 or var in ends:
+        return 0
+    count = 0
     for eqn in readers:
         match shapes[id(eqn)]:
             case Shape.CONTRACTED:
                 if "HIGH" in str(eqn.params.get("precision")) or "F32" in str(eqn.params.get("precision")):
-                    return False
-            case Shape.SAME | Shape.MOVED:
-                if not only_multiplied(eqn.outvars[0], shapes, users, ends):
-                    return False
+                    return 0
+                count += 1
+            case Shape.SAME | Shape.MOVED | Shape.COLLECTIVE if len(eqn.outvars) == 1:
+                further = multiplied(eqn.outvars[0], shapes, users, ends)
+                if not further:
+                    return 0
+                count += further
             case _:
-                return False
-    return True
+                return 0
+    return count
 
 
 def ends_contraction(

@@ -8,6 +8,8 @@ it to the last that reads it, under whatever name. A kernel that goes element by
 reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
 holds at most; branches the largest of theirs.
 
+TPUs hold temporary arrays in memory on the chip if all of them fit there (`Target.on_chip`).
+
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
 runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
@@ -60,6 +63,7 @@ class Memory:
       aliased: bytes of outputs that take the memory of donated inputs.
       temporaries: bytes of everything else, at the moment at which that is most.
       held: what these are then, the largest first.
+      on_chip: bytes of what would be temporary too, but is on the chip, and counts nowhere here.
     """
 
     arguments: int
@@ -67,6 +71,7 @@ class Memory:
     aliased: int
     temporaries: int
     held: tuple[Held, ...] = ()
+    on_chip: int = 0
 
     @property
     def total(self) -> int:
@@ -78,6 +83,8 @@ class Memory:
             f"{size(self.total)} a device: arguments {size(self.arguments)}, results {size(self.outputs)} "
             f"({size(self.aliased)} in place), temporary {size(self.temporaries)}"
         ]
+        if self.on_chip:
+            lines[0] += f", on the chip {size(self.on_chip)}"
         lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
         return "\n".join(lines)
 
@@ -258,7 +265,8 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    return Memory(arguments, outputs, aliased, most, tuple(held))
+    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
+    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
 
 
 def buffers_of(
@@ -281,6 +289,10 @@ def buffers_of(
     maker = {kernels.memory_of(var): k for k, each in enumerate(kernels.kernels) for var in each.piece.writes}
     written, read, inside, over, after = [], [], [], [], []
     counted = set(maker) - set(elsewhere)
+    readers: dict[Var, list[Shape]] = {}
+    for kernel in kernels.kernels:
+        for var in kernel.piece.reads:
+            readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for kernel in kernels.kernels:
         outs = [var for var in kernel.piece.writes if type(var) is Var]
         reads = {kernels.memory_of(var) for var in kernel.piece.reads}
@@ -288,7 +300,7 @@ def buffers_of(
         own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
         written.append(tuple(own))
         read.append(frozenset(reads & (counted | set(written_over))))
-        inside.append(0 if region is None else inside_of(kernel.root, region, target))
+        inside.append(copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target))
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
         after.append(frozenset(maker[var] for var in reads if var in maker))
     return Buffers(
@@ -296,6 +308,29 @@ def buffers_of(
         kept=frozenset(kernels.memory_of(var) for var in kept),
         after=tuple(after),
     )
+
+
+def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
+    """The bytes that collectives copy on CPUs, which exchange arrays along their first dimension only, in pieces.
+
+    What is gathered along another is put in order by those who read it, if these go element by element.
+    """
+    if kernel.shape is not Shape.COLLECTIVE or not target.ordered:
+        return 0
+    total = 0
+    for eqn in kernel.piece.equations:
+        place = next((eqn.params[name] for name in ALONG if name in eqn.params), None)
+        if place is None:
+            continue
+        held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
+        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= {Shape.EACH}
+        first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
+        total += held if "split_axis" in eqn.params or not first else 0
+    return total
+
+
+ALONG = "all_gather_dimension", "scatter_dimension", "split_axis"
+"""How collectives call the dimension along which they exchange."""
 
 
 def overwritten(

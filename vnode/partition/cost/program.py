@@ -7,7 +7,7 @@ of device, and a collective what the busiest link needs. In the timeline one res
 resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for each
 other where they share a link. Kernels start in the program's order when their operands are there, and collectives run
 beside them, unless `overlap` is False. The turns of a loop follow each other: its body has a timeline of its own, which
-counts once for every turn.
+counts once for every turn; one without collectives takes what somebody measured of it as a whole, if that is known.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
 from vnode.operators.control import Region, region_of
-from vnode.partition.cost.collectives import Transfer, transfer_of
+from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
 from vnode.partition.cost.kernels import Kernels, Shape, Target, kernels_of
 from vnode.partition.cost.memory import Memory, memory_of
@@ -155,7 +155,7 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    target = Target.on(platform)
+    target = Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
     timeline = taken.timeline(program.program, 1)
     return ProgramCost(
@@ -212,7 +212,12 @@ class _Taken:
     ) -> tuple[float, tuple[int, ...], bool]:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
         sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
-        transfers = [transfer for transfer in sent if transfer is not None]
+        transfers = [
+            each
+            for transfer, of in zip(sent, piece.equations, strict=False)  # nothing is sent by what is no collective
+            if transfer is not None
+            for each in narrowed(transfer, [kernels.narrow.get(var, 0) for var in of.outvars])
+        ]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
             seconds = cost.seconds(sum(transfer.bytes for transfer in transfers))
@@ -222,7 +227,11 @@ class _Taken:
             return seconds, cost.resources, False
         region = region_of(eqn) if shape is Shape.REGION else None
         if region is not None:
-            return self.region(eqn, region, runs)
+            known = None if exchanges(eqn) else self.source.known(piece, self.machine.kinds)
+            if known is None:
+                return self.region(eqn, region, runs)
+            self.times.append((known, runs))
+            return known.seconds, (), True
         if eqn.effects:  # which place on an axis this device has
             return 0.0, (), True
         if kernels.program.describe(eqn) is None:
@@ -253,6 +262,21 @@ class _Taken:
             for each in collectives:
                 links.update(each.transfer.cost(self.machine, self.mesh).resources)
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
+
+
+def exchanges(eqn: JaxprEqn) -> bool:
+    """Whether there is a collective in the bodies of a loop or branch."""
+    inner = [each for body in bodies_of(eqn) for each in body.equations]
+    return any(each.primitive.name in KINDS or exchanges(each) for each in inner)
+
+
+def narrowed(transfer: Transfer, counts: Sequence[int]) -> list[Transfer]:
+    """A collective as it is sent, given how many contractions read each result in half of its bytes (0: whole)."""
+    if not all(counts):
+        return [transfer]
+    return [dataclasses.replace(transfer, bytes=transfer.bytes // 2)] * (
+        max(counts) if transfer.kind == "all-gather" else 1
+    )
 
 
 def turns_of(region: Region, bodies: int) -> list[int] | None:

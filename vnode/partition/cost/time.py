@@ -104,6 +104,13 @@ class Times:
                 return found
         return Roofline().time(piece, kind)
 
+    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
+        """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
+        sources = [source for source in self.sources if not isinstance(source, Roofline)]
+        found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
+        said = [time for time in found if time is not None]
+        return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
+
     def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
         """The time on the kind of several that takes longest: all wait for it."""
         return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)

@@ -1,0 +1,157 @@
+"""What a compiler takes out of loops of a known length: what is the same at every turn, and sums over devices.
+
+Knows equations of one device, and loops among them. Must not know what anything costs.
+
+XLA runs before a loop what its body computes at every turn from what does not change (``WhileLoopInvariantCodeMotion``;
+jaxlib does so on CPUs). The TPU compiler leaves that where it is, but if all that a body does with a sum over devices
+is to add it to something that it carries, it adds each device's part there, and sums over devices once, after the loop
+(``WhileLoopAllReduceCodeMotion``).
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.analysis.program import Program, inline
+from vnode.operators import Algebra, describe
+from vnode.operators.control import Loop, region_of
+from vnode.partition.cost.collectives import is_sum
+
+
+def before_loops(program: Program) -> Program:
+    """The program with what does not change from turn to turn computed before its loops, inner ones first."""
+    equations: list[JaxprEqn] = []
+    for eqn in program.equations:
+        region = region_of(eqn)
+        if isinstance(region, Loop):
+            equations += hoisted(eqn, region)
+        else:
+            equations.append(eqn)
+    return Program(program.inputs, program.constants, equations, program.outputs)
+
+
+def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
+    """What a loop computes at every turn from what does not change, and then the loop without it."""
+    (body,) = loop.bodies
+    inner = before_loops(inline(body.jaxpr, body.constants, eqn))
+    count = loop.constants
+    outer: dict[Var, Any] = dict(zip(inner.inputs[:count], eqn.invars[:count], strict=True))
+    same = {*outer, *inner.constants}  # variables that are the same at every turn
+    fixed: dict[Var, JaxprEqn] = {}
+    worth: list[JaxprEqn] = []
+    for each in inner.equations:
+        read = [atom for atom in each.invars if isinstance(atom, Var)]
+        if all(atom in same for atom in read):
+            same.update(each.outvars)
+            fixed.update(dict.fromkeys(each.outvars, each))
+            of = describe(each)
+            if read and not (of is not None and of.has(Algebra.MOVES)):
+                worth.append(each)
+    first: dict[int, JaxprEqn] = {}  # what is worth it, and what that needs
+    pending = list(worth)
+    while pending:
+        each = pending.pop()
+        if id(each) not in first:
+            first[id(each)] = each
+            pending += [fixed[atom] for atom in each.invars if isinstance(atom, Var) and atom in fixed]
+    if not first:
+        return [eqn]
+    left = [each for each in inner.equations if id(each) not in first]
+    wanted = {a for each in left for a in each.invars if isinstance(a, Var)}
+    wanted |= {a for a in inner.outputs if isinstance(a, Var)}
+    before: list[JaxprEqn] = []
+    handed: list[Var] = []
+    for each in inner.equations:
+        if id(each) in first:
+            for var in each.outvars:
+                outer[var] = Var(var.aval)
+                if var in wanted:
+                    handed.append(var)
+            operands = [outer.get(a, a) if isinstance(a, Var) else a for a in each.invars]
+            before.append(each.replace(invars=operands, outvars=[outer[var] for var in each.outvars]))
+    if any(isinstance(a, Var) and a in inner.constants for each in before for a in each.invars):
+        return [eqn]  # a captured array would have to become the whole program's
+    return [*before, rebuilt(eqn, loop, inner, left, handed, [outer[var] for var in handed], inner.outputs)]
+
+
+def rebuilt(
+    eqn: JaxprEqn,
+    loop: Loop,
+    inner: Program,
+    equations: Sequence[JaxprEqn],
+    handed: Sequence[Var],
+    operands: Sequence[Any],
+    outputs: Sequence[Any],
+) -> JaxprEqn:
+    """A loop with another body, which is given some more values that do not change."""
+    inputs = [*handed, *inner.inputs]
+    constants = list(inner.constants)
+    old = eqn.params["jaxpr"].jaxpr
+    info = old.debug_info._replace(arg_names=("",) * len(inputs), result_paths=None)
+    body = Jaxpr(constants, inputs, list(outputs), list(equations), old.effects, info)
+    params = {
+        **eqn.params,
+        "jaxpr": ClosedJaxpr(body, [inner.constants[var] for var in constants]),
+        "num_consts": loop.constants + len(handed),
+    }
+    return eqn.replace(invars=[*operands, *eqn.invars], params=params)
+
+
+def after_loops(program: Program) -> Program:
+    """The program with sums over devices that loops only add up done once, after the loop."""
+    equations: list[JaxprEqn] = []
+    for eqn in program.equations:
+        region = region_of(eqn)
+        equations += summed_after(eqn, region) if isinstance(region, Loop) else [eqn]
+    return Program(program.inputs, program.constants, equations, program.outputs)
+
+
+def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
+    """A loop without the sums over devices that it only adds up, and these after it."""
+    (body,) = loop.bodies
+    inner = after_loops(inline(body.jaxpr, body.constants, eqn))
+    read = [a for each in inner.equations for a in each.invars] + inner.outputs
+    users = collections.Counter(a for a in read if isinstance(a, Var))
+    makers = inner.definitions
+    moved: dict[Var, Var] = {}  # results of sums, to what each device has of them
+    after: list[JaxprEqn] = []
+    results = list(eqn.outvars)
+    for k, given in enumerate(inner.inputs[loop.carried.start : loop.carried.stop]):
+        end = inner.outputs[k]
+        if not isinstance(end, Var):
+            continue
+        total = makers.get(end)
+        if total is None or not adds(total) or users[given] != 1 or users[end] != 1:
+            continue
+        others = [a for a in total.invars if a is not given]
+        if given not in total.invars or len(others) != 1 or isinstance(others[0], Literal):
+            continue
+        term = makers.get(others[0])
+        if term is None or users[others[0]] != 1 or len(term.outvars) != 1:
+            continue
+        (part,) = term.invars if is_sum(term) else [None]
+        if not isinstance(part, Var) or not isinstance(others[0], Var):
+            continue
+        moved[others[0]] = part
+        here = Var(eqn.outvars[k].aval)
+        after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
+        results[k] = here
+    if not moved:
+        return [eqn]
+    gone = set(moved)
+    left = [
+        each.replace(invars=[moved.get(a, a) if isinstance(a, Var) else a for a in each.invars])
+        for each in inner.equations
+        if not gone.intersection(each.outvars)
+    ]
+    return [rebuilt(eqn, loop, inner, left, [], [], inner.outputs).replace(outvars=results), *after]
+
+
+def adds(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the sum of two arrays."""
+    of = describe(eqn)
+    return len(eqn.invars) == 2 and of is not None and of.has(Algebra.ADDS)
