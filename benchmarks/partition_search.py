@@ -38,7 +38,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.machine import Machine
 from vnode.partition.machine.table import kind_named
-from vnode.partition.search import (
+from vnode.partition.searches import (
     Edge,
     Estimate,
     Group,
@@ -56,7 +56,7 @@ from vnode.partition.search import (
     seconds_of,
     shared,
 )
-from vnode.partition.search.costs import fetched
+from vnode.partition.searches.costs import fetched
 from vnode.spmd.choice import Choice
 from vnode.spmd.layout import Layout
 

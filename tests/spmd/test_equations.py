@@ -7,7 +7,6 @@ that jax makes of them are followed from random layouts.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -33,9 +32,6 @@ from vnode.spmd.program import over_mesh
 from vnode.spmd.run import run
 
 pytestmark = pytest.mark.quickly
-
-UNCOMPILED = {"bits_per_key_philox2x32", "bits_per_key_philox4x32"}
-"""Examples whose generator jaxlib does not compile for several devices."""
 
 
 @pytest.fixture(autouse=True)
@@ -180,13 +176,9 @@ def runs(few: int) -> list[Any]:
 @pytest.mark.parametrize(("example", "shape"), runs(10))
 def test_equation(example: Example, shape: str) -> None:
     checked: dict[str, int] = {}
-    with contextlib.ExitStack() as uncompiled:
-        if example.name in UNCOMPILED:
-            error = pytest.raises(jax.errors.JaxRuntimeError, match="Unable to convert MHLO to StableHLO")
-            uncompiled.enter_context(error)
-        for instance in instances(example.fun, *example.args, of=example.of):
-            if instance.signature not in checked:
-                checked[instance.signature] = check_over(instance, mesh_of(MESHES[shape]), len(checked))
+    for instance in instances(example.fun, *example.args, of=example.of):
+        if instance.signature not in checked:
+            checked[instance.signature] = check_over(instance, mesh_of(MESHES[shape]), len(checked))
 
 
 @pytest.mark.parametrize(("example", "shape"), runs(13))

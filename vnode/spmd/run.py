@@ -31,7 +31,7 @@ from vnode.operators import (
 )
 from vnode.operators.in_program import InProgram, as_array
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
-from vnode.spmd.exchange import combine, convert, fetch, index_along
+from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
@@ -93,9 +93,10 @@ class _Run:
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
                 return self.read(atom, layout.complete)  # zero is a piece of zero
+            dtype = atom.aval.dtype
             start = min(
                 (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
+                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
         return held[layout]
@@ -229,7 +230,9 @@ class _Run:
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
-        return list(region.run(InProgram(eqn), bodies, operands))
+        decided = region.chooser is not None or region.tests  # by what may be another value in another node
+        with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+            return list(region.run(InProgram(eqn), bodies, operands))
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform)

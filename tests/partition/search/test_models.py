@@ -10,7 +10,7 @@ import pytest
 from benchmarks.partition_models import MODELS
 from vnode.analysis.program import inline
 from vnode.partition.machine import Machine
-from vnode.partition.search import as_problem, exact, experts, of_machine, seconds_of
+from vnode.partition.searches import as_problem, exact, experts, of_machine, seconds_of
 
 QUICK = ["alexnet", "lstm-4k", "transformer-scan"]
 """Looked at in every run; the others with VNODE_TEST_ALL."""

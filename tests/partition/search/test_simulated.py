@@ -10,8 +10,8 @@ import pytest
 from tests.partition.search.test_steps import once, possible
 from vnode.analysis.program import inline
 from vnode.partition.machine import Machine
-from vnode.partition.search import as_problem, exact, exhaustive, metropolis, of_machine
-from vnode.partition.search.simulated import Simulated
+from vnode.partition.searches import as_problem, exact, exhaustive, metropolis, of_machine
+from vnode.partition.searches.simulated import Simulated
 
 pytest.importorskip("numba")
 

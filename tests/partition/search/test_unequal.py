@@ -15,8 +15,8 @@ from tests.partition.search.test_steps import STEPS
 from vnode.analysis.program import inline
 from vnode.partition.machine import Kind
 from vnode.partition.machine.table import kind_named
-from vnode.partition.search.groups import Group, between
-from vnode.partition.search.unequal import Cut, SharedEdge, balanced, recursively, shared
+from vnode.partition.searches.groups import Group, between
+from vnode.partition.searches.unequal import Cut, SharedEdge, balanced, recursively, shared
 
 GRID = np.linspace(0, 1, 401)
 

@@ -12,39 +12,40 @@ to step is divided over the same devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from vnode.operators import Algebra, Windowed
-from vnode.partition.search.elimination import Elimination
-from vnode.partition.search.problem import Array
-from vnode.partition.search.steps import Search
-from vnode.partition.search.strategies import PIECES
+from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.problem import Array
+from vnode.partition.searches.steps import Search
+from vnode.partition.searches.strategies import PIECES
 from vnode.spmd.layout import Layout
 
 Wishes = Sequence[Sequence[Hashable]]
 """For each axis the named dimensions that it shall divide, the most wanted first."""
 
 
-def experts(search: Search, batch: Sequence[int]) -> dict[str, Array]:
+def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable] = ()) -> dict[str, Array]:
     """What experts would choose.
 
     Args:
       search: a program as a problem.
       batch: numbers of the inputs whose first dimension counts examples.
+      examples: named dimensions that do so as well, of parts of the batch.
 
     Returns:
       By name, assignments of `search.problem`. Where a program has nothing to divide so, they may be the same.
     """
-    return _Experts(search, batch).all()
+    return _Experts(search, batch, examples).all()
 
 
 class _Experts:
-    def __init__(self, search: Search, batch: Sequence[int]) -> None:
+    def __init__(self, search: Search, batch: Sequence[int], examples: Collection[Hashable]) -> None:
         self.search, self.flat = search, search.flat
         inputs = search.program.inputs
-        self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape}
+        self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape} | set(examples)
         self.given = set(inputs)
         self.devices = math.prod(search.axes.values())
         self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for

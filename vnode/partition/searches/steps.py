@@ -18,11 +18,11 @@ from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, Monoid
-from vnode.partition.search.coarsen import clusters, members
-from vnode.partition.search.costs import CostModel
-from vnode.partition.search.flat import Flat, Link, flat, readers, size_of
-from vnode.partition.search.problem import Array, Edge, Problem
-from vnode.partition.search.strategies import Cluster, Strategies, asked_by_path, picked
+from vnode.partition.searches.coarsen import clusters, members
+from vnode.partition.searches.costs import CostModel
+from vnode.partition.searches.flat import Flat, Link, flat, readers, size_of
+from vnode.partition.searches.problem import Array, Edge, Problem
+from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even
@@ -141,6 +141,7 @@ def as_problem(
     memory: float = math.inf,
     tied: bool = True,
     backward: bool = False,
+    fixed: Mapping[int, Layout] | None = None,
 ) -> Search:
     """Makes a problem of a program.
 
@@ -153,11 +154,12 @@ def as_problem(
       tied: clusters that are alike, and whose neighbours are, share one strategy.
       backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
         that belong to it. Element-wise equations are together in any case.
+      fixed: how single inputs lie, by number.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}).build()
 
 
 class _Builder:
@@ -170,7 +172,9 @@ class _Builder:
         memory: float,
         tied: bool,
         backward: bool,
+        fixed: Mapping[int, Layout],
     ) -> None:
+        self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flat(program, axes)
@@ -353,7 +357,9 @@ class _Builder:
             if not (handed or stands > 1):
                 continue
             layouts: dict[Layout, None] = {}
-            if handed:
+            if var in self.fixed:
+                layouts[self.fixed[var]] = None
+            elif handed:
                 layouts.update(dict.fromkeys(self.possible(same.get(var, var))))
             else:
                 layouts[replicated(len(var.aval.shape))] = None

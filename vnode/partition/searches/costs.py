@@ -19,7 +19,7 @@ from vnode.operators import Algebra, Prefix, kind
 from vnode.operators.cost import Cost, bytes_of
 from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.search.flat import decides
+from vnode.partition.searches.flat import decides
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.exchange import neighbours
 from vnode.spmd.layout import Axes, Cut, Layout, count
@@ -107,7 +107,7 @@ class Estimate:
 
     def transfers(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> tuple[Transfer, ...]:
         """The collectives of bringing a value from one layout to another."""
-        return transfers_of_route(route(start, end, shape, self.axes), _size(dtype), self.axes)
+        return transfers_of_route(route(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
 
     def _seconds(self, transfer: Transfer) -> float:
         return self._transfers(transfer.kind, transfer.axes, transfer.pairs).seconds(transfer.bytes)

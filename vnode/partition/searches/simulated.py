@@ -17,8 +17,8 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.errors import SearchError
-from vnode.partition.search.problem import Array
-from vnode.partition.search.steps import Handed, Search
+from vnode.partition.searches.problem import Array
+from vnode.partition.searches.steps import Handed, Search
 from vnode.partition.simulator import Builder, Edit, Timeline, picoseconds, resimulate, simulate
 
 DEVICE, LINKS = 0, 1
@@ -29,7 +29,7 @@ one cluster or value to another, or a value being there."""
 
 
 class Simulated:
-    """Seconds of assignments of a program's problem, by simulation; a `vnode.partition.search.Walk`.
+    """Seconds of assignments of a program's problem, by simulation; a `vnode.partition.searches.Walk`.
 
     Args:
       search: the program as a problem.
@@ -41,7 +41,7 @@ class Simulated:
       >>> import jax, jax.numpy as jnp
       >>> from vnode.analysis.program import inline
       >>> from vnode.partition.machine import Machine
-      >>> from vnode.partition.search import as_problem, exhaustive, of_machine
+      >>> from vnode.partition.searches import as_problem, exhaustive, of_machine
       >>> traced = jax.make_jaxpr(lambda x, w: jnp.tanh(x @ w))(jnp.ones((512, 256)), jnp.ones((256, 256)))
       >>> model = of_machine(Machine.tpu("v5e:2x2"), {"x": 4})
       >>> search = as_problem(inline(traced.jaxpr, traced.consts), {"x": 4}, model)

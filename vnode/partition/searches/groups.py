@@ -3,7 +3,7 @@
 Knows programs as problems, kinds of devices, and what groups share. Must not know how shares are found.
 
 What each group takes for a share of an equation, and what it receives, AccPar writes as polynomials of the share (Song
-et al., HPCA 2020, sections 4 and 5; `vnode.partition.search.unequal`). Here they are read off the same strategies and
+et al., HPCA 2020, sections 4 and 5; `vnode.partition.searches.unequal`). Here they are read off the same strategies and
 layouts as of equal devices: an equation that is divided takes a group its share of the whole's time, one that is not
 the whole's; of a value of S bytes whose pieces are added up each group receives S, of one that it lacks a part of
 (1 - x) S, and of one that is divided along another dimension x (1 - x) S. Times are predicted, and shares simulated:
@@ -25,10 +25,10 @@ from vnode.errors import SearchError
 from vnode.operators.cost import described_cost
 from vnode.partition.cost import Roofline
 from vnode.partition.machine import Kind
-from vnode.partition.search.flat import decides
-from vnode.partition.search.problem import Array
-from vnode.partition.search.steps import Search, as_problem
-from vnode.partition.search.unequal import Cut, SharedEdge
+from vnode.partition.searches.flat import decides
+from vnode.partition.searches.problem import Array
+from vnode.partition.searches.steps import Search, as_problem
+from vnode.partition.searches.unequal import Cut, SharedEdge
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.layout import Layout
 from vnode.spmd.route import route
@@ -74,7 +74,7 @@ def between(
       >>> import jax, jax.numpy as jnp
       >>> from vnode.analysis.program import inline
       >>> from vnode.partition.machine.table import kind_named
-      >>> from vnode.partition.search.unequal import shared
+      >>> from vnode.partition.searches.unequal import shared
       >>> traced = jax.make_jaxpr(lambda x, w: x @ w)(jnp.ones((8192, 4096)), jnp.ones((4096, 4096)))
       >>> groups = [Group(kind_named(name), 4, 1e15) for name in ("v5e", "v5p")]
       >>> _, cut = between(inline(traced.jaxpr, traced.consts), groups)
@@ -119,7 +119,7 @@ class _Counted:
         return self.compute(eqn, choice)
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES) if move.kind != "cut"]
+        kinds = [RECEIVED[move.kind] for move in route(start, end, shape, AXES, dtype) if move.kind != "cut"]
         return float(math.prod(shape) * itemsize(dtype) * sum(self.parts[kind] for kind in kinds))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from vnode.partition.search.problem import Array, Edge, Problem
+from vnode.partition.searches.problem import Array, Edge, Problem
 
 SWEEPS = 60
 """Forwards and backwards at most."""
