@@ -29,7 +29,7 @@ one cluster or value to another, or a value being there."""
 
 
 class Simulated:
-    """Seconds of assignments of a program's problem, by simulation; a `vnode.partition.search.Walk`.
+    """Seconds of assignments of a program's problem, by simulation; a `vnode.partition.searches.Walk`.
 
     Args:
       search: the program as a problem.
