@@ -90,10 +90,10 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
       seed: of what is drawn.
     """
     import jax
+    from vnode.partition.search import Estimate, as_problem, experts
 
     from vnode.analysis.program import inline
     from vnode.partition.machine import Machine
-    from vnode.partition.search import Estimate, as_problem, experts
     from vnode.spmd.flow import follow
     from vnode.spmd.layout import from_spec
 
