@@ -120,7 +120,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan
     on = OnMesh(subject, V5E, sizes, "cpu", None)
     search = on.problem(np.inf)
     drawn = possible(search, np.random.default_rng(seed))
-    made = on.candidate("random", search.flow(drawn), over_rows=bool(seed % 2))
+    made = on.candidate("random", search.flow(drawn))
     figures = Figures.of(made.prediction)
     return Plan(
         subject.step,
@@ -167,6 +167,21 @@ def test_the_best_plan_is_carried_out_and_its_state_lies_as_planned() -> None:
             leaf = params[name[2:]]
             assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
     assert set(plan.specs) >= {"0/up", "0/down", "1/0/mu/up"}
+
+
+def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
+    """As FSDP has it: whole on no device, and in the same shards after the step."""
+    step, (state, batch) = example("mlp")
+    subject = subject_of(on_nodes(step, 8, {}), (state, batch))
+    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
+    made = on.candidate("FSDP", on.whole, over_rows=True)
+    figures = Figures.of(made.prediction)
+    plan = Plan(subject.step, subject.fingerprint, V5E, 2**30, 8, "FSDP", made.mesh, made.specs, {}, figures, {})
+    planned_step = plan.step()
+    got = planned_step(planned_step.put(state), batch)
+    assert_same(got, jax.jit(step), state, batch)
+    up = got[0][0]["up"]
+    assert up.addressable_shards[0].data.size == up.size // 8
 
 
 def test_no_plan_is_worse_than_what_experts_do() -> None:
