@@ -41,6 +41,17 @@ from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 
 
+def compiler_options(placement: Placement) -> dict[str, Any]:
+    """What is asked of XLA for a placement.
+
+    Its scheduler for CPUs lets devices come to collectives that do not need each other in any order (jaxlib 0.10). If
+    these join devices along different axes of a mesh, each device may wait for another one, for good.
+    """
+    if placement.together > 1 and placement.devices[0].platform == "cpu":
+        return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
+    return {}
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepSpec:
     """What a step is on any devices: the user's function, and what was asked of `virtualize`.
@@ -116,11 +127,15 @@ class Executor:
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
         self._groups: dict[Any, tuple[GroupProgram, OutputTree]] = {}
-        self._jit = jax.jit(
+        jit = functools.partial(
+            jax.jit,
             named(self._program, spec.name),
             static_argnums=0,
             donate_argnums=tuple(i + 1 for i in spec.donate_argnums),
         )
+        options = compiler_options(placement)
+        self._inside = jit()  # of other programs, which are compiled as their own options say
+        self._jit = jit(compiler_options=options) if options else self._inside
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step."""
@@ -166,7 +181,9 @@ class Executor:
         Several processes compile a new one first, and meet before they run it: whoever is ready first would else wait
         for the others in its first exchange, which has a deadline of its own.
         """
-        if not self._across or tracing():
+        if tracing():
+            return self._inside(around, *args, **kwargs)
+        if not self._across:
             return self._jit(around, *args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
@@ -292,6 +309,7 @@ class Executor:
     def clear(self) -> None:
         """Forgets all programs; the next call compiles again."""
         self._jit.clear_cache()
+        self._inside.clear_cache()
         self._ahead.clear()
         self._launched.clear()
         self._groups.clear()
