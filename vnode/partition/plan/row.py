@@ -27,7 +27,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import OperatorDescription
 from vnode.operators.description import Factors
-from vnode.operators.registry import rule
+from vnode.operators.registry import register
 from vnode.placement.placement import Placement
 from vnode.runtime import loops
 from vnode.runtime.divided import Division, traced
@@ -67,7 +67,7 @@ def _(value: Any) -> Any:
     return value
 
 
-@rule("over_rows")
+@register(OVER_ROWS)
 def over_rows(eqn: JaxprEqn) -> OperatorDescription:
     """Element by element, and linear."""
     f = Factors()
