@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import vnode
+from tests.partition.search.problems import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.plan import Figures
 from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.partition.searches.steps import Search
 from vnode.spmd.record import RecordedFlow
 
 V5E = Machine.tpu("v5e:2x4")
@@ -90,23 +90,12 @@ def example(name: str) -> tuple[Any, Any]:
     return step, ((params, OPTIMIZER.init(params)), batch)
 
 
-def possible(search: Search, rng: np.random.Generator) -> np.ndarray:
-    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
-    problem = search.problem
-    drawn = np.array([rng.choice(np.flatnonzero(np.isfinite(seconds))) for seconds in problem.seconds])
-    while not np.isfinite(problem.cost(drawn)):
-        for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
-                drawn[i] = rng.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
-    return drawn
-
-
 def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan:
     """A plan at random on a mesh."""
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {}), args)
     on = OnMesh(subject, V5E, sizes, "cpu", None)
-    search = on.problem(np.inf)
+    search = on.search
     drawn = possible(search, np.random.default_rng(seed))
     made = on.candidate("random", search.flow(drawn))
     figures = Figures.of(made.prediction)
