@@ -20,12 +20,12 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import vnode
+from tests.partition.search.problems import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.plan import Figures
 from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.partition.searches.steps import Search
 from vnode.spmd.record import RecordedFlow
 
 V5E = Machine.tpu("v5e:2x4")
@@ -61,13 +61,6 @@ def layers(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((out - y) ** 2)
 
 
-def images(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Convolutions with batch statistics, which take a pass of their own."""
-    h = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-    h = (h - h.mean((0, 1, 2))) / jnp.sqrt(h.var((0, 1, 2)) + 1e-3)
-    return jnp.mean((jax.nn.relu(h).mean((1, 2)) @ params["dense"] - y) ** 2)
-
-
 def cases() -> dict[str, tuple[Any, Any, Any]]:
     d, h, t = 16, 32, 8
     layer = {
@@ -81,11 +74,6 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     return {
         "mlp": (mlp, {"up": normal(7, d, h), "bias": jnp.zeros(h), "down": normal(8, h, d)}, (x, y)),
         "layers": (layers, stacked, (normal(9, 16, t, d), normal(10, 16, t, d))),
-        "images": (
-            images,
-            {"kernel": normal(11, 3, 3, 4, 8), "dense": normal(12, 8, 4)},
-            (normal(13, 16, 8, 8, 4), y[:, :4]),
-        ),
     }
 
 
@@ -102,23 +90,12 @@ def example(name: str) -> tuple[Any, Any]:
     return step, ((params, OPTIMIZER.init(params)), batch)
 
 
-def possible(search: Search, rng: np.random.Generator) -> np.ndarray:
-    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
-    problem = search.problem
-    drawn = np.array([rng.choice(np.flatnonzero(np.isfinite(seconds))) for seconds in problem.seconds])
-    while not np.isfinite(problem.cost(drawn)):
-        for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
-                drawn[i] = rng.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
-    return drawn
-
-
 def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan:
     """A plan at random on a mesh."""
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {}), args)
     on = OnMesh(subject, V5E, sizes, "cpu", None)
-    search = on.problem(np.inf)
+    search = on.search
     drawn = possible(search, np.random.default_rng(seed))
     made = on.candidate("random", search.flow(drawn))
     figures = Figures.of(made.prediction)

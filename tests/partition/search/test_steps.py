@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh
 
+from tests.partition.search.problems import possible
 from vnode.analysis.program import inline
 from vnode.operators import Algebra
 from vnode.partition.searches import exact
@@ -252,17 +253,6 @@ def test_any_prediction_is_that_of_what_is_carried_out_but_for_values_that_are_a
     flow, predicted = search.flow(drawn), search.problem.cost(drawn)
     assert apart(search, flow, model) == pytest.approx(predicted, rel=1e-9)
     assert seconds_of(flow, model) <= predicted * (1 + 1e-9)
-
-
-def possible(search: Search, generator: np.random.Generator) -> np.ndarray:
-    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
-    problem = search.problem
-    drawn = np.array([generator.choice(np.flatnonzero(np.isfinite(s))) for s in problem.seconds])
-    while not np.isfinite(problem.cost(drawn)):
-        for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
-                drawn[i] = generator.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
-    return drawn
 
 
 def apart(search: Search, flow: Flow, model: Counted) -> float:

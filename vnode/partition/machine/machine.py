@@ -10,6 +10,7 @@ import functools
 import itertools
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from vnode.errors import MachineError
@@ -199,9 +200,9 @@ class Machine(Drawn):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a JSON file that people can read and change; `load` describes what it may hold."""
-        from vnode.partition.machine.store import write
+        from vnode.partition.machine.store import written
 
-        write(path, self.name, self.devices, self.networks)
+        Path(path).write_text(written(self.name, self.devices, self.networks), encoding="utf-8")
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
@@ -220,7 +221,9 @@ class Machine(Drawn):
         from vnode.partition.machine.store import read
 
         try:
-            return Machine(*read(path))
+            return Machine(*read(Path(path).read_text(encoding="utf-8")))
+        except UnicodeDecodeError as error:
+            raise MachineError(f"the file is no JSON: {error}", place=str(path)) from None
         except MachineError as error:
             place = f"{path}: {error.place}" if error.place else str(path)
             raise MachineError(error.problem, place=place, remedies=error.remedies) from None

@@ -32,9 +32,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 from vnode.errors import MachineError
@@ -50,8 +48,8 @@ VERSION = 1
 TYPES: dict[str, type[Network]] = {"switch": Switch, "pairs": Pairs, "torus": Torus}
 
 
-def write(path: str | os.PathLike[str], name: str, devices: Sequence[Device], networks: Sequence[Network]) -> None:
-    """Writes a machine; a row for each kind, run of devices and network."""
+def written(name: str, devices: Sequence[Device], networks: Sequence[Network]) -> str:
+    """A machine as JSON; a row for each kind, run of devices and network."""
     kinds = {device.kind.name: dataclasses.asdict(device.kind) for device in devices}
     for kind in kinds.values():
         del kind["name"]
@@ -66,7 +64,7 @@ def write(path: str | os.PathLike[str], name: str, devices: Sequence[Device], ne
     for key, lines in rows.items():
         opened, closed = "{}" if key == "kinds" else "[]"
         said.append(f" {json.dumps(key)}: {opened}" + ",".join(f"\n  {line}" for line in lines) + f"\n {closed}")
-    Path(path).write_text("{\n" + ",\n".join(said) + "\n}\n", encoding="utf-8")
+    return "{\n" + ",\n".join(said) + "\n}\n"
 
 
 def head(name: str) -> dict[str, Any]:
@@ -74,16 +72,14 @@ def head(name: str) -> dict[str, Any]:
     return {"format": FORMAT, "version": VERSION, "name": name}
 
 
-def read(path: str | os.PathLike[str]) -> Parts:
-    """Reads the parts of a machine.
+def read(said: str) -> Parts:
+    """Reads the parts of a machine from JSON.
 
     Raises:
-      MachineError: the file is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
+      MachineError: the text is no JSON, of another version, or an entry is missing, unknown or wrong; it says which.
     """
     try:
-        content = json.loads(
-            Path(path).read_text(encoding="utf-8"), object_pairs_hook=entries, parse_constant=no_number
-        )
+        content = json.loads(said, object_pairs_hook=entries, parse_constant=no_number)
     except (ValueError, RecursionError) as error:
         raise MachineError(f"the file is no JSON: {error or type(error).__name__}") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:

@@ -6,6 +6,7 @@ Knows rows, searches, and predictions. Must not know which candidates there are,
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Hashable, Mapping
 
@@ -15,13 +16,14 @@ from jax.sharding import PartitionSpec
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.divisions import Division, divisions_of
+from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
+from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.steps import Search, as_problem
 from vnode.placement.placement import even_counts
@@ -52,7 +54,7 @@ class Candidate:
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
     gap: float | None = None
-    divisions: tuple[Division, ...] = ()
+    divisions: tuple[DividedOperation, ...] = ()
 
 
 class OnMesh:
@@ -75,9 +77,7 @@ class OnMesh:
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
         counts = even_counts(options.virtual_nodes, self.rows, options.lane)
-        self.row: RowProgram = row_program(
-            subject.schedule, options.virtual_nodes, max(counts), self.rows, self.axes, platform
-        )
+        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, max(counts), self.axes, platform)
         invariant = options.reduction == "invariant"
         self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
 
@@ -87,8 +87,9 @@ class OnMesh:
         inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.row.program.inputs]
         return follow(self.row.program, inputs, self.axes)
 
-    def problem(self, memory: float) -> Search:
-        """The program of a row as what is searched."""
+    @functools.cached_property
+    def search(self) -> Search:
+        """The program of a row as what is searched, without a limit of memory."""
         inputs = self.row.program.inputs
         fixed = {
             i: replicated(len(getattr(var.aval, "shape", ())))
@@ -96,11 +97,17 @@ class OnMesh:
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
         model = RowCost(self.machine, self.mesh, self.times, self.platform)
-        return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, memory=memory, fixed=fixed)
+        return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, fixed=fixed)
 
-    def examples(self, search: Search) -> set[Hashable]:
+    @functools.cached_property
+    def by_experts(self) -> dict[str, Array]:
+        """What experts would choose."""
+        return experts(self.search, sorted(self.subject.batch), self.examples)
+
+    @property
+    def examples(self) -> set[Hashable]:
         """The named dimensions that count examples in what nodes compute."""
-        at = {node.path: node for node in search.flat.nodes}
+        at = {node.path: node for node in self.search.flat.nodes}
         found: set[Hashable] = set()
         for each in self.row.flows(self.whole):
             dims = dict(zip(each.node.program.inputs[1:], each.node.examples, strict=False))
@@ -108,7 +115,7 @@ class OnMesh:
                 reader = at.get((*each.path, each.start + k))
                 atom = reader.eqn.invars[i] if reader is not None else None
                 if var in dims and isinstance(atom, Var):
-                    found.add(search.flat.named(atom, dims[var]))
+                    found.add(self.search.flat.named(atom, dims[var]))
         return found
 
     def candidate(self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None) -> Candidate:
@@ -122,7 +129,6 @@ class OnMesh:
         """
         subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
         prediction = predicted(
-            self.row,
             flow,
             self.machine,
             self.mesh,
@@ -135,8 +141,8 @@ class OnMesh:
             times=self.times,
         )
         specs = specs_of(subject, flow, self.axes, sharded, NODES)
-        records = records_of(self.row, flow, self.axes) if self.axes else {}
-        divisions = divisions_of(self.row, flow) if self.axes else ()
+        flows = self.row.flows(flow) if self.axes else []
+        records, divisions = records_of(flows, self.axes), divisions_of(flows)
         return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
 
     def sharded(self, flow: Flow) -> dict[int, int]:
@@ -149,37 +155,24 @@ class OnMesh:
                 found[i] = self.rows
         return found
 
-    def searched(self, memory: float, budget: float, gap: float, progress: bool | None) -> list[Candidate]:
-        """What experts would choose, and last what the exact search finds within a memory limit.
+    def megatron(self) -> list[Candidate]:
+        """Megatron's splits over all axes; nothing where there are none to divide so."""
+        names = [name for name in self.by_experts if name.startswith("Megatron")]
+        return [self.candidate("Megatron-style", self.search.flow(self.by_experts[name])) for name in names[-1:]]
 
-        Where that finds nothing, the last is what takes least memory by the search's own account.
+    def searched(self, memory: float, budget: float, gap: float) -> tuple[Candidate | None, bool]:
+        """What the exact search finds within a memory limit, and whether Ctrl-C ended it.
+
+        Where it finds nothing, what takes least memory by its own account, called so; None if that is not known.
         """
-        search = self.problem(memory)
-        by_experts = experts(search, sorted(self.subject.batch), self.examples(search))
-        names = [name for name in by_experts if name.startswith("Megatron")]
-        over_all = names[-1] if names else None
-        found: list[Candidate] = []
-        if over_all is not None:
-            found.append(self.candidate("Megatron-style", search.flow(by_experts[over_all])))
+        problem = dataclasses.replace(self.search.problem, limit=memory)
         try:
-            solution = exact(
-                search.problem, gap=gap, budget=budget, candidates=list(by_experts.values()), progress=progress
-            )
+            solution = exact(problem, gap=gap, budget=budget, candidates=list(self.by_experts.values()), progress=False)
         except MemoryLimitError:
-            least = least_memory(search.problem, budget, lambda: None).strategies
-            return found if least is None else [*found, self.candidate("least memory", search.flow(least))]
-        found.append(self.candidate("searched", search.flow(solution.strategies), gap=solution.gap))
-        if solution.interrupted:
-            raise Interrupted(found)
-        return found
-
-
-class Interrupted(Exception):
-    """Ctrl-C was pressed; holds what had been found."""
-
-    def __init__(self, found: list[Candidate]) -> None:
-        super().__init__("interrupted")
-        self.found = found
+            least = least_memory(problem, budget, lambda: None).strategies
+            return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
+        found = self.candidate("searched", self.search.flow(solution.strategies), gap=solution.gap)
+        return found, solution.interrupted
 
 
 def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:

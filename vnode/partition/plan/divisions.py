@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Iterable
 
 from vnode.analysis.program import where
 from vnode.operators import Algebra
-from vnode.partition.plan.row import RowProgram
+from vnode.partition.plan.row import NodeFlow
 from vnode.spmd.flow import Flow, Step
 
 
 @dataclasses.dataclass(frozen=True)
-class Division:
+class DividedOperation:
     """How an operation of the step is divided.
 
     Attributes:
@@ -31,13 +32,13 @@ class Division:
     cut: str
 
 
-def divisions_of(row: RowProgram, flow: Flow) -> tuple[Division, ...]:
+def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:
     """Products and windows in what nodes compute, the dearest first; those of one line that are alike are one."""
     found: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
-    for each in row.flows(flow):
+    for each in flows:
         _collect(dataclasses.replace(each.body, steps=each.steps), 1, found)
     order = sorted(found.items(), key=lambda item: -sum(item[1]))
-    return tuple(Division(line, name, len(costs), cut) for (line, name, cut), costs in order)
+    return tuple(DividedOperation(line, name, len(costs), cut) for (line, name, cut), costs in order)
 
 
 def _collect(flow: Flow, times: int, found: dict[tuple[str, str, str], list[float]]) -> None:

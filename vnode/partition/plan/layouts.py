@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
-from vnode.partition.plan.row import NodeFlow, RowProgram
+from vnode.partition.plan.row import NodeFlow
 from vnode.partition.plan.subject import Subject
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
@@ -22,15 +22,14 @@ from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow, digest_of, recorded
 
 
-def records_of(row: RowProgram, flow: Flow, axes: Axes) -> dict[str, RecordedFlow]:
+def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
     """How every pass is divided, by the digest of what a node computes in it.
 
     Args:
-      row: the program of a row.
-      flow: through it.
+      flows: through what nodes compute, of each pass.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
     """
-    records = [record_of(each, axes) for each in row.flows(flow)]
+    records = [record_of(each, axes) for each in flows]
     return {record.digest: record for record in records}
 
 

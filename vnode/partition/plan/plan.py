@@ -18,7 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import PlacementError, layout_message
 from vnode.partition.machine import Machine
-from vnode.partition.plan.divisions import Division
+from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.predict import NODES, Prediction
 from vnode.partition.simulator import Timeline
@@ -94,7 +94,7 @@ class Plan(Drawn):
     figures: Figures
     beside: Mapping[str, Figures]
     gap: float | None = None
-    divisions: tuple[Division, ...] = ()
+    divisions: tuple[DividedOperation, ...] = ()
     timeline: Timeline | None = None
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
@@ -24,7 +24,7 @@ from vnode.partition.cost.memory import memory_of
 from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.plan.row import OVER_ROWS, RowProgram, over_axis
+from vnode.partition.plan.row import OVER_ROWS, loop_bodies, over_axis
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.spmd.choice import Choice, itemsize
@@ -76,7 +76,6 @@ class RowCost(Estimate):
 
 
 def predicted(
-    row: RowProgram,
     flow: Flow,
     machine: Machine,
     mesh: MachineMesh,
@@ -92,8 +91,7 @@ def predicted(
     """Predicts what a row's program takes, carried out as a flow says.
 
     Args:
-      row: the program.
-      flow: layouts through it, over the axes besides that of the nodes.
+      flow: layouts through that program, over the axes besides that of the nodes.
       machine: on which.
       mesh: its devices.
       platform: what is compiled for.
@@ -161,7 +159,8 @@ def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
 
 def local_sums(flow: Flow, axes: Axes) -> int:
     """Bytes of one device's part of what passes sum."""
-    sums = (step for step in steps_of(flow) if step.eqn.primitive is OVER_ROWS)
+    flows = [flow, *(body for _, body in loop_bodies(flow))]
+    sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
     return sum(nbytes(step.results[0], step.eqn.outvars[0], axes) for step in sums)
 
 
@@ -169,11 +168,3 @@ def read_in_loops(flow: Flow) -> set[Any]:
     """The program's variables that its loops read."""
     regions = (step.eqn for step in flow.steps if step.region is not None)
     return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
-
-
-def steps_of(flow: Flow) -> Iterator[Any]:
-    """All steps of a flow, those of bodies among them."""
-    for step in flow.steps:
-        yield step
-        for body in step.bodies:
-            yield from steps_of(body)

@@ -27,7 +27,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import OperatorDescription
 from vnode.operators.description import Factors
-from vnode.operators.registry import rule
+from vnode.operators.registry import register
 from vnode.placement.placement import Placement
 from vnode.runtime import loops
 from vnode.runtime.divided import Division, traced
@@ -67,7 +67,7 @@ def _(value: Any) -> Any:
     return value
 
 
-@rule("over_rows")
+@register(OVER_ROWS)
 def over_rows(eqn: JaxprEqn) -> OperatorDescription:
     """Element by element, and linear."""
     f = Factors()
@@ -127,12 +127,10 @@ class RowProgram:
     Attributes:
       program: the whole, with calls inlined.
       nodes: what a node computes, for each pass in the order in which they are emitted.
-      accumulated: bytes of what passes sum, all of the pass that sums most.
     """
 
     program: Program
     nodes: tuple[Node, ...]
-    accumulated: int
 
     def flows(self, flow: Flow) -> list[NodeFlow]:
         """The part of a flow that is one node's, for each pass.
@@ -144,11 +142,11 @@ class RowProgram:
           PartitionError: it is through another program.
         """
         found: list[NodeFlow] = []
-        bodies = loop_bodies(flow)
+        bodies = [(path, body, [signature(step.eqn) for step in body.steps]) for path, body in loop_bodies(flow)]
         for node in self.nodes:
             wanted = [signature(eqn) for eqn in node.program.equations]
-            for path, body in bodies:
-                start = position(wanted, [signature(step.eqn) for step in body.steps])
+            for path, body, several in bodies:
+                start = position(wanted, several)
                 if start is not None:
                     found.append(NodeFlow(node, body, start, path))
                     break
@@ -168,14 +166,12 @@ class Row(Emission):
         turns: int,
         platform: str,
         axes: Axes,
-        rows: int,
         slotted: Collection[int] | None = None,
     ) -> None:
         super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True))
-        self.axes, self.turns, self.rows, self.mesh_axes = {}, turns, rows, axes
+        self.axes, self.turns, self.mesh_axes = {}, turns, axes
         self.platform, self.once = platform, Once(platform)
         self.nodes: list[Node] = []
-        self.accumulated = 0
 
     def everywhere(self, value: Any) -> Any:
         return value
@@ -193,10 +189,9 @@ class Row(Emission):
         slotted: Collection[int] | None,
         division: Division,
     ) -> list[Any]:
-        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, self.rows, slotted)
+        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, slotted)
         outputs = inner.run()
         self.nodes += inner.nodes
-        self.accumulated = max(self.accumulated, inner.accumulated)
         return outputs
 
     def run_pass(self, nodes: Pass) -> Any:
@@ -211,7 +206,6 @@ class Row(Emission):
         program = inline(meshless(made.jaxpr), made.consts)
         given = frozenset(i for i, there in enumerate(kept) if not there)
         self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given))
-        self.accumulated = max(self.accumulated, sum(s.nbytes for s in sums))
 
         def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
             """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
@@ -233,14 +227,13 @@ class Row(Emission):
         return [OVER_ROWS.bind(total) for total in totals]
 
 
-def row_program(schedule: Schedule, virtual_nodes: int, turns: int, rows: int, axes: Axes, platform: str) -> RowProgram:
+def row_program(schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, platform: str) -> RowProgram:
     """Traces what a row computes.
 
     Args:
       schedule: of the step.
       virtual_nodes: V.
       turns: nodes of the fullest row.
-      rows: how many there are.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
 
@@ -251,7 +244,7 @@ def row_program(schedule: Schedule, virtual_nodes: int, turns: int, rows: int, a
     stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, turns, platform, axes, rows)
+        row = Row(schedule, stands_for_all, values, turns, platform, axes)
         row.arguments = set(schedule.flow.program.inputs)
         made.append(row)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
@@ -263,7 +256,7 @@ def row_program(schedule: Schedule, virtual_nodes: int, turns: int, rows: int, a
     ]
     closed = traced(lambda values: whole(*values), shapes, axes)
     (row,) = made
-    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(row.nodes), row.accumulated)
+    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(row.nodes))
 
 
 def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:

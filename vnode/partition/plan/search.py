@@ -12,7 +12,7 @@ from typing import Any
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import Candidate, Interrupted, OnMesh, fitting
+from vnode.partition.plan.candidates import Candidate, OnMesh, fitting
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Figures, Plan
 from vnode.partition.plan.predict import NODES
@@ -112,28 +112,17 @@ class _Search:
         self.smallest: Candidate | None = None
 
     def plan(self, virtual_nodes: int | str) -> Plan:
-        own = isinstance(self.given, VirtualStep)
-        if own and self.options:
-            raise PartitionError(f"the step is virtualized already: options {', '.join(self.options)} come too late")
-        if own or virtual_nodes != "auto":
-            step = self.given if own else on_nodes(self.given, virtual_nodes, self.options)
-            subject = subject_of(step, self.args)
-            found = self.candidates(subject)
-            chosen = fitting(found, self.limit)
-            if not chosen:
-                raise self.nothing_fits(subject)
-            return self.made(subject, chosen[0], found)
-        nodes, most = len(self.machine.devices), None
+        searched = virtual_nodes == "auto" and not isinstance(self.given, VirtualStep)
+        nodes = len(self.machine.devices) if searched else virtual_nodes
         while True:  # fewer nodes are fewer turns, each of more examples
             subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            most = subject.examples
             found = self.candidates(subject)
             chosen = fitting(found, self.limit)
             if chosen:
                 return self.made(subject, chosen[0], found)
-            if 2 * nodes > most or time.monotonic() > self.until:
+            nodes = 2 * subject.virtual_nodes
+            if not searched or nodes > subject.examples or time.monotonic() > self.until:
                 raise self.nothing_fits(subject)
-            nodes *= 2
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
@@ -152,10 +141,10 @@ class _Search:
                     if on.rows > 1:
                         found.append(on.candidate("FSDP", on.whole, over_rows=True))
                 else:
-                    found += self.searched(on)
+                    found += on.megatron()
+                    if self.searched(on, found):
+                        break
                 took = time.monotonic() - began if inner else 0.0
-        except Interrupted as stopped:
-            found += stopped.found
         except KeyboardInterrupt:
             if not found:
                 raise
@@ -164,19 +153,24 @@ class _Search:
             self.smallest = least
         return found
 
-    def searched(self, on: OnMesh) -> list[Candidate]:
-        """The best on one mesh, searched again with less memory where its prediction is above the limit."""
-        found: list[Candidate] = []
+    def searched(self, on: OnMesh, found: list[Candidate]) -> bool:
+        """Adds the best on one mesh, searched again with less memory where its prediction is above the limit.
+
+        Returns:
+          Whether Ctrl-C ended it.
+        """
         allowed = float(self.limit)
         for _ in range(TRIES):
-            left = max(self.until - time.monotonic(), 1.0)
-            several = on.searched(allowed, left, GAP, False)
-            found = [*found, *(c for c in several if c.name != "Megatron-style" or not found)]
-            over = several[-1].prediction.memory - self.limit if several else 0
-            if over <= 0 or allowed <= over or several[-1].name != "searched":
+            candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
+            if candidate is not None:
+                found.append(candidate)
+            if interrupted or candidate is None or candidate.gap is None:
+                return interrupted
+            over = candidate.prediction.memory - self.limit
+            if over <= 0 or allowed <= over:
                 break
             allowed -= 1.05 * over
-        return found
+        return False
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
         """Shows how far the search is."""

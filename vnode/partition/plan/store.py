@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,9 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
 from vnode.partition.machine import Machine
-from vnode.partition.plan.divisions import Division
+from vnode.partition.machine.store import read as read_machine
+from vnode.partition.machine.store import written
+from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.plan import Figures, Plan
 from vnode.partition.plan.predict import NODES
 from vnode.partition.plan.subject import on_nodes, subject_of
@@ -43,7 +44,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "step": plan.fingerprint.to_json(),
-        "machine": described(plan.machine),
+        "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
         "memory": plan.memory,
         "virtual_nodes": plan.virtual_nodes,
         "name": plan.name,
@@ -64,22 +65,6 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         beside.unlink(missing_ok=True)
 
 
-def described(machine: Machine) -> Any:
-    """A machine as `Machine.save` writes it."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "machine.json"
-        machine.save(path)
-        return json.loads(path.read_text())
-
-
-def machine_of(content: Any) -> Machine:
-    """What `described` gave."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "machine.json"
-        path.write_text(json.dumps(content))
-        return Machine.load(path)
-
-
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
     with damaged(path):
@@ -93,7 +78,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
             raise ValueError(f"mesh: {mesh}")
-        machine = machine_of(content["machine"])
+        machine = Machine(*read_machine(json.dumps(content["machine"])))
         machine.mesh(mesh)
         specs = {
             str(name): PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in spec])
@@ -102,7 +87,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         figures = Figures(**content["figures"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
-        divisions = tuple(Division(**each) for each in content["divisions"])
+        divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
     step = on_nodes(step, nodes, options)
     subject = subject_of(step, args)
