@@ -61,6 +61,13 @@ def layers(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((out - y) ** 2)
 
 
+def images(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Convolutions with batch statistics, which take a pass of their own."""
+    h = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = (h - h.mean((0, 1, 2))) / jnp.sqrt(h.var((0, 1, 2)) + 1e-3)
+    return jnp.mean((jax.nn.relu(h).mean((1, 2)) @ params["dense"] - y) ** 2)
+
+
 def cases() -> dict[str, tuple[Any, Any, Any]]:
     d, h, t = 16, 32, 8
     layer = {
@@ -74,6 +81,11 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     return {
         "mlp": (mlp, {"up": normal(7, d, h), "bias": jnp.zeros(h), "down": normal(8, h, d)}, (x, y)),
         "layers": (layers, stacked, (normal(9, 16, t, d), normal(10, 16, t, d))),
+        "images": (
+            images,
+            {"kernel": normal(11, 3, 3, 4, 8), "dense": normal(12, 8, 4)},
+            (normal(13, 16, 8, 8, 4), y[:, :4]),
+        ),
     }
 
 
