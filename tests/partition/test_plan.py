@@ -24,7 +24,7 @@ from tests.partition.search.problems import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.plan import Figures
+from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
@@ -110,21 +110,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan
     search = on.search
     drawn = possible(search, np.random.default_rng(seed))
     made = on.candidate("random", search.flow(drawn))
-    figures = Figures.of(made.prediction)
-    return Plan(
-        subject.step,
-        subject.fingerprint,
-        V5E,
-        2**30,
-        nodes,
-        made.name,
-        made.mesh,
-        made.specs,
-        made.records,
-        figures,
-        {},
-        divisions=made.divisions,
-    )
+    return plan_of(subject, made, V5E, 2**30, {})
 
 
 @pytest.mark.parametrize("sizes", [{"vnode": 2, "model": 4}, {"vnode": 1, "model": 4, "model2": 2}], ids=str)
@@ -164,8 +150,7 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     subject = subject_of(on_nodes(step, 8, {}), (state, batch))
     on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
     made = on.candidate("FSDP", on.whole, over_rows=True)
-    figures = Figures.of(made.prediction)
-    plan = Plan(subject.step, subject.fingerprint, V5E, 2**30, 8, "FSDP", made.mesh, made.specs, {}, figures, {})
+    plan = plan_of(subject, made, V5E, 2**30, {})
     planned_step = plan.step()
     got = planned_step(planned_step.put(state), batch)
     assert_same(got, jax.jit(step), state, batch)

@@ -44,6 +44,7 @@ class Transfer:
       bytes: of one device's array: of the result of an all-gather, of the operand of the others.
       devices: of a group.
       pairs: of a permute, who sends to whom, by place in the group.
+      among: the groups, by place along the axes, if not all devices along them exchange with each other.
 
     Example:
       >>> Transfer("all-reduce", ("data",), 1024, 4).sent
@@ -55,6 +56,7 @@ class Transfer:
     bytes: int
     devices: int
     pairs: tuple[tuple[int, int], ...] = ()
+    among: tuple[tuple[int, ...], ...] = ()
 
     @property
     def sent(self) -> float:
@@ -79,6 +81,8 @@ class Transfer:
           MachineError: the mesh lacks an axis.
         """
         groups = mesh.groups(*self.axes)
+        if self.among:
+            groups = [[group[place] for place in places] for group in groups for places in self.among]
         if self.kind != "permute":
             return machine.collective(NAMES[self.kind], groups)
         found = Cost(0.0, 0.0, ())
@@ -124,7 +128,9 @@ def transfer_of(eqn: JaxprEqn, axes: Mapping[str, int]) -> Transfer | None:
         return None
     atoms = eqn.outvars if kind == "all-gather" else eqn.invars
     pairs = tuple((int(s), int(t)) for s, t in eqn.params.get("perm", ()))
-    return Transfer(kind, names, sum(nbytes(atom.aval) for atom in atoms), count(names, axes), pairs)
+    among = tuple(map(tuple, eqn.params.get("axis_index_groups") or ()))
+    devices = len(among[0]) if among else count(names, axes)
+    return Transfer(kind, names, sum(nbytes(atom.aval) for atom in atoms), devices, pairs, among)
 
 
 def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tuple[Transfer, ...]:

@@ -21,7 +21,7 @@ from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
-from vnode.partition.cost.loops import after_loops, before_loops
+from vnode.partition.cost.loops import after_loops, before_loops, without_single_turns
 from vnode.partition.cost.lowered import lowered
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
@@ -45,7 +45,9 @@ class DeviceProgram:
     donated: frozenset[int] = frozenset()
 
 
-def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = ()) -> DeviceProgram:
+def device_program(
+    flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
+) -> DeviceProgram:
     """Traces what one device runs.
 
     Args:
@@ -53,6 +55,7 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
       donated: the inputs of the program that are given away.
+      single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
 
     Returns:
       The program; its inputs and outputs are those of the flow, in local shapes.
@@ -84,7 +87,8 @@ def device_program(flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Co
     ]
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
     target = Target.on(platform)
-    program = simplified(inline(traced.jaxpr, traced.consts))
+    program = inline(traced.jaxpr, traced.consts)
+    program = simplified(program if single_turns else without_single_turns(program))
     if target.hoists:
         program = simplified(before_loops(program))
     if target.ordered:

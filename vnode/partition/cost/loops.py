@@ -1,11 +1,11 @@
-"""What a compiler takes out of loops of a known length: what is the same at every turn, and sums over devices.
+"""What a compiler makes of loops of a known length: none of one turn, and takes out of others what need not be in them.
 
 Knows equations of one device, and loops among them. Must not know what anything costs.
 
-XLA runs before a loop what its body computes at every turn from what does not change (``WhileLoopInvariantCodeMotion``;
-jaxlib does so on CPUs). The TPU compiler leaves that where it is, but if all that a body does with a sum over devices
-is to add it to something that it carries, it adds each device's part there, and sums over devices once, after the loop
-(``WhileLoopAllReduceCodeMotion``).
+A loop of one turn is no loop to XLA (``WhileLoopSimplifier``). It runs before a loop what its body computes at every
+turn from what does not change (``WhileLoopInvariantCodeMotion``; jaxlib does so on CPUs). The TPU compiler leaves that
+where it is, but if all that a body does with a sum over devices is to add it to something that it carries, it adds each
+device's part there, and sums over devices once, after the loop (``WhileLoopAllReduceCodeMotion``).
 """
 
 from __future__ import annotations
@@ -14,12 +14,63 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
 from vnode.operators.control import Loop, region_of
 from vnode.partition.cost.collectives import is_sum
+
+
+def without_single_turns(program: Program) -> Program:
+    """The program with the bodies of loops of one turn in their place.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> traced = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, a: (c + a, c * a), x[0], x[:1]))(jnp.ones((4, 3)))
+      >>> made = without_single_turns(inline(traced.jaxpr, traced.consts))
+      >>> [eqn.primitive.name for eqn in made.equations if eqn.primitive.name in ("scan", "add", "mul")]
+      ['add', 'mul']
+    """
+    equations: list[JaxprEqn] = []
+    constants = dict(program.constants)
+    for eqn in program.equations:
+        region = region_of(eqn)
+        if isinstance(region, Loop) and region.times == 1 and not region.tests:
+            equations += only_turn(eqn, region, constants)
+        else:
+            equations.append(eqn)
+    return Program(program.inputs, constants, equations, program.outputs)
+
+
+def only_turn(eqn: JaxprEqn, loop: Loop, constants: dict[Var, Any]) -> list[JaxprEqn]:
+    """The body of a loop in its place; what it captured is added to `constants`."""
+    (body,) = loop.bodies
+    inner = without_single_turns(inline(body.jaxpr, body.constants, eqn))
+    constants.update(inner.constants)
+    equations: list[JaxprEqn] = []
+    names: dict[Var, Any] = {}
+    for i, (var, atom) in enumerate(zip(inner.inputs, eqn.invars, strict=True)):
+        if i in loop.scanned:
+            names[var] = var
+            equations.append(reshaped(eqn, atom, var))
+        else:
+            names[var] = atom
+    ends: list[JaxprEqn] = []
+    for var, atom in zip(eqn.outvars, inner.outputs, strict=True):
+        value = names.get(atom, atom) if isinstance(atom, Var) else atom
+        ends.append(reshaped(eqn, value, var))
+    for each in inner.equations:
+        equations.append(each.replace(invars=[names.get(a, a) if isinstance(a, Var) else a for a in each.invars]))
+    return [*equations, *ends]
+
+
+def reshaped(eqn: JaxprEqn, atom: Any, var: Var) -> JaxprEqn:
+    """A value in the shape of a variable, under its name."""
+    made = jax.make_jaxpr(lambda x: jax.lax.reshape_p.bind(x, new_sizes=var.aval.shape, dimensions=None, sharding=None))
+    (found,) = made(jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype)).jaxpr.eqns
+    return found.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
 
 
 def before_loops(program: Program) -> Program:

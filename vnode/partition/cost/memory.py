@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -51,6 +51,21 @@ class Held:
     bytes: int
     type: str
     where: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Level:
+    """What is held while a kernel runs.
+
+    Attributes:
+      bytes: of temporary arrays.
+      what: the kernel.
+      depth: in how many loops or branches it is; of several turns one is shown, of branches the one that holds most.
+    """
+
+    bytes: int
+    what: str
+    depth: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +115,7 @@ class Buffers:
       over: for each kernel the pairs of a value that it writes and one over which it may do so.
       kept: values that are held to the end.
       after: for each kernel those that must have run before it.
+      of: for each kernel, which of the program's it is, or is a part of.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -108,9 +124,10 @@ class Buffers:
     over: tuple[tuple[tuple[Var, Var], ...], ...]
     kept: frozenset[Var]
     after: tuple[frozenset[int], ...]
+    of: tuple[int, ...]
 
-    def peak(self, order: Sequence[int]) -> tuple[int, frozenset[Var], int]:
-        """The most bytes held at a time; which values they are; the kernel at which that is."""
+    def held(self, order: Sequence[int]) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
+        """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes."""
         last: dict[Var, int] = {}
         for place, k in enumerate(order):
             last.update(dict.fromkeys(self.read[k], place))
@@ -118,7 +135,7 @@ class Buffers:
                 last[var] = place
         last.update(dict.fromkeys(self.kept, len(order)))
         sizes: dict[Var, int] = {}
-        now, most, when, at = 0, 0, frozenset[Var](), -1
+        now = 0
         for place, k in enumerate(order):
             free = {var for var in self.read[k] if last[var] == place}
             taken = set[Var]()
@@ -130,11 +147,13 @@ class Buffers:
                 else:
                     sizes[var] = need
                     now += need
-            if now + self.inside[k] > most:
-                most, when, at = now + self.inside[k], frozenset(sizes), k
+            yield k, now + self.inside[k], sizes
             for var in {*free, *(v for v, _ in self.written[k] if last[v] == place)}:
                 now -= sizes.pop(var, 0)
-        return most, when, at
+
+    def peak(self, order: Sequence[int]) -> int:
+        """The most bytes held at a time."""
+        return max((now for _, now, _ in self.held(order)), default=0)
 
     def depth_first(self) -> list[int]:
         """Kernels after those they need, from the last on, operands that hold most first."""
@@ -213,12 +232,11 @@ class Buffers:
                     order.append(n)
         return order
 
-    def under(self, target: Target) -> tuple[int, frozenset[Var], int]:
-        """The peak in the order of a compiler, or in the best that is tried."""
+    def under(self, target: Target) -> list[int]:
+        """The order of a compiler, or the best that is tried."""
         if target.breadth:
-            return self.peak(self.breadth_first())
-        orders = [list(range(len(self.after))), self.depth_first(), self.freeing()]
-        return min((self.peak(order) for order in orders), key=lambda found: found[0])
+            return self.breadth_first()
+        return min((list(range(len(self.after))), self.depth_first(), self.freeing()), key=self.peak)
 
 
 def memory_of(device: DeviceProgram, target: Target) -> Memory:
@@ -231,6 +249,55 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     Returns:
       The memory.
     """
+    program = device.program
+    kernels, buffers, own, aliased = outer_buffers(device, target)
+    most, at, when = 0, -1, frozenset[Var]()
+    for k, now, sizes in buffers.held(buffers.under(target)):
+        now -= in_results(sizes, own, kernels)
+        if now > most:
+            most, at, when = now, k, frozenset(sizes)
+    definitions = program.definitions
+    held = [
+        Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
+        for var in when
+        if var in definitions and var not in own
+    ]
+    if at >= 0 and buffers.inside[at]:
+        held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
+    held.sort(key=lambda each: -each.bytes)
+    arguments = sum(nbytes(var.aval) for var in program.inputs)
+    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
+    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
+
+
+def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
+    """What one device's program holds besides arguments and results, kernel after kernel in the order of a compiler.
+
+    What TPUs hold on the chip is among it.
+
+    Args:
+      device: the program.
+      target: what the compiler takes together.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.analysis.program import inline
+      >>> traced = jax.make_jaxpr(lambda x: (jnp.tanh(x @ x) @ x).sum())(jnp.ones((8, 8)))
+      >>> device = DeviceProgram(inline(traced.jaxpr, traced.consts), {})
+      >>> [(each.what, each.bytes) for each in levels_over_time(device, Target.on("cpu"))]
+      [('dot_general', 256), ('tanh', 256), ('dot_general', 512), ('reduce_sum', 256)]
+    """
+    kernels, buffers, own, _ = outer_buffers(device, target)
+    levels: list[Level] = []
+    for k, now, sizes in buffers.held(buffers.under(target)):
+        beside = now - buffers.inside[k] - in_results(sizes, own, kernels)
+        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
+    return levels
+
+
+def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffers, set[Var], int]:
+    """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
     program = device.program
     kernels = kernels_of(program, target)
     there = {*program.inputs, *program.constants}
@@ -245,28 +312,46 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
                     elsewhere.add(kernels.memory_of(atom))
                 break
     own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
-    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own)
-    most, when, at = buffers.under(target)
-    room = sorted(kernels.nbytes(var) for var in own - when)
-    most -= sum(kernels.nbytes(var) for var in own & when)
-    for need in sorted((kernels.nbytes(var) for var in when - own), reverse=True):
+    return kernels, buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own), own, aliased
+
+
+def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
+    """Bytes of what is held that are where results belong: results, and what is there until these are written."""
+    room = sorted(kernels.nbytes(var) for var in own if var not in held)
+    found = sum(kernels.nbytes(var) for var in own if var in held)
+    for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
         fits = next((i for i, free in enumerate(room) if free >= need), None)
         if fits is not None:
-            most -= need
+            found += need
             del room[fits]
-    definitions = program.definitions
-    held = [
-        Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
-        for var in when
-        if var in definitions and var not in own
-    ]
-    if at >= 0 and buffers.inside[at]:
-        held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[at].root)))
-    held.sort(key=lambda each: -each.bytes)
-    arguments = sum(nbytes(var.aval) for var in program.inputs)
-    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
-    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
+    return found
+
+
+def levels_of(kernel: Kernel, beside: int, inside: int, target: Target) -> list[Level]:
+    """What is held while a kernel runs, beside others: of a loop or branch, kernel after kernel of its body."""
+    region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+    found = [] if region is None else max(inner_levels(kernel.root, region, target), key=highest, default=[])
+    if not found:
+        return [Level(beside + inside, str(kernel.piece))]
+    return [dataclasses.replace(each, bytes=each.bytes + beside, depth=each.depth + 1) for each in found]
+
+
+def highest(levels: Sequence[Level]) -> int:
+    """The most bytes of several levels."""
+    return max((each.bytes for each in levels), default=0)
+
+
+def inner_levels(eqn: JaxprEqn, region: Region, target: Target) -> list[list[Level]]:
+    """What each body of a loop or branch holds beside its operands and results, kernel after kernel."""
+    found = []
+    for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
+        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
+        order = buffers.under(target)
+        several = [(k, now - buffers.inside[k] + slices) for k, now, _ in buffers.held(order)]
+        found.append(
+            [one for k, b in several for one in levels_of(kernels.kernels[buffers.of[k]], b, buffers.inside[k], target)]
+        )
+    return found
 
 
 def buffers_of(
@@ -287,27 +372,40 @@ def buffers_of(
       kept: variables that are held to the end.
     """
     maker = {kernels.memory_of(var): k for k, each in enumerate(kernels.kernels) for var in each.piece.writes}
-    written, read, inside, over, after = [], [], [], [], []
+    written: list[tuple[tuple[Var, int], ...]] = []
+    read: list[frozenset[Var]] = []
+    inside, over = list[int](), list[tuple[tuple[Var, Var], ...]]()
+    later: list[tuple[int, Var, tuple[tuple[Var, int], ...]]] = []  # what is put in order after it was gathered
     counted = set(maker) - set(elsewhere)
     readers: dict[Var, list[Shape]] = {}
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
-    for kernel in kernels.kernels:
+    for k, kernel in enumerate(kernels.kernels):
         outs = [var for var in kernel.piece.writes if type(var) is Var]
         reads = {kernels.memory_of(var) for var in kernel.piece.reads}
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
-        written.append(tuple(own))
+        own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
+        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
+        if more and region is None and "all_gather_dimension" in kernel.root.params:
+            gathered = Var(outs[0].aval)
+            later.append((k, gathered, own))
+            own, more = ((gathered, more),), 0
+        written.append(own)
         read.append(frozenset(reads & (counted | set(written_over))))
-        inside.append(copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target))
+        inside.append(more)
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
-        after.append(frozenset(maker[var] for var in reads if var in maker))
-    return Buffers(
-        *map(tuple, (written, read, inside, over)),  # type: ignore[arg-type]
-        kept=frozenset(kernels.memory_of(var) for var in kept),
-        after=tuple(after),
-    )
+    of = list(range(len(written)))
+    for number, (k, gathered, own) in enumerate(later, len(written)):
+        maker.update((var, number) for var, _ in own)
+        for entries, entry in ((written, own), (read, frozenset({gathered})), (inside, 0), (over, ()), (of, k)):
+            entries.append(entry)  # type: ignore[arg-type]
+    needs = [
+        {maker[var] for var in map(kernels.memory_of, kernel.piece.reads) if var in maker} for kernel in kernels.kernels
+    ]
+    after = [*map(frozenset, needs), *(frozenset({k}) for k, _, _ in later)]
+    ends = frozenset(kernels.memory_of(var) for var in kept)
+    return Buffers(*map(tuple, (written, read, inside, over)), ends, tuple(after), tuple(of))  # type: ignore[arg-type]
 
 
 def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
@@ -347,17 +445,17 @@ def overwritten(
 
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
-    return max(
-        (
-            body_peak(body, inputs, region, k < region.tests, target)
-            for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True))
-        ),
-        default=0,
-    )
+    peaks = [0]
+    for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
+        _, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
+        peaks.append(buffers.peak(buffers.under(target)) + slices)
+    return max(peaks)
 
 
-def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target) -> int:
-    """The most bytes that a body holds beside what its loop or branch holds."""
+def body_buffers(
+    program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target
+) -> tuple[Kernels, Buffers, int]:
+    """The kernels of a body, what they hold beside its loop or branch, and bytes of slices that it copies."""
     kernels = kernels_of(program, target)
     given: Mapping[int, Var] = dict(zip(inputs, program.inputs, strict=True))
     carried = [given[i] for i in region.carried if i in given]
@@ -368,6 +466,10 @@ def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bo
         elsewhere |= {kernels.memory_of(atom) for atom in ends if isinstance(atom, Var)}
     else:
         shapes = {kernels.memory_of(var): each.shape for each in kernels.kernels for var in each.piece.writes}
+        read = {var for each in kernels.kernels for var in map(kernels.memory_of, each.piece.reads)} | {*ends}
+        for var, atom in zip(carried, ends, strict=False):  # what nobody reads is written over at once
+            if isinstance(atom, Var) and var not in read:
+                elsewhere.add(kernels.memory_of(atom))
         for atom in ends[count:]:  # stacked: what goes element by element is written in its place
             if isinstance(atom, Var) and shapes.get(kernels.memory_of(atom)) in IN_PLACE:
                 elsewhere.add(kernels.memory_of(atom))
@@ -378,4 +480,4 @@ def body_peak(program: Program, inputs: Sequence[int], region: Region, tests: bo
         readers = [each for each in kernels.kernels if given[i] in map(kernels.memory_of, each.piece.reads)]
         if any(each.shape not in SLICED for each in readers):
             slices += nbytes(given[i].aval)
-    return buffers.under(target)[0] + slices
+    return kernels, buffers, slices

@@ -16,9 +16,10 @@ from jax.sharding import PartitionSpec
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
+from vnode.partition.plan.across import Across
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
-from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
+from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.exact import exact
@@ -26,8 +27,6 @@ from vnode.partition.searches.experts import experts
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.steps import Search, as_problem
-from vnode.placement.placement import even_counts
-from vnode.runtime.collectives import ReductionPlan
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import replicated
 from vnode.spmd.program import at_the_border, spec_of
@@ -56,6 +55,11 @@ class Candidate:
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
 
+    @property
+    def figures(self) -> Figures:
+        """What it takes, in numbers."""
+        return self.prediction.figures
+
 
 class OnMesh:
     """A step on one mesh of a machine.
@@ -76,10 +80,10 @@ class OnMesh:
         self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        counts = even_counts(options.virtual_nodes, self.rows, options.lane)
-        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, max(counts), self.axes, platform)
         invariant = options.reduction == "invariant"
-        self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
+        self.across = Across(options.virtual_nodes, self.rows, options.lane, invariant, NODES)
+        turns = max(self.across.counts)
+        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, turns, self.axes, platform)
 
     @property
     def whole(self) -> Flow:
@@ -132,27 +136,28 @@ class OnMesh:
             flow,
             self.machine,
             self.mesh,
+            self.across,
             platform=self.platform,
-            state=subject.state,
+            state=subject.carried,
             batch=subject.batch,
             donated=subject.donated,
             sharded=sharded,
-            pending=self.pending,
             times=self.times,
         )
-        specs = specs_of(subject, flow, self.axes, sharded, NODES)
+        specs = specs_of(subject, flow, self.axes, sharded)
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
         return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
 
-    def sharded(self, flow: Flow) -> dict[int, int]:
-        """The leaves of the state that rows can divide among themselves."""
-        found = {}
+    def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
+        """How the leaves of the state lie that rows can divide among themselves."""
+        found: dict[int, PartitionSpec] = {}
         for i in self.subject.state if self.rows > 1 else ():
             spec = spec_of(at_the_border(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
-            if math.prod(shape) > 1 and over_rows_too(spec, shape, self.rows, self.axes, NODES) is not None:
-                found[i] = self.rows
+            further = over_rows_too(spec, shape, self.rows, self.axes, NODES)
+            if math.prod(shape) > 1 and further is not None:
+                found[i] = further
         return found
 
     def megatron(self) -> list[Candidate]:
@@ -177,4 +182,4 @@ class OnMesh:
 
 def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
     """Those that fit, the fastest first."""
-    return sorted((c for c in candidates if c.prediction.memory <= memory), key=lambda c: c.prediction.seconds)
+    return sorted((c for c in candidates if c.figures.memory <= memory), key=lambda c: c.figures.seconds)

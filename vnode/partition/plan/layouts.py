@@ -63,7 +63,7 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
 
 
 def specs_of(
-    subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, int], nodes: str
+    subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
     """How the leaves of a step's arguments lie that are not split among nodes, by name.
 
@@ -71,8 +71,7 @@ def specs_of(
       subject: the step.
       flow: through the program of a row.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
-      sharded: inputs that are sharded over the rows as well, by number.
-      nodes: the axis over which rows are numbered.
+      sharded: how inputs lie that are sharded over the rows as well, by number.
 
     Returns:
       A spec for each name. Two leaves of one name that cannot lie alike are whole on every device.
@@ -81,10 +80,7 @@ def specs_of(
     for i, (name, layout) in enumerate(zip(subject.names, flow.inputs, strict=False)):
         if name is None:
             continue
-        spec = spec_of(at_the_border(layout, axes))
-        if i in sharded:
-            shape = tuple(subject.inputs[i].aval.shape)
-            spec = over_rows_too(spec, shape, sharded[i], axes, nodes) or spec
+        spec = sharded[i] if i in sharded else spec_of(at_the_border(layout, axes))
         if found.setdefault(name, spec) != spec:
             found[name] = PartitionSpec()
     return found

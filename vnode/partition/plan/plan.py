@@ -20,7 +20,7 @@ from vnode.errors import PlacementError, layout_message
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
-from vnode.partition.plan.predict import NODES, Prediction
+from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.simulator import Timeline
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.show.drawn import Drawn
@@ -30,43 +30,13 @@ from vnode.spmd.record import RecordedFlow
 from vnode.step.virtual import VirtualStep
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """What a plan takes, in numbers that can be written down.
-
-    Attributes:
-      seconds: of a step.
-      compute: seconds of all kernels.
-      exchange: seconds of all collectives; what runs beside computation is in both.
-      sent: bytes that each device sends.
-      memory: bytes of one device, the peak.
-      state: bytes of one device's part of the state.
-      pending: bytes of sums that wait for others, for the sake of the same bits on any devices.
-      collectives: bytes of one device's arrays in collectives, by kind.
-    """
-
-    seconds: float
-    compute: float
-    exchange: float
-    sent: float
-    memory: int
-    state: int
-    pending: int
-    collectives: Mapping[str, int]
-
-    @staticmethod
-    def of(prediction: Prediction) -> Figures:
-        """Those of a prediction."""
-        names = [field.name for field in dataclasses.fields(Figures)]
-        return Figures(**{name: getattr(prediction, name) for name in names})
-
-
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Plan(Drawn):
     """How a step is to run on a machine; made by `vnode.partition.search`, printed, saved, and turned into a step.
 
     Attributes:
       pattern: the step that it is for, a `VirtualStep`.
+      args: its arguments, as shapes.
       fingerprint: of what that computes.
       machine: for which it was made.
       memory: bytes that one device may hold.
@@ -75,14 +45,14 @@ class Plan(Drawn):
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
       specs: how the leaves of the state lie, by name.
       records: how what a node computes is divided, for each pass.
-      figures: what is predicted.
+      prediction: what it takes.
       beside: the same of other plans, by name; those that do not fit too.
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
-      timeline: what a device does when, as predicted; None of a plan from a file.
     """
 
     pattern: Any
+    args: tuple[Any, ...]
     fingerprint: Fingerprint
     machine: Machine
     memory: int
@@ -91,11 +61,20 @@ class Plan(Drawn):
     mesh: Mapping[str, int]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
-    figures: Figures
+    prediction: Prediction
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
-    timeline: Timeline | None = None
+
+    @property
+    def figures(self) -> Figures:
+        """What is predicted, in numbers."""
+        return self.prediction.figures
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """What a device does when, as predicted; None of a plan from a file."""
+        return self.prediction.timeline
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.

@@ -10,29 +10,68 @@ passes read of it is gathered first, and the update is divided once more.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
+import jax
 from jax.extend.core import JaxprEqn, Var
+from jax.sharding import PartitionSpec
 
-from vnode.analysis.program import Atom, Program
+from vnode.analysis.program import Program
+from vnode.partition.accept import Exchange, counted_plan, exchanges
 from vnode.partition.cost.collectives import Transfer
-from vnode.partition.cost.device import device_program
+from vnode.partition.cost.device import DeviceProgram, device_program
 from vnode.partition.cost.kernels import Target
-from vnode.partition.cost.memory import memory_of
+from vnode.partition.cost.memory import Level, levels_over_time
 from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.plan.row import OVER_ROWS, loop_bodies, over_axis
+from vnode.partition.plan.across import Across, added
+from vnode.partition.plan.row import OVER_ROWS, loop_bodies
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.spmd.choice import Choice, itemsize
-from vnode.spmd.flow import Flow
-from vnode.spmd.layout import Axes, Layout
+from vnode.spmd.flow import Flow, Step, follow
+from vnode.spmd.layout import Axes, Layout, from_spec
 
 NODES = "vnode"
 """The mesh axis that nodes are spread over."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Figures:
+    """What a step takes on each device, in numbers that can be written down.
+
+    Attributes:
+      seconds: of a step; exchange that runs beside computation counts once.
+      compute: seconds of all kernels.
+      exchange: seconds of all collectives; what runs beside computation is in both.
+      sent: bytes that each device sends.
+      arguments: bytes of what the step is given.
+      results: bytes of what it returns, as far as that does not take the place of what it is given.
+      temporary: bytes of everything else, when that is most.
+      state: bytes of the part of the arguments that is handed on from step to step.
+      pending: bytes of sums that wait for others, for the sake of the same bits on any devices; they are temporary.
+      collectives: bytes of one device's arrays in collectives, by kind.
+    """
+
+    seconds: float
+    compute: float
+    exchange: float
+    sent: float
+    arguments: int
+    results: int
+    temporary: int
+    state: int
+    pending: int
+    collectives: Mapping[str, int]
+
+    @property
+    def memory(self) -> int:
+        """Bytes of one device, the peak."""
+        return self.arguments + self.results + self.temporary
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,26 +79,28 @@ class Prediction:
     """What a step takes on each device.
 
     Attributes:
-      seconds: of a step, exchange that runs beside computation counted once.
-      compute: seconds of all kernels.
-      exchange: seconds of all collectives.
-      sent: bytes that each device sends.
-      collectives: bytes of one device's arrays in collectives, by kind.
-      memory: bytes, the peak.
-      state: bytes of the state, of all that is handed on.
-      pending: bytes of sums that wait for others, which bits that do not depend on devices take.
-      timeline: of one device.
+      figures: in numbers.
+      exchanges: its collectives, those that are alike together.
+      timeline: what a device does when; None if that was not written down.
+      device: what a device runs; likewise.
+      target: what it is compiled for; likewise.
     """
 
-    seconds: float
-    compute: float
-    exchange: float
-    sent: float
-    collectives: Mapping[str, int]
-    memory: int
-    state: int
-    pending: int
-    timeline: Timeline
+    figures: Figures
+    exchanges: tuple[Exchange, ...]
+    timeline: Timeline | None = None
+    device: DeviceProgram | None = None
+    target: Target | None = None
+
+    @functools.cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """Bytes that are held, kernel after kernel; nothing where the program was not written down."""
+        if self.device is None or self.target is None:
+            return ()
+        f = self.figures
+        always = f.arguments + f.results + f.pending
+        found = levels_over_time(self.device, self.target)
+        return tuple(dataclasses.replace(each, bytes=each.bytes + always) for each in found)
 
 
 class RowCost(Estimate):
@@ -79,13 +120,13 @@ def predicted(
     flow: Flow,
     machine: Machine,
     mesh: MachineMesh,
+    across: Across,
     *,
     platform: str,
-    state: Collection[int],
+    state: Mapping[int, int],
     batch: Collection[int],
     donated: Collection[int],
-    sharded: Mapping[int, int],
-    pending: int,
+    sharded: Mapping[int, PartitionSpec],
     times: Times | None = None,
 ) -> Prediction:
     """Predicts what a row's program takes, carried out as a flow says.
@@ -94,61 +135,94 @@ def predicted(
       flow: layouts through that program, over the axes besides that of the nodes.
       machine: on which.
       mesh: its devices.
+      across: how rows add.
       platform: what is compiled for.
-      state: numbers of inputs that are handed on.
-      batch: of inputs of which each row has its own part only.
+      state: for outputs, by number, the inputs that they become in the next step.
+      batch: numbers of inputs of which each row has its own part only.
       donated: of inputs that are given away.
-      sharded: for inputs that are sharded over the rows as well, by number, into how many parts.
-      pending: how many copies of what passes sum are held besides one.
+      sharded: how inputs lie that are sharded over the rows as well, by number.
       times: of kernels; by default the roofline of each kind.
     """
-    rows = mesh.shape.get(NODES, 1)
-    with over_axis(NODES if rows > 1 else ""):
-        cost = program_cost(flow, machine, mesh, times=times, donated=donated, platform=platform)
-    axes = {name: n for name, n in mesh.shape.items() if n > 1 and name != NODES}
-    held = [nbytes(layout, var, axes) for layout, var in zip(flow.inputs, flow.program.inputs, strict=True)]
-    inputs = cost.memory.arguments - sum(held[i] * (rows - 1) // rows for i in batch)
-    outputs, temporaries = cost.memory.outputs - cost.memory.aliased, cost.memory.temporaries
-    sums = local_sums(flow, axes)
-    waiting, gathered, kept = pending * sums, 0, 0
-    seconds, exchange, sent, kinds = cost.seconds, cost.exchange, cost.sent, dict(cost.bytes)
-    if sharded:
-        read = read_in_loops(flow)
-        kept = sum(held[i] - held[i] // parts for i, parts in sharded.items())
-        gathered = sum(held[i] for i in sharded if flow.program.inputs[i] in read)
-        more = machine.collective("all_gather", mesh.groups(NODES)).seconds(gathered)
-        seconds, exchange = seconds + more, exchange + more
-        sent += gathered * (rows - 1) / rows
-        kinds["all-gather"] = kinds.get("all-gather", 0) + gathered
-        inputs -= kept
-        outputs -= 0 if donated else kept  # what is given away is written in place
-        with over_axis(""):
-            loops = memory_of(device_program(before_updates(flow), axes, platform=platform), Target.on(platform))
-        after = sums + max(temporaries - sums, 0) // rows
-        temporaries = max(loops.temporaries + loops.outputs + gathered, after)
-    return Prediction(
-        seconds,
-        cost.compute,
-        exchange,
-        sent,
-        kinds,
-        inputs + max(outputs, 0) + temporaries + waiting,
-        sum(held[i] for i in state) - kept,
-        waiting,
-        cost.timeline,
+    axes = {name: n for name, n in mesh.shape.items() if n > 1}
+    inner = {name: n for name, n in axes.items() if name != NODES}
+    sums = local_sums(flow, inner)
+    whole = added(over_rows_too(flow, sharded, state, axes) if sharded else flow, across)
+    traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
+    device = with_parts(traced, batch)
+    cost = program_cost(device, machine, mesh, times=times, platform=platform)
+    waiting = across.waiting * sums
+    given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
+    memory = cost.memory
+    figures = Figures(
+        seconds=cost.seconds,
+        compute=cost.compute,
+        exchange=cost.exchange,
+        sent=cost.sent,
+        arguments=memory.arguments,
+        results=memory.outputs - memory.aliased,
+        temporary=max(memory.temporaries, across.at_once * sums - memory.on_chip) + waiting,
+        state=sum(given[i] for i in {*state.values()}),
+        pending=waiting,
+        collectives=cost.bytes,
     )
+    target = Target.on(platform, machine.kinds[0].name)
+    return Prediction(figures, exchanges(counted_plan(cost.collectives)), cost.timeline, device, target)
 
 
-def before_updates(flow: Flow) -> Flow:
-    """The part of a flow up to the last of what is summed over rows."""
+def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes) -> Flow:
+    """The flow of a row whose inputs are sharded over the rows: passes gather what they read, what follows is divided.
+
+    Args:
+      flow: through the program of a row.
+      sharded: how inputs lie then, by number.
+      state: for outputs, by number, the inputs that they become in the next step.
+      axes: of the mesh, that of the rows too.
+    """
     program = flow.program
-    last = max((k for k, step in enumerate(flow.steps) if step.eqn.primitive is OVER_ROWS), default=-1)
-    steps = flow.steps[: last + 1]
-    totals = [(step.eqn.outvars[0], step.results[0]) for step in steps if step.eqn.primitive is OVER_ROWS]
-    equations = [step.eqn for step in steps]
-    outputs: list[Atom] = [var for var, _ in totals]
-    lie = tuple(layout for _, layout in totals)
-    return Flow(Program(program.inputs, program.constants, equations, outputs), flow.inputs, steps, lie, lie)
+    needed = set[Var]()
+    passes: list[Step] = []
+    for step in reversed(flow.steps):
+        if sums_over_rows(step) or needed.intersection(step.eqn.outvars):
+            passes.insert(0, step)
+            needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
+    lies: dict[Var, Layout] = dict(zip(program.inputs, flow.inputs, strict=True))
+    for i, spec in sharded.items():
+        var = program.inputs[i]
+        lies[var] = from_spec(spec, var.aval.shape, axes)
+    inputs = tuple(lies[var] for var in program.inputs)
+    for step in passes:
+        lies.update(zip(step.eqn.outvars, step.results, strict=True))
+    before = {id(step.eqn) for step in passes}
+    rest = [eqn for eqn in program.equations if id(eqn) not in before]
+    made = {var for eqn in rest for var in eqn.outvars}
+    read = [atom for eqn in rest for atom in eqn.invars] + list(program.outputs)
+    given = [var for var in dict.fromkeys(a for a in read if isinstance(a, Var)) if var in lies and var not in made]
+    after = Program(given, program.constants, rest, program.outputs)
+    wanted = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
+    following = follow(after, [lies[var] for var in given], axes, outputs=wanted)
+    steps = (*passes, *following.steps)
+    ordered = Program(program.inputs, program.constants, [step.eqn for step in steps], program.outputs)
+    return Flow(ordered, inputs, steps, following.outputs, following.ends)
+
+
+def sums_over_rows(step: Step) -> bool:
+    """Whether a step, or one in its bodies, is a sum over rows."""
+    return step.eqn.primitive is OVER_ROWS or any(sums_over_rows(each) for body in step.bodies for each in body.steps)
+
+
+def with_parts(device: DeviceProgram, batch: Collection[int]) -> DeviceProgram:
+    """A device's program that is given its row's part of batched values, where it only slices that from the whole."""
+    program = device.program
+    inputs, gone = list(program.inputs), set[int]()
+    for i in batch:
+        readers = [eqn for eqn in program.equations if program.inputs[i] in eqn.invars]
+        returned = any(atom is program.inputs[i] for atom in program.outputs)
+        if len(readers) == 1 and readers[0].primitive is jax.lax.slice_p and not returned:
+            (inputs[i],) = readers[0].outvars
+            gone.add(id(readers[0]))
+    equations = [eqn for eqn in program.equations if id(eqn) not in gone]
+    made = Program(inputs, program.constants, equations, program.outputs)
+    return dataclasses.replace(device, program=made)
 
 
 def nbytes(layout: Layout, var: Any, axes: Axes) -> int:
@@ -162,9 +236,3 @@ def local_sums(flow: Flow, axes: Axes) -> int:
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
     return sum(nbytes(step.results[0], step.eqn.outvars[0], axes) for step in sums)
-
-
-def read_in_loops(flow: Flow) -> set[Any]:
-    """The program's variables that its loops read."""
-    regions = (step.eqn for step in flow.steps if step.region is not None)
-    return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}

@@ -9,8 +9,6 @@ as a row has; what it sums is then added up over the rows, which is an equation 
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
 import dataclasses
 import functools
 from collections.abc import Collection, Iterator, Sequence
@@ -25,7 +23,7 @@ from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Pass, Schedule
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
-from vnode.operators import OperatorDescription
+from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.description import Factors
 from vnode.operators.registry import register
 from vnode.placement.placement import Placement
@@ -36,43 +34,22 @@ from vnode.runtime.node import Once
 from vnode.spmd.flow import Flow, Path, Step
 from vnode.spmd.layout import Axes
 
-ROWS: contextvars.ContextVar[str | None] = contextvars.ContextVar("rows", default=None)
-
-
-class OverRows(Primitive):
-    """A total over all rows, of what one row has; where it is known what rows are, the collective that makes it."""
-
-    def bind(self, *args: Any, **params: Any) -> Any:
-        axis = ROWS.get()
-        if axis is None:
-            return super().bind(*args, **params)
-        return jax.lax.psum(args[0], axis) if axis else args[0]
-
-
-OVER_ROWS = OverRows("over_rows")
-
-
-@contextlib.contextmanager
-def over_axis(name: str) -> Iterator[None]:
-    """In this context rows are an axis of a mesh; or there is one only, if that has no name."""
-    before = ROWS.set(name)
-    try:
-        yield
-    finally:
-        ROWS.reset(before)
+OVER_ROWS = Primitive("over_rows")
+"""A total over all rows, of what one row has, by a monoid. It is carried out together with the others of its pass."""
 
 
 @OVER_ROWS.def_abstract_eval
-def _(value: Any) -> Any:
+def _(value: Any, *, monoid: Monoid) -> Any:
     return value
 
 
 @register(OVER_ROWS)
 def over_rows(eqn: JaxprEqn) -> OperatorDescription:
-    """Element by element, and linear."""
+    """Element by element; a sum is linear."""
     f = Factors()
     dims = f.dims(eqn.invars[0].aval.shape)
-    return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=(frozenset({0}),))
+    linear = (frozenset({0}),) if eqn.params["monoid"] is Monoid.SUM else ()
+    return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=linear)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -218,13 +195,16 @@ class Row(Emission):
 
         def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             values = jaxpr_as_fun(made)(given[0][None], *given[1:], *whole)
-            return loops.add_all(sums, totals, values[: len(sums)]), values[len(sums) :]
+            pieces = values[: len(sums)]
+            if self.turns == 1:  # there is nothing to add it to
+                return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
+            return loops.add_all(sums, totals, pieces), values[len(sums) :]
 
         several = [parts(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)]
         numbers = jnp.arange(self.turns, dtype=jnp.int32)
         totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
-        return [OVER_ROWS.bind(total) for total in totals]
+        return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
 
 
 def row_program(schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, platform: str) -> RowProgram:

@@ -6,7 +6,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
@@ -14,8 +14,8 @@ from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import Candidate, OnMesh, fitting
 from vnode.partition.plan.meshes import meshes
-from vnode.partition.plan.plan import Figures, Plan
-from vnode.partition.plan.predict import NODES
+from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.predict import NODES, Figures
 from vnode.partition.plan.subject import Subject, on_nodes, subject_of
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
@@ -148,8 +148,8 @@ class _Search:
         except KeyboardInterrupt:
             if not found:
                 raise
-        least = min(found, key=lambda c: c.prediction.memory)
-        if self.smallest is None or least.prediction.memory < self.smallest.prediction.memory:
+        least = min(found, key=lambda c: c.figures.memory)
+        if self.smallest is None or least.figures.memory < self.smallest.figures.memory:
             self.smallest = least
         return found
 
@@ -166,7 +166,7 @@ class _Search:
                 found.append(candidate)
             if interrupted or candidate is None or candidate.gap is None:
                 return interrupted
-            over = candidate.prediction.memory - self.limit
+            over = candidate.figures.memory - self.limit
             if over <= 0 or allowed <= over:
                 break
             allowed -= 1.05 * over
@@ -177,39 +177,24 @@ class _Search:
         done = 1 - max(self.until - time.monotonic(), 0.0) / self.budget
         best = fitting(found, self.limit)
         mesh = " x ".join(f"{name} {n}" for name, n in sizes.items())
-        self.shown.update(round(1000 * done), f"{mesh}; best {best[0].prediction.seconds:.3g} s" if best else mesh)
+        self.shown.update(round(1000 * done), f"{mesh}; best {best[0].figures.seconds:.3g} s" if best else mesh)
 
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
         for name in ("data parallel", "FSDP", "Megatron-style"):
-            alike = sorted((c for c in found if c.name == name), key=lambda c: c.prediction.seconds)
+            alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
             fits = fitting(alike, self.limit) or alike
             if fits and fits[0] is not chosen:
-                beside[name] = Figures.of(fits[0].prediction)
-        return Plan(
-            subject.step,
-            subject.fingerprint,
-            self.machine,
-            self.limit,
-            subject.virtual_nodes,
-            chosen.name,
-            chosen.mesh,
-            chosen.specs,
-            chosen.records,
-            Figures.of(chosen.prediction),
-            beside,
-            chosen.gap,
-            chosen.divisions,
-            chosen.prediction.timeline,
-        )
+                beside[name] = fits[0].figures
+        return plan_of(subject, chosen, self.machine, self.limit, beside)
 
     def nothing_fits(self, subject: Subject) -> MemoryLimitError:
         """The error for when nothing fits."""
         least = self.smallest
         assert least is not None
-        over = least.prediction.memory - self.limit
-        kept = least.prediction
+        over = least.figures.memory - self.limit
+        kept = least.figures
         help_: list[str] = []
         if subject.virtual_nodes < subject.examples:
             help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
@@ -230,6 +215,34 @@ class _Search:
                 remedies=help_ or ["devices with more memory"],
             )
         )
+
+
+def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, beside: Mapping[str, Figures]) -> Plan:
+    """A candidate as a plan.
+
+    Args:
+      subject: the step.
+      chosen: how it is to run.
+      machine: on which.
+      limit: bytes that one device may hold.
+      beside: what others take.
+    """
+    return Plan(
+        subject.step,
+        subject.args,
+        subject.fingerprint,
+        machine,
+        limit,
+        subject.virtual_nodes,
+        chosen.name,
+        chosen.mesh,
+        chosen.specs,
+        chosen.records,
+        chosen.prediction,
+        beside,
+        chosen.gap,
+        chosen.divisions,
+    )
 
 
 def platform_of(machine: Machine) -> str:

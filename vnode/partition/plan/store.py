@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
+from vnode.partition.accept import Exchange
 from vnode.partition.machine import Machine
 from vnode.partition.machine.store import read as read_machine
 from vnode.partition.machine.store import written
 from vnode.partition.plan.divisions import DividedOperation
-from vnode.partition.plan.plan import Figures, Plan
-from vnode.partition.plan.predict import NODES
+from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
@@ -52,6 +53,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
         "figures": dataclasses.asdict(plan.figures),
+        "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
@@ -86,6 +88,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         }
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         figures = Figures(**content["figures"])
+        exchanges = tuple(Exchange(**each) for each in content["exchanges"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
@@ -104,6 +107,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         )
     return Plan(
         step,
+        subject.args,
         fingerprint,
         machine,
         memory,
@@ -112,7 +116,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         mesh,
         specs,
         {record.digest: record for record in records},
-        figures,
+        Prediction(figures, exchanges),
         beside,
         gap,
         divisions,

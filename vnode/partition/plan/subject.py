@@ -30,6 +30,7 @@ class Subject:
 
     Attributes:
       step: a `VirtualStep`.
+      args: its arguments, as shapes.
       schedule: what it computes.
       fingerprint: of the user's function.
       names: what the inputs of its program are called in patterns; None for those that no pattern can mean.
@@ -40,6 +41,7 @@ class Subject:
     """
 
     step: Any
+    args: tuple[Any, ...]
     schedule: Schedule
     fingerprint: Fingerprint
     names: tuple[str | None, ...]
@@ -109,6 +111,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
     return Subject(
         step,
+        shapes,
         made.schedule,
         Writer().write(program),
         (*named, *[None] * more),

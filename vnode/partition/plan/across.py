@@ -1,0 +1,125 @@
+"""How what passes sum is added up over the rows of a mesh: in a flow through a row's program, as the step itself does.
+
+Knows flows through the program of a row, and how devices combine what their nodes contribute. Must not know machines,
+costs, nor how layouts were found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+
+from vnode.analysis.program import Program
+from vnode.partition.plan.row import OVER_ROWS
+from vnode.placement.placement import even_counts
+from vnode.runtime import collectives, loops
+from vnode.runtime.collectives import ReductionPlan
+from vnode.spmd.flow import Flow, Step
+
+
+@dataclasses.dataclass(frozen=True)
+class Across:
+    """How rows add.
+
+    Attributes:
+      nodes: virtual nodes of all rows.
+      rows: how many rows there are.
+      lane: consecutive nodes that are added one after another, before the tree.
+      invariant: whether that is in the order of a tree, whatever the devices.
+      axis: of the mesh, over which rows are numbered.
+    """
+
+    nodes: int
+    rows: int
+    lane: int
+    invariant: bool
+    axis: str
+
+    @functools.cached_property
+    def counts(self) -> tuple[int, ...]:
+        """Nodes of each row."""
+        return tuple(even_counts(self.nodes, self.rows, self.lane))
+
+    @functools.cached_property
+    def plan(self) -> ReductionPlan:
+        """The order of a tree."""
+        return ReductionPlan.of(self.counts, self.lane, True)
+
+    @property
+    def waiting(self) -> int:
+        """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
+        return self.plan.depth - 1 if self.invariant else 0
+
+    @property
+    def at_once(self) -> int:
+        """Sums of each kind that are there at once on a device at least: in a tree, all pieces wait to be added."""
+        return min(max(self.counts), 2) if self.invariant else 0
+
+    def totals(self, values: Sequence[Any], monoids: Sequence[Any]) -> list[Any]:
+        """Totals of what a row's devices have, by collectives; where there is one row, the values."""
+        if self.rows == 1:
+            return list(values)
+        sums = [loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
+        if not self.invariant:
+            return self.in_any_order(sums, values)
+        ordered = [(s, v) for s, v in zip(sums, values, strict=True) if not s.exact]
+        exact = [(s, v) for s, v in zip(sums, values, strict=True) if s.exact]
+        others = [jnp.zeros((self.waiting, *s.shape), s.dtype) for s, _ in ordered] if self.waiting else []
+        rest = loops.PartialBlocks([v for _, v in ordered], others, jnp.int32(len(self.plan.own[0].rest)))
+        blocks = collectives.in_tree_order([s for s, _ in ordered], rest, self.plan, self.axis)
+        found = self.in_any_order([s for s, _ in exact], [v for _, v in exact])
+        return collectives.merged(sums, [block for (block,) in blocks], found)
+
+    def in_any_order(self, sums: Sequence[loops.Sum], values: Sequence[Any]) -> list[Any]:
+        """Totals by one collective for each: compilers send them together where they can."""
+        return [collectives.combined([s], [value], self.axis)[0] for s, value in zip(sums, values, strict=True)]
+
+
+class Totals(Primitive):
+    """The totals of a pass over all rows, together."""
+
+    multiple_results = True
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        return params["across"].totals(args, params["monoids"])
+
+
+TOTALS = Totals("totals")
+
+
+def added(flow: Flow, across: Across) -> Flow:
+    """The same flow with the totals of each pass, which follow each other in it, added up over rows together.
+
+    Args:
+      flow: through the program of a row.
+      across: how rows add.
+    """
+    steps: list[Step] = []
+    for over, several in itertools.groupby(flow.steps, lambda step: step.eqn.primitive is OVER_ROWS):
+        if over:
+            steps.append(together(list(several), across))
+        else:
+            steps += [dataclasses.replace(s, bodies=tuple(added(b, across) for b in s.bodies)) for s in several]
+    program = flow.program
+    equations = [step.eqn for step in steps]
+    made = Program(program.inputs, program.constants, equations, program.outputs)
+    return dataclasses.replace(flow, program=made, steps=tuple(steps))
+
+
+def together(steps: Sequence[Step], across: Across) -> Step:
+    """Totals of one pass as one equation, which every device evaluates on its parts of them."""
+    first = steps[0].eqn
+    eqn = first.replace(
+        primitive=TOTALS,
+        invars=[step.eqn.invars[0] for step in steps],
+        outvars=[step.eqn.outvars[0] for step in steps],
+        params={"across": across, "monoids": tuple(step.eqn.params["monoid"] for step in steps)},
+    )
+    operands, results = (tuple(step.operands[0] for step in steps), tuple(step.results[0] for step in steps))
+    return Step(eqn, operands, tuple(step.made[0] for step in steps), results)
