@@ -542,6 +542,7 @@ def graphs(draw: st.DrawFn, most: int = 6) -> Buffers:
         over=((),) * n,
         kept=frozenset(made[i] for i in draw(st.sets(st.integers(0, n - 1)))),
         after=tuple(after),
+        of=tuple(range(n)),
     )
 
 

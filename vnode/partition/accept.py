@@ -19,7 +19,9 @@ from vnode.partition.cost.collectives import NAMES
 from vnode.partition.cost.memory import Memory
 from vnode.partition.cost.program import Planned, ProgramCost
 from vnode.partition.hlo import Found, found_collectives, parse
-from vnode.show.units import size
+from vnode.show.drawn import Drawn
+from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
+from vnode.show.units import several, size
 
 TOLERANCE = 0.1
 """By which share the memory of a compiled program may differ from the prediction."""
@@ -47,9 +49,9 @@ class Exchange:
         return f"{self.runs} x {self.kind} of {self.bytes:,} bytes{among}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Acceptance:
-    """A compiled program beside its prediction.
+@dataclasses.dataclass(frozen=True, repr=False)
+class Acceptance(Drawn):
+    """A compiled program beside its prediction; print it, or let a notebook draw it.
 
     Attributes:
       planned: bytes by kind of collective, as predicted.
@@ -65,6 +67,7 @@ class Acceptance:
       temporaries: of the rest.
       open_loops: collectives in loops whose length the compiled text does not tell; they are counted once.
       tolerance: by which share memory may differ.
+      limit: bytes that one device may hold, if that is known.
     """
 
     planned: dict[str, int]
@@ -80,6 +83,7 @@ class Acceptance:
     open_loops: int = 0
     tolerance: float = TOLERANCE
     rewritten: tuple[tuple[Exchange, Exchange], ...] = ()
+    limit: int | None = None
 
     @property
     def memory(self) -> int:
@@ -106,24 +110,80 @@ class Acceptance:
         """Whether both are."""
         return self.memory_accepted and self.exchange_accepted
 
-    def __str__(self) -> str:
-        lines = ["accepted" if self.accepted else "not accepted"]
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why it is not accepted; nothing if it is."""
+        found = []
+        if not self.exchange_accepted:
+            more, less = (sum(each.bytes * each.runs for each in several) for several in (self.extra, self.missing))
+            found.append(f"devices exchange {size(more)} that are not planned, and {size(less)} less than planned")
+        if not self.memory_accepted:
+            side = "above" if self.memory_error > 0 else "below"
+            found.append(f"it takes {size(self.memory)}, the prediction is {abs(self.memory_error):.0%} {side} that")
+        return tuple(found)
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What to do; nothing if it is accepted."""
+        found: list[str] = []
+        if self.accepted or self.limit is None:
+            pass
+        elif self.memory > self.limit:
+            less = int(self.limit * self.predicted.total / self.memory)
+            found.append(f"search again with memory={less}: it takes more than the {size(self.limit)} that it may")
+        elif not self.memory_accepted:
+            found.append(f"it fits in {size(self.limit)} all the same")
+        if not self.exchange_accepted:
+            found.append(
+                "time its steps before relying on it: the predicted time counts what was planned to be exchanged"
+            )
+        return tuple(found)
+
+    def page(self) -> Page:
+        """What there is to see."""
+        said = "; ".join(self.reasons) or "collectives as planned, memory as predicted"
+        blocks: list[Facts | Table] = []
+        if self.advice:
+            blocks.append(Facts(tuple(Fact("" if i else "what to do", text) for i, text in enumerate(self.advice))))
+        if self.planned or self.found:
+            blocks.append(self._exchange())
+        blocks.append(self._memory())
+        return Page("accepted" if self.accepted else "not accepted", said, tuple(blocks))
+
+    def _exchange(self) -> Table:
+        rows = []
         for kind in sorted({*self.planned, *self.found}):
             planned, found = self.planned.get(kind, 0), self.found.get(kind, 0)
-            said = "as planned" if planned == found else f"planned {planned:,}"
-            lines.append(f"  {kind}: {found:,} bytes, {said}")
-        if self.combined:
-            lines.append(f"  sent together: {', '.join(f'{n} arrays' for n in self.combined)}")
-        lines += [f"  {a} carried out as {b}" for a, b in self.rewritten]
-        lines += [f"  planned, not found: {each}" for each in self.missing]
-        lines += [f"  found, not planned: {each}" for each in self.extra]
+            rows.append((Cell(kind), Cell(f"{planned:,}"), Cell(f"{found:,}"), Cell("as planned", quiet=True)))
+            if planned != found:
+                rows[-1] = (*rows[-1][:3], Cell(f"{found - planned:+,}"))
+        for each in self.missing:
+            rows.append((Cell(""), Cell(str(each)), Cell("-"), Cell("planned, not found", strong=True)))
+        for each in self.extra:
+            rows.append((Cell(""), Cell("-"), Cell(str(each)), Cell("found, not planned", strong=True)))
+        for before, after in self.rewritten:
+            rows.append((Cell(""), Cell(str(before)), Cell(str(after)), Cell("carried out so")))
+        notes = [f"sent together: {', '.join(f'{n} arrays' for n in self.combined)}"] if self.combined else []
         if self.open_loops:
-            lines.append(f"  {self.open_loops} collectives in loops of unknown length, counted once")
-        lines.append(
-            f"  memory: {size(self.memory)}, predicted {size(self.predicted.total)} ({self.memory_error:+.1%}); "
-            f"temporary {size(self.temporaries)}, predicted {size(self.predicted.temporaries)}"
+            notes.append(f"{several(self.open_loops, 'collective')} in loops of unknown length, counted once")
+        columns = (Column("collectives"), Column("planned", right=True), Column("compiled", right=True), Column(""))
+        return Table("exchanged", columns, tuple(rows), "bytes of one device's arrays", "; ".join(notes))
+
+    def _memory(self) -> Table:
+        def row(name: str, planned: int, found: int) -> tuple[Cell, ...]:
+            return Cell(name), Cell(size(planned)), Cell(size(found)), Cell("")
+
+        p = self.predicted
+        off = f"{self.memory_error:+.1%}"
+        rows = (
+            row("arguments", p.arguments, self.arguments),
+            row("results", p.outputs - p.aliased, self.outputs - self.aliased),
+            row("temporary", p.temporaries, self.temporaries),
+            (*row("in all", p.total, self.memory)[:3], Cell(off, strong=not self.memory_accepted)),
         )
-        return "\n".join(lines)
+        columns = (Column("memory"), *(Column(name, right=True) for name in ("predicted", "compiled", "off by")))
+        note = f"of one device; accepted up to {self.tolerance:.0%}"
+        return Table("held", columns, rows, note)
 
 
 def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) -> Acceptance:
@@ -157,10 +217,37 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> compiled = jax.jit(run).lower(*(var.aval for var in program.inputs)).compile()
       >>> machine = Machine.tpu("v5e:2x2")
       >>> cost = program_cost(flow, machine, machine.mesh(axes), platform="cpu")
-      >>> print(accept(compiled, cost))
-      accepted
-        all-reduce: 16,384 bytes, as planned
-        memory: 96.0 KiB, predicted 96.0 KiB (+0.0%); temporary 16.0 KiB, predicted 16.0 KiB
+      >>> found = accept(compiled, cost)
+      >>> found.accepted, found.found, found.memory
+      (True, {'all-reduce': 16384}, 98304)
+    """
+    return compared(compiled, counted_plan(cost.collectives), cost.memory, tolerance=tolerance)
+
+
+def compared(
+    compiled: Any,
+    wanted: Counts,
+    predicted: Memory,
+    *,
+    tolerance: float = TOLERANCE,
+    limit: int | None = None,
+    over_nodes: int | None = None,
+) -> Acceptance:
+    """Compares a compiled program with collectives and memory.
+
+    Args:
+      compiled: the program, a `jax.stages.Compiled`.
+      wanted: the collectives that are planned.
+      predicted: the memory of one device.
+      tolerance: by which share memory may differ.
+      limit: bytes that one device may hold, if that is known.
+      over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
+
+    Returns:
+      What differs.
+
+    Raises:
+      ProfileError: the compiler says nothing about the program's memory, or shows no text.
     """
     memory, text = compiled.memory_analysis(), compiled.as_text()
     if memory is None or not text:
@@ -171,8 +258,8 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
                 remedies=["compile for a platform that says so: CPU, GPU or TPU"],
             )
         )
-    found = found_collectives(parse(text))
-    wanted, there = counted_plan(cost.collectives), counted(found)
+    found = found_collectives(parse(text), over_nodes)
+    there = counted(found)
     missing, extra, rewritten = matched(wanted - there, there - wanted)
     return Acceptance(
         planned=by_kind(wanted),
@@ -181,13 +268,14 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
         extra=exchanges(extra),
         rewritten=rewritten,
         combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
-        predicted=cost.memory,
+        predicted=predicted,
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
         temporaries=memory.temp_size_in_bytes,
         open_loops=sum(each.runs is None for each in found),
         tolerance=tolerance,
+        limit=limit,
     )
 
 
@@ -202,6 +290,14 @@ def counted_plan(planned: Iterable[Planned]) -> Counts:
         transfer = each.transfer
         devices = 0 if transfer.kind == "permute" else transfer.devices
         found[transfer.kind, transfer.bytes, devices] += each.runs
+    return found
+
+
+def counted_exchanges(several: Iterable[Exchange]) -> Counts:
+    """Collectives that were written down."""
+    found: Counts = collections.Counter()
+    for each in several:
+        found[each.kind, each.bytes, each.devices] += each.runs
     return found
 
 

@@ -27,6 +27,7 @@ _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
 
@@ -190,13 +191,29 @@ class Found:
         return sum(self.arrays)
 
 
-def found_collectives(module: Module) -> list[Found]:
+OVER_NODES = {"nodes", "run", "lane"}
+"""What loops over the nodes of a device are called, one within the other (`vnode.runtime.loops`)."""
+
+
+def scope_of(loop: Instruction) -> str:
+    """What the program calls a loop; nothing if it has no name, or is no loop."""
+    found = _OP_NAME.search(loop.rest) if loop.opcode == "while" else None
+    path = found[1].split("/") if found else []
+    return path[-2] if len(path) > 1 and path[-1] == "while" else ""
+
+
+def found_collectives(module: Module, over_nodes: int | None = None) -> list[Found]:
     """All collectives of more than one device that a module runs.
 
     A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
     compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
     which counts once.
+
+    Args:
+        module: The module.
+        over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
     """
+    nodes = {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
     found, chains = [], set[tuple[str, ...]]()
     for visit in module.walk():
         instruction = visit.instruction
@@ -219,8 +236,11 @@ def found_collectives(module: Module) -> list[Found]:
             own = own[len(own) // 2 :]
         if kind == "reduce-scatter":
             own = [n * devices for n in own]
-        trips = [trip for _, trip in visit.loops]
-        runs = None if None in trips else math.prod(trip for trip in trips if trip is not None)
+        known = [trip for _, trip in visit.loops if trip is not None]
+        unknown = [name for name, trip in visit.loops if trip is None]
+        runs = math.prod(known)
+        if unknown:
+            runs = runs * over_nodes if over_nodes is not None and nodes.issuperset(unknown) else None
         found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type))
     return found
 

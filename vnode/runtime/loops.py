@@ -113,7 +113,7 @@ def counted(
         pieces, kept = program(index)
         return add_all(sums, state[0], pieces), put(state[1], kept, index)
 
-    return lax.fori_loop(0, count, body, ([s.identity() for s in sums], buffers))
+    return named_loop("nodes", 0, count, body, ([s.identity() for s in sums], buffers))
 
 
 def skipping(

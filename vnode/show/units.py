@@ -34,6 +34,18 @@ def number(count: float) -> str:
     return f"{count:.1f} P"
 
 
+def seconds(time: float) -> str:
+    """A time for people.
+
+    >>> seconds(2.0), seconds(0.0021), seconds(3.2e-5), seconds(4.2e-11)
+    ('2 s', '2.1 ms', '32 µs', '42 ps')
+    """
+    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9)):
+        if time >= scale * (1 - 1e-9):
+            return f"{time / scale:.4g} {unit}"
+    return f"{time * 1e12:.4g} ps"
+
+
 def spread(counts: Sequence[int]) -> str:
     """The least and the most.
 

@@ -383,7 +383,7 @@ def buffers_of(
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for k, kernel in enumerate(kernels.kernels):
         outs = [var for var in kernel.piece.writes if type(var) is Var]
-        reads = {kernels.memory_of(var) for var in kernel.piece.reads}
+        reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
         more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
@@ -392,7 +392,7 @@ def buffers_of(
             later.append((k, gathered, own))
             own, more = ((gathered, more),), 0
         written.append(own)
-        read.append(frozenset(reads & (counted | set(written_over))))
+        read.append(frozenset(var for var in reads if var in counted or var in written_over))
         inside.append(more)
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
     of = list(range(len(written)))

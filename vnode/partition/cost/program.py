@@ -119,6 +119,7 @@ def program_cost(
     times: Times | None = None,
     donated: Collection[int] = (),
     platform: str = "tpu",
+    target: Target | None = None,
     overlap: bool = True,
 ) -> ProgramCost:
     """What a split program takes.
@@ -130,6 +131,7 @@ def program_cost(
       times: of kernels; by default the roofline of each kind.
       donated: of a flow: inputs whose memory results may take.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
+      target: what the compiler takes together; by default as for the platform and the first kind of device.
       overlap: whether devices compute while they exchange.
 
     Returns:
@@ -155,7 +157,7 @@ def program_cost(
     if isinstance(program, Flow):
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
-    target = Target.on(platform, machine.kinds[0].name)
+    target = target or Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
     timeline = taken.timeline(program.program, 1)
     return ProgramCost(

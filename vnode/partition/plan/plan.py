@@ -12,20 +12,24 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PlacementError, layout_message
+from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
+from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.simulator import Timeline
 from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.plan.nodes.memory import refusal
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
-from vnode.show.units import several, size
+from vnode.show.units import seconds, several, size
 from vnode.spmd.record import RecordedFlow
 from vnode.step.virtual import VirtualStep
 
@@ -65,6 +69,7 @@ class Plan(Drawn):
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
+    _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
     def figures(self) -> Figures:
@@ -83,12 +88,15 @@ class Plan(Drawn):
           devices: in the order of the machine's; by default all of ``jax.devices()``.
 
         Returns:
-          A `VirtualStep`; its ``put`` places a state as planned.
+          A `VirtualStep`; its ``put`` places a state as planned. Asked again for the same devices, it is the same one.
 
         Raises:
           PlacementError: there are not as many devices as the machine has.
         """
         found = device_list(devices)
+        known = self._steps.get(tuple(found))
+        if known is not None:
+            return known
         wanted = len(self.machine.devices)
         if len(found) != wanted:
             raise PlacementError(
@@ -112,7 +120,58 @@ class Plan(Drawn):
         )
         counts = even_counts(self.virtual_nodes, self.mesh[NODES], options.lane)
         placement = Placement(self.virtual_nodes, mesh=mesh, counts=counts, axis=NODES)
-        return VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
+        made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
+        return self._steps.setdefault(tuple(found), made)
+
+    def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
+        """Compiles the step as planned, without running it, and compares what the compiler made of it with the plan.
+
+        A plan is accepted if its collectives are those planned, by kind, bytes and how often they run, and memory is as
+        predicted up to a tolerance. What a compiler sends together, or carries out as another collective that does the
+        same, is as planned, and listed.
+
+        Args:
+          devices: as for `step`; devices of a TPU topology that is not there will do
+            (``jax.experimental.topologies``). A call of `step` on the same devices finds the compiled program.
+          tolerance: by which share memory may differ from the prediction.
+
+        Returns:
+          What differs, and what to do; print it.
+
+        Raises:
+          PlacementError: there are not as many devices as the machine has.
+          MemoryLimitError: the compiler refuses the program, because it does not fit.
+          ProfileError: the compiler does not say what the program takes.
+        """
+        step, figures = self.step(devices), self.figures
+        try:
+            compiled = step.executor.compile_for(self.args, {})
+        except jax.errors.JaxRuntimeError as error:
+            refused, needed = refusal(error)
+            if not refused:
+                raise
+            raise MemoryLimitError(self._refused(needed)) from error
+        predicted = Memory(figures.arguments, figures.results, 0, figures.temporary)
+        return compared(
+            compiled,
+            counted_exchanges(self.prediction.exchanges),
+            predicted,
+            tolerance=tolerance,
+            limit=self.memory,
+            over_nodes=max(step.placement.counts),
+        )
+
+    def _refused(self, needed: int | None) -> str:
+        """The message for when the compiler refuses the program."""
+        facts = [f"predicted: {size(self.figures.memory)}, of {size(self.memory)} that the plan may take"]
+        remedies = ["search again with less memory: vnode.partition.search(..., memory=...)"]
+        if needed is not None:
+            facts.append(f"the compiler: {size(needed)}")
+            share = self.figures.memory / needed
+            remedies = [
+                f"search again with less memory: vnode.partition.search(..., memory={int(self.memory * share)})"
+            ]
+        return layout_message("the compiler refuses the planned step: it does not fit.", facts=facts, remedies=remedies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan to a file, as JSON; `Plan.load` reads it."""
@@ -221,15 +280,3 @@ def said(spec: PartitionSpec) -> str:
         if entry
     ]
     return ", ".join(parts) or "whole"
-
-
-def seconds(time: float) -> str:
-    """A time for people.
-
-    >>> seconds(0.0021), seconds(3.2e-5), seconds(2.0)
-    ('2.1 ms', '32 us', '2 s')
-    """
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if time >= scale:
-            return f"{time / scale:.3g} {unit}"
-    return f"{time * 1e9:.3g} ns"

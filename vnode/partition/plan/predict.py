@@ -149,7 +149,10 @@ def predicted(
     whole = added(over_rows_too(flow, sharded, state, axes) if sharded else flow, across)
     traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     device = with_parts(traced, batch)
-    cost = program_cost(device, machine, mesh, times=times, platform=platform)
+    target = Target.on(platform, machine.kinds[0].name)
+    if len(inner) > 0:  # as `vnode.step.executor.compiler_options` asks
+        target = dataclasses.replace(target, breadth=False)
+    cost = program_cost(device, machine, mesh, times=times, target=target)
     waiting = across.waiting * sums
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
@@ -165,7 +168,6 @@ def predicted(
         pending=waiting,
         collectives=cost.bytes,
     )
-    target = Target.on(platform, machine.kinds[0].name)
     return Prediction(figures, exchanges(counted_plan(cost.collectives)), cost.timeline, device, target)
 
 

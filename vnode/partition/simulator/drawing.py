@@ -14,7 +14,7 @@ from numpy.typing import ArrayLike
 
 from vnode.errors import TaskGraphError
 from vnode.partition.simulator.graph import SECOND
-from vnode.show.units import several
+from vnode.show.units import seconds, several
 
 if TYPE_CHECKING:
     from vnode.partition.simulator.timeline import Timeline
@@ -187,10 +187,9 @@ def key(timeline: Timeline, ranks: np.ndarray, left: int, y: int, inner: int) ->
 
 
 def duration(time: int) -> str:
-    """A time for people.
+    """A number of picoseconds for people.
 
     >>> duration(1_500_000), duration(42)
     ('1.5 µs', '42 ps')
     """
-    name, unit = next((name, unit) for name, unit in UNITS if time >= unit or unit == 1)
-    return f"{time / unit:.4g} {name}"
+    return seconds(time / SECOND)
