@@ -4,7 +4,8 @@ Knows compiled programs and predictions. Must not know how a split was found, or
 
 Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
 compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
-sum, or the other way round; in bfloat16 in place of float32, or the other way round. Everything else is a difference.
+sum, or the other way round; what is gathered, as a sum of zeros but for each device's part; in bfloat16 in place of
+float32, or the other way round. Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -68,6 +69,7 @@ class Acceptance(Drawn):
       open_loops: collectives in loops whose length the compiled text does not tell; they are counted once.
       tolerance: by which share memory may differ.
       limit: bytes that one device may hold, if that is known.
+      platforms: what was predicted for, and what it was compiled for, if these differ.
     """
 
     planned: dict[str, int]
@@ -84,6 +86,7 @@ class Acceptance(Drawn):
     tolerance: float = TOLERANCE
     rewritten: tuple[tuple[Exchange, Exchange], ...] = ()
     limit: int | None = None
+    platforms: tuple[str, str] | None = None
 
     @property
     def memory(self) -> int:
@@ -126,6 +129,9 @@ class Acceptance(Drawn):
     def advice(self) -> tuple[str, ...]:
         """What to do; nothing if it is accepted."""
         found: list[str] = []
+        if not self.accepted and self.platforms is not None:
+            wanted, given = self.platforms
+            found.append(f"compile it for {wanted}, as predicted, not for {given}: plan.accept(devices)")
         if self.accepted or self.limit is None:
             pass
         elif self.memory > self.limit:
@@ -147,7 +153,7 @@ class Acceptance(Drawn):
             blocks.append(Facts(tuple(Fact("" if i else "what to do", text) for i, text in enumerate(self.advice))))
         if self.planned or self.found:
             blocks.append(self._exchange())
-        blocks.append(self._memory())
+        blocks += [*self._differences(), self._memory()]
         return Page("accepted" if self.accepted else "not accepted", said, tuple(blocks))
 
     def _exchange(self) -> Table:
@@ -157,17 +163,20 @@ class Acceptance(Drawn):
             rows.append((Cell(kind), Cell(f"{planned:,}"), Cell(f"{found:,}"), Cell("as planned", quiet=True)))
             if planned != found:
                 rows[-1] = (*rows[-1][:3], Cell(f"{found - planned:+,}"))
-        for each in self.missing:
-            rows.append((Cell(""), Cell(str(each)), Cell("-"), Cell("planned, not found", strong=True)))
-        for each in self.extra:
-            rows.append((Cell(""), Cell("-"), Cell(str(each)), Cell("found, not planned", strong=True)))
-        for before, after in self.rewritten:
-            rows.append((Cell(""), Cell(str(before)), Cell(str(after)), Cell("carried out so")))
         notes = [f"sent together: {', '.join(f'{n} arrays' for n in self.combined)}"] if self.combined else []
         if self.open_loops:
             notes.append(f"{several(self.open_loops, 'collective')} in loops of unknown length, counted once")
         columns = (Column("collectives"), Column("planned", right=True), Column("compiled", right=True), Column(""))
         return Table("exchanged", columns, tuple(rows), "bytes of one device's arrays", "; ".join(notes))
+
+    def _differences(self) -> list[Table]:
+        rows = [
+            *((Cell("planned, not found", strong=True), Cell(str(each))) for each in self.missing),
+            *((Cell("found, not planned", strong=True), Cell(str(each))) for each in self.extra),
+            *((Cell("carried out as another"), Cell(f"{one}, as {other}")) for one, other in self.rewritten),
+        ]
+        columns = (Column("difference"), Column("collective", wide=True))
+        return [Table("differences", columns, tuple(rows))] if rows else []
 
     def _memory(self) -> Table:
         def row(name: str, planned: int, found: int) -> tuple[Cell, ...]:
@@ -232,6 +241,7 @@ def compared(
     tolerance: float = TOLERANCE,
     limit: int | None = None,
     over_nodes: int | None = None,
+    platforms: tuple[str, str] | None = None,
 ) -> Acceptance:
     """Compares a compiled program with collectives and memory.
 
@@ -242,6 +252,7 @@ def compared(
       tolerance: by which share memory may differ.
       limit: bytes that one device may hold, if that is known.
       over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
+      platforms: what was predicted for, and what it was compiled for, if these differ.
 
     Returns:
       What differs.
@@ -276,6 +287,7 @@ def compared(
         open_loops=sum(each.runs is None for each in found),
         tolerance=tolerance,
         limit=limit,
+        platforms=platforms,
     )
 
 
@@ -314,6 +326,7 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
 REWRITES = (
     ("all-reduce", "reduce-scatter", 1),
     ("reduce-scatter", "all-reduce", 1),
+    ("all-gather", "all-reduce", 1),
     *((kind, kind, factor) for kind in NAMES for factor in (0.5, 2)),
 )
 """As which kind, with how many times the bytes, exchanges among as many devices are known to be carried out."""

@@ -14,6 +14,7 @@ class Layout:
 
     Attributes:
       counts: nodes on each device, contiguous ranges in order.
+      together: devices that compute a node together; then a number is that of such a group.
 
     Example:
       >>> layout = Layout((3, 3, 2))
@@ -22,6 +23,7 @@ class Layout:
     """
 
     counts: tuple[int, ...]
+    together: int = 1
 
     @property
     def virtual_nodes(self) -> int:
@@ -29,11 +31,6 @@ class Layout:
         return sum(self.counts)
 
     @property
-    def together(self) -> int:
-        """Devices that compute a node together."""
-        return 1
-
-    @property
     def names(self) -> list[str]:
         """What to call the devices."""
-        return [f"device {d}" for d in range(len(self.counts))]
+        return [f"{'device' if self.together == 1 else 'row'} {d}" for d in range(len(self.counts))]

@@ -38,6 +38,8 @@ background:none;font-weight:400}
 .vnode .facts td{white-space:normal}
 .vnode .strong{font-weight:600}
 .vnode td.quiet{opacity:.65}
+.vnode.vnode .rows td.hue{background:hsla(var(--hue),70%,50%,.28);background-clip:padding-box;
+border-left:3px solid transparent;padding-left:.6em}
 .vnode .grid{border-collapse:separate;border-spacing:2px}
 .vnode .grid th{padding:.1em .7em .1em 0;white-space:nowrap;font-variant-numeric:tabular-nums;border:0}
 .vnode .grid thead th{padding:0;font-size:.85em}
@@ -128,8 +130,10 @@ def classes(column: Column, *more: str) -> str:
 def cell(entry: Cell, column: Column) -> str:
     share = "" if entry.share is None else f'<span class="share"><i style="width:{entry.share:.1%}"></i></span>'
     title = f' title="{escape(entry.note)}"' if entry.note else ""
-    look = classes(column, *(["strong"] if entry.strong else []), *(["quiet"] if entry.quiet else []))
-    return f"<td{look}{title}>{(breakable if column.wide else escape)(entry.text)}{share}</td>"
+    named = {"strong": entry.strong, "quiet": entry.quiet, "hue": entry.hue is not None}
+    look = classes(column, *(name for name, there in named.items() if there))
+    colour = "" if entry.hue is None else f' style="--hue:{entry.hue}"'
+    return f"<td{look}{colour}{title}>{(breakable if column.wide else escape)(entry.text)}{share}</td>"
 
 
 def breakable(text: str) -> str:

@@ -20,6 +20,7 @@ class Cell:
       share: of a whole, 0 to 1, to be drawn as a bar.
       strong: it is what one should look at.
       quiet: it only says what the others are.
+      hue: degrees of the colour behind it, if it has one: cells that are alike have the same.
     """
 
     text: str
@@ -27,6 +28,7 @@ class Cell:
     share: float | None = None
     strong: bool = False
     quiet: bool = False
+    hue: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

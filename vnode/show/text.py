@@ -164,6 +164,7 @@ def row_lines(row: Sequence[Cell], columns: Sequence[Column], widths: Sequence[i
         for k, (cell, column, width, part) in enumerate(zip(row, columns, widths, parts, strict=True)):
             text = part[i] if i < len(part) else ""
             style = STRONG if cell.strong else QUIET if cell.quiet else PLAIN
+            style = style if cell.hue is None else f"bar {cell.hue // 60}"
             line.append((" " * GAP * (k > 0), PLAIN))
             line.append((f"{text:>{width}}" if column.right else f"{text:<{width}}", style))
         yield line

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from vnode.analysis.program import where
-from vnode.operators import Algebra
+from vnode.operators import Algebra, Free, Reduced, Windowed
 from vnode.partition.plan.row import NodeFlow
+from vnode.spmd.choice import Choice, Way
 from vnode.spmd.flow import Flow, Step
 
 
@@ -24,31 +25,69 @@ class DividedOperation:
       operation: its name.
       count: how many equations of all passes are alike in this.
       cut: how operands and results lie while it is computed.
+      axes: what each axis of the mesh divides, of those that divide anything: one of `PARTS`.
     """
 
     where: str
     operation: str
     count: int
     cut: str
+    axes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+PARTS = {
+    "batch": "a dimension that all operands and the result have",
+    "left": "a dimension of the result that the first operand has alone",
+    "right": "a dimension of the result that the second operand has alone",
+    "sum": "what is summed: the result is in pieces",
+    "space": "a dimension that windows slide along",
+    "other": "indices that are looked up, shifted, or run along",
+}
+"""What an axis of a mesh can divide of an operation."""
 
 
 def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:
     """Products and windows in what nodes compute, the dearest first; those of one line that are alike are one."""
-    found: dict[tuple[str, str, str], list[float]] = collections.defaultdict(list)
+    found: dict[Alike, list[float]] = collections.defaultdict(list)
     for each in flows:
         _collect(dataclasses.replace(each.body, steps=each.steps), 1, found)
     order = sorted(found.items(), key=lambda item: -sum(item[1]))
-    return tuple(DividedOperation(line, name, len(costs), cut) for (line, name, cut), costs in order)
+    return tuple(DividedOperation(line, name, len(costs), cut, dict(axes)) for (line, name, cut, axes), costs in order)
 
 
-def _collect(flow: Flow, times: int, found: dict[tuple[str, str, str], list[float]]) -> None:
+Alike = tuple[str, str, str, tuple[tuple[str, str], ...]]
+"""What operations have in common that are shown as one: line, name, layouts, and what axes divide."""
+
+
+def _collect(flow: Flow, times: int, found: dict[Alike, list[float]]) -> None:
     for step in flow.steps:
         for body in step.bodies:
             _collect(body, times * (step.region.times if step.region is not None else 1), found)
         description = None if step.region is not None else flow.program.describe(step.eqn)
         if description is None or not description.has(Algebra.CONTRACTS):
             continue
-        found[where(step.eqn), step.eqn.primitive.name, in_words(step)].append(times * description.flops)
+        axes = tuple(sorted(parts_of(step).items()))
+        found[where(step.eqn), step.eqn.primitive.name, in_words(step), axes].append(times * description.flops)
+
+
+def parts_of(step: Step) -> dict[str, str]:
+    """What each axis divides of an equation."""
+    found: dict[str, str] = {}
+    for way in step.choice.ways if step.choice is not None else ():
+        found.update(dict.fromkeys(way.axes, part_of(step.choice, way)))
+    return found
+
+
+def part_of(choice: Choice | None, way: Way) -> str:
+    """What the axes of a way divide."""
+    if isinstance(way.split, Reduced):
+        return "sum"
+    if isinstance(way.split, Windowed):
+        return "space"
+    if not isinstance(way.split, Free) or choice is None:
+        return "other"
+    has = [any(f in way.lead for dim in dims for f in dim) for dims in choice.description.operands]
+    return "batch" if all(has) else "left" if has[0] else "right"
 
 
 def in_words(step: Step) -> str:

@@ -21,17 +21,25 @@ from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
-from vnode.partition.plan.divisions import DividedOperation
+from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.layouts import patterns
+from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.simulator import Timeline
+from vnode.placement.layout import Layout as Grouped
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.plan.nodes.memory import refusal
+from vnode.report.report import Report
+from vnode.report.sources import short
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
 from vnode.spmd.record import RecordedFlow
+from vnode.step.explain import reports
 from vnode.step.virtual import VirtualStep
+
+HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "other": 0}
+"""Degrees of the colours of what axes divide."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
@@ -151,6 +159,7 @@ class Plan(Drawn):
             if not refused:
                 raise
             raise MemoryLimitError(self._refused(needed)) from error
+        wanted, given = self.prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary)
         return compared(
             compiled,
@@ -159,6 +168,7 @@ class Plan(Drawn):
             tolerance=tolerance,
             limit=self.memory,
             over_nodes=max(step.placement.counts),
+            platforms=None if wanted == given else (wanted, given),
         )
 
     def _refused(self, needed: int | None) -> str:
@@ -199,9 +209,30 @@ class Plan(Drawn):
 
         return read(path, step, args, options)
 
+    def explain(self) -> Explanation:
+        """Says what becomes of the step, and how the plan divides it; no devices are needed.
+
+        Returns:
+          The plan beside what `VirtualStep.explain` says; print it.
+        """
+        counts = tuple(even_counts(self.virtual_nodes, self.mesh[NODES], self.pattern.options.lane))
+        with self.pattern.resolved(self.args, {}) as here:
+            (report,) = reports(here, [Grouped(counts, len(self.machine.devices) // len(counts))])
+        return Explanation(self, report)
+
+    def pictures(self) -> str:
+        """Memory over time and the timeline, as HTML; nothing of a plan from a file."""
+        figures, levels = self.figures, self.prediction.levels
+        found = []
+        if levels:
+            always = figures.arguments + figures.results
+            found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.memory)}")
+        if self.timeline is not None:
+            found.append(f"<h4>timeline of one device</h4>{self.timeline.svg()}")
+        return f'<figure class="vnode" style="margin:1em 0">{"".join(found)}</figure>' if found else ""
+
     def _repr_html_(self) -> str:
-        drawn = super()._repr_html_()
-        return drawn if self.timeline is None else f"{drawn}<figure>{self.timeline.svg()}</figure>"
+        return super()._repr_html_() + self.pictures()
 
     def page(self) -> Page:
         """What there is to see."""
@@ -254,17 +285,52 @@ class Plan(Drawn):
     def _divisions(self) -> list[Table]:
         if not self.divisions:
             return []
-        rows = tuple(
-            (Cell(each.operation), Cell(each.cut), Cell(str(each.count)), Cell(each.where)) for each in self.divisions
-        )
+        inner = [name for name in self.mesh if name != NODES]
+
+        def row(each: DividedOperation) -> tuple[Cell, ...]:
+            parts = [each.axes.get(name) for name in inner]
+            return (
+                Cell(each.operation, each.where),
+                Cell("nodes", "each computes its own nodes", hue=HUES["nodes"]),
+                *(Cell("whole", quiet=True) if p is None else Cell(p, PARTS[p], hue=HUES[p]) for p in parts),
+                Cell(each.cut),
+                Cell(str(each.count)),
+                Cell(short(each.where), each.where),
+            )
+
+        rows = tuple(map(row, self.divisions))
         columns = (
             Column("operation", code=True),
+            *(Column(f"{name} {n}") for name, n in self.mesh.items()),
             Column("operands -> result", code=True, wide=True),
             Column("times", right=True),
             Column("line", code=True),
         )
-        note = "products and windows of what a node computes; - is whole, and a sum in pieces is named"
-        return [Table("what is divided how", columns, rows[:40], note, rest_of(rows, 40))]
+        used = dict.fromkeys(part for each in self.divisions for part in each.axes.values())
+        key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
+        note = f"products and windows of what a node computes, and what each axis of the mesh divides; {key}"
+        return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class Explanation(Drawn):
+    """What becomes of a step by a plan; made by `Plan.explain`.
+
+    Attributes:
+      plan: the plan.
+      report: what is said of the step.
+    """
+
+    plan: Plan
+    report: Report
+
+    def page(self) -> Page:
+        """What there is to see."""
+        page = self.plan.page()
+        return dataclasses.replace(page, blocks=(*page.blocks, self.report.page()))
+
+    def _repr_html_(self) -> str:
+        return super()._repr_html_() + self.plan.pictures()
 
 
 def rest_of(rows: Sequence[Any], shown: int) -> str:

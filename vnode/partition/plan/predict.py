@@ -81,6 +81,7 @@ class Prediction:
     Attributes:
       figures: in numbers.
       exchanges: its collectives, those that are alike together.
+      platform: what it would be compiled for.
       timeline: what a device does when; None if that was not written down.
       device: what a device runs; likewise.
       target: what it is compiled for; likewise.
@@ -88,6 +89,7 @@ class Prediction:
 
     figures: Figures
     exchanges: tuple[Exchange, ...]
+    platform: str
     timeline: Timeline | None = None
     device: DeviceProgram | None = None
     target: Target | None = None
@@ -98,9 +100,12 @@ class Prediction:
         if self.device is None or self.target is None:
             return ()
         f = self.figures
-        always = f.arguments + f.results + f.pending
         found = levels_over_time(self.device, self.target)
-        return tuple(dataclasses.replace(each, bytes=each.bytes + always) for each in found)
+        most = max((each.bytes for each in found), default=0)
+        beside = f.temporary - f.pending  # nothing, if all fits on the chip; more, where pieces wait to be added
+        always = f.arguments + f.results + f.pending
+        moved = {level.bytes: beside if level.bytes == most else min(level.bytes, beside) for level in found}
+        return tuple(dataclasses.replace(each, bytes=moved[each.bytes] + always) for each in found)
 
 
 class RowCost(Estimate):
@@ -168,7 +173,7 @@ def predicted(
         pending=waiting,
         collectives=cost.bytes,
     )
-    return Prediction(figures, exchanges(counted_plan(cost.collectives)), cost.timeline, device, target)
+    return Prediction(figures, exchanges(counted_plan(cost.collectives)), platform, cost.timeline, device, target)
 
 
 def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes) -> Flow:

@@ -54,6 +54,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "passes": [record.to_json() for record in plan.records.values()],
         "figures": dataclasses.asdict(plan.figures),
         "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
+        "platform": plan.prediction.platform,
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
@@ -89,6 +90,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         figures = Figures(**content["figures"])
         exchanges = tuple(Exchange(**each) for each in content["exchanges"])
+        platform = str(content["platform"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
@@ -116,7 +118,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         mesh,
         specs,
         {record.digest: record for record in records},
-        Prediction(figures, exchanges),
+        Prediction(figures, exchanges, platform),
         beside,
         gap,
         divisions,

@@ -1,0 +1,187 @@
+"""Plans of virtualized steps beside what XLA compiles of them, on eight CPU devices: collectives, and memory.
+
+XLA's text and its analysis of memory are the reference; `test_plan_ahead.py` has the TPU compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import vnode
+from tests.partition.test_plan import OPTIMIZER, V5E, layers, normal, planned, updated
+from vnode.partition import Plan
+from vnode.partition.plan.candidates import Candidate, OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import on_nodes, subject_of
+
+GIB = 2**30
+
+
+def perceptron(params: Any, x: Any, y: Any) -> Any:
+    hidden = jax.nn.relu(x @ params["up"] + params["bias"])
+    return jnp.mean((hidden @ params["down"] - y) ** 2)
+
+
+@functools.cache
+def example(name: str) -> tuple[Any, Any]:
+    """Steps in which the state, the sums over nodes, or what is kept for the backward pass takes most memory."""
+    if name == "mlp":
+        loss, d, h = perceptron, 512, 2048
+        params = {"up": normal(1, d, h), "bias": jnp.zeros(h), "down": normal(2, h, d)}
+        batch = normal(3, 64, d), normal(4, 64, d)
+    else:
+        loss, d, h, t = layers, 128, 512, 32
+        layer = {
+            "qkv": normal(1, 3, d, 4, 32),
+            "out": normal(2, 4, 32, d),
+            "up": normal(3, d, h),
+            "down": normal(4, h, d),
+        }
+        params = jax.tree.map(lambda w: jnp.stack([w] * 4), layer)
+        batch = normal(5, 32, t, d), normal(6, 32, t, d)
+
+    def step(state: Any, batch: Any) -> Any:
+        return updated(loss, state, batch)
+
+    return step, ((params, OPTIMIZER.init(params)), batch)
+
+
+def candidate(name: str, reduction: str, sizes: dict[str, int], kind: str, nodes: int = 8) -> tuple[OnMesh, Candidate]:
+    step, args = example(name)
+    subject = subject_of(on_nodes(step, nodes, {"reduction": reduction, "donate_argnums": (0,)}), args)
+    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    match kind:
+        case "searched":
+            found, _ = on.searched(GIB, 20, 0.01)
+            assert found is not None
+            return on, found
+        case "Megatron":
+            return on, on.megatron()[0]
+    return on, on.candidate(kind, on.whole, over_rows=kind == "FSDP")
+
+
+MESHES = {"8": {"vnode": 8}, "2x4": {"vnode": 2, "model": 4}, "1x8": {"vnode": 1, "model": 8}}
+KINDS = [
+    ("8", "data parallel"),
+    ("8", "FSDP"),
+    ("2x4", "Megatron"),
+    ("2x4", "searched"),
+    ("1x8", "Megatron"),
+    ("1x8", "searched"),
+]
+QUICK = {("mlp", "invariant", "FSDP"), ("mlp", "fast", "data parallel"), ("layers", "invariant", "Megatron")}
+EVERY = [
+    pytest.param(
+        *(name, reduction, mesh, kind),
+        marks=() if (name, reduction, kind) in QUICK and mesh != "1x8" else pytest.mark.thorough,
+    )
+    for name in ("mlp", "layers")
+    for reduction in ("invariant", "fast")
+    for mesh, kind in KINDS
+]
+
+
+@pytest.mark.parametrize(("name", "reduction", "mesh", "kind"), EVERY)
+def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> None:
+    on, made = candidate(name, reduction, MESHES[mesh], kind)
+    found = plan_of(on.subject, made, V5E, GIB, {}).accept()
+    assert found.accepted, str(found)
+    assert found.planned == found.found and not found.open_loops
+    assert abs(found.memory_error) <= 0.1
+
+
+def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
+    on, made = candidate("mlp", "invariant", {"vnode": 4, "model": 2}, "Megatron", nodes=6)
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    assert plan.step().placement.counts == (2, 2, 1, 1)
+    found = plan.accept()
+    assert found.accepted and not found.open_loops, str(found)
+
+
+def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path) -> None:
+    step, args = example("mlp")
+    on, made = candidate("mlp", "invariant", MESHES["2x4"], "Megatron")
+    plan_of(on.subject, made, V5E, GIB, {}).save(tmp_path / "plan.json")
+    plan = Plan.load(tmp_path / "plan.json", step, args, donate_argnums=(0,))
+    assert plan.timeline is None and plan.prediction.exchanges
+    found = plan.accept()
+    assert found.accepted, str(found)
+    assert plan.accept(jax.devices()).memory == found.memory and plan.step() is plan.step(jax.devices())
+
+    first, *others = plan.prediction.exchanges
+    fewer = dataclasses.replace(plan.prediction, exchanges=tuple(others))
+    refused = dataclasses.replace(plan, prediction=fewer).accept()
+    assert not refused.accepted and refused.memory_accepted and refused.extra == (first,)
+
+    figures = dataclasses.replace(plan.figures, temporary=plan.figures.temporary // 4)
+    less = dataclasses.replace(plan.prediction, figures=figures)
+    refused = dataclasses.replace(plan, prediction=less, memory=found.memory - 1).accept()
+    assert not refused.accepted and refused.exchange_accepted
+    assert f"memory={int((found.memory - 1) * figures.memory / found.memory)}" in refused.advice[0]
+
+
+def test_a_plan_for_another_kind_of_device_says_so() -> None:
+    step, args = example("mlp")
+    subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), args)
+    on = OnMesh(subject, V5E, MESHES["8"], "tpu", None)
+    found = plan_of(subject, on.candidate("data parallel", on.whole), V5E, GIB, {}).accept()
+    assert not found.accepted, "what is on the chip there is not here"
+    assert "compile it for tpu, as predicted, not for cpu: plan.accept(devices)" in " ".join(str(found).split())
+
+
+def test_a_program_that_the_compiler_refuses_says_what_would_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 1)
+
+    def refuse(*args: Any) -> Any:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 18.5G of 15.75G hbm.")
+
+    monkeypatch.setattr(type(plan.step().executor), "compile_for", refuse)
+    with pytest.raises(vnode.MemoryLimitError, match=r"the compiler refuses the planned step(.|\n)*18\.5 GiB"):
+        plan.accept()
+    with pytest.raises(vnode.PlacementError, match="the plan is for 8 devices, and there are 4"):
+        plan.accept(jax.devices()[:4])
+
+
+def test_what_axes_divide_is_what_megatron_says() -> None:
+    """Shoeybi et al., "Megatron-LM" (2019), section 3: the first weight by columns, the second by rows."""
+    on, made = candidate("mlp", "invariant", MESHES["2x4"], "Megatron")
+    forward = [each for each in made.divisions if "test_plan_accept" in each.where]
+    by_cut = {each.cut: each.axes for each in forward}
+    assert by_cut["[-, -] x [-, model] -> [-, model]"] == {"model": "right"}
+    assert {"model": "sum"} in by_cut.values() and {"model": "left"} in by_cut.values()
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    text = str(plan)
+    assert "operations by axes" in text and "vnode 2" in text and "model 4" in text
+    assert 'class="hue"' in plan._repr_html_() and "--hue:30" in plan._repr_html_()
+
+
+def test_memory_over_time_ends_where_the_prediction_is() -> None:
+    """By hand: state and batch are there always, and what is most is what the compiler was compared with."""
+    on, made = candidate("mlp", "invariant", MESHES["2x4"], "Megatron")
+    figures, levels = made.figures, made.prediction.levels
+    weights = 4 * (512 * 2048 + 2048 + 2048 * 512) // 4  # a quarter on each device
+    batch = 2 * 4 * 64 * 512 // 2  # half of the examples for each row
+    assert figures.arguments == 3 * weights + 4 + batch
+    assert max(level.bytes for level in levels) == figures.memory
+    assert min(level.bytes for level in levels) >= figures.arguments
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    for page in (plan._repr_html_(), plan.explain()._repr_html_()):
+        assert 'class="levels"' in page and 'class="timeline"' in page
+
+
+def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Path) -> None:
+    """A machine of sixteen devices, where there are eight."""
+    step, args = example("mlp")
+    machine = vnode.partition.Machine.tpu("v5e:4x4")
+    plan = vnode.partition.search(step, args, machine, virtual_nodes=16)
+    text = str(plan.explain())
+    assert "plan for step" in text and "Accumulated" in text and "beside others" in text
+    plan.save(tmp_path / "plan.json")
+    assert str(Plan.load(tmp_path / "plan.json", step, args).explain()) == text

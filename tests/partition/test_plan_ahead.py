@@ -1,0 +1,71 @@
+"""Plans accepted ahead of time, by the real TPU compiler, for machines that are not there.
+
+Knows how a plan is accepted on devices of a topology; in a process of its own because the compiler loads a
+large library.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+if importlib.util.find_spec("libtpu") is None:
+    pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
+
+from benchmarks import tpu
+
+pytestmark = pytest.mark.thorough
+
+ACCEPTED = """
+import json, sys
+import jax, jax.numpy as jnp
+from benchmarks import tpu
+from vnode.partition import Machine
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import on_nodes, subject_of
+
+def step(w, x):
+    grads = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
+w = {"up": jax.ShapeDtypeStruct((1024, 4096), jnp.float32), "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
+x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
+machine = Machine.tpu("v5e:2x4")
+subject = subject_of(on_nodes(step, 8, {"reduction": sys.argv[1], "donate_argnums": (0,)}), (w, x))
+on = OnMesh(subject, machine, {"vnode": 2, "model": 4}, "tpu", None)
+plan = plan_of(subject, on.megatron()[0], machine, 2**34, {})
+found = plan.accept(tpu.topology("v5e:2x4"))
+print(json.dumps({"accepted": found.accepted, "found": found.found, "said": str(found), "error": found.memory_error}))
+"""
+
+WEIGHTS = 4 * 1024 * 4096 // 4
+"""Bytes of one device's part of one weight."""
+
+
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_megatrons_split_is_accepted_for_a_tpu(reduction: str) -> None:
+    """Gradients over two rows, once; in each of four turns the activations of 512 examples over four devices."""
+    done = subprocess.run(
+        [sys.executable, "-c", ACCEPTED, reduction],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["accepted"] and abs(found["error"]) <= 0.1, found["said"]
+    activations = 4 * (4 * 512 * 1024)
+    if reduction == "fast":
+        assert found["found"]["all-reduce"] == pytest.approx(activations + 2 * WEIGHTS, rel=1e-3)
+    else:  # halves to each of two, and back
+        assert found["found"]["all-reduce"] == pytest.approx(activations, rel=1e-3)
+        assert found["found"]["reduce-scatter"] == pytest.approx(2 * WEIGHTS, rel=1e-3)
+        assert found["found"]["all-gather"] == pytest.approx(2 * WEIGHTS, rel=1e-3)
