@@ -102,14 +102,14 @@ def example(name: str) -> tuple[Any, Any]:
     return step, ((params, OPTIMIZER.init(params)), batch)
 
 
-def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan:
-    """A plan at random on a mesh."""
+def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_rows: bool = False) -> Plan:
+    """A plan at random on a mesh, its state sharded over the nodes' axis as well or not."""
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {}), args)
     on = OnMesh(subject, V5E, sizes, "cpu", None)
     search = on.search
     drawn = possible(search, np.random.default_rng(seed))
-    made = on.candidate("random", search.flow(drawn))
+    made = on.candidate("random", search.flow(drawn), over_rows=over_rows)
     figures = Figures.of(made.prediction)
     return Plan(
         subject.step,
@@ -171,6 +171,27 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert_same(got, jax.jit(step), state, batch)
     up = got[0][0]["up"]
     assert up.addressable_shards[0].data.size == up.size // 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
+    """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
+    step, (state, batch) = example(name)
+    for seed in range(2):
+        sharded = planned(name, {"vnode": 2, "model": 4}, seed, over_rows=True)
+        assert any("vnode" in str(spec) for spec in sharded.specs.values())
+        sharded_step, without = sharded.step(), planned(name, {"vnode": 2, "model": 4}, seed).step()
+        got = sharded_step(sharded_step.put(state), batch)
+        assert_same(got, jax.jit(step), state, batch)
+        jax.tree.map(np.testing.assert_array_equal, got[0][1], without(without.put(state), batch)[0][1])
+
+
+def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
+    step, args = example("layers")
+    roomy = search(step, args, V5E, virtual_nodes=8)
+    least = min(figures.memory for figures in (roomy.figures, *roomy.beside.values()))
+    plans = [search(step, args, V5E, virtual_nodes=8, memory=round(share * least)) for share in (1.0, 0.9, 0.8)]
+    assert all(plan.figures.memory <= plan.memory for plan in plans)
 
 
 def test_no_plan_is_worse_than_what_experts_do() -> None:

@@ -40,6 +40,7 @@ class Candidate:
 
     Attributes:
       name: what it is called in the field, or "searched".
+      flow: through the program of a row.
       mesh: sizes of axes, that of the nodes first.
       specs: how the leaves of the state lie, by name.
       records: how passes are divided, by digest; empty where rows are single devices.
@@ -49,6 +50,7 @@ class Candidate:
     """
 
     name: str
+    flow: Flow
     mesh: Mapping[str, int]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
@@ -143,7 +145,11 @@ class OnMesh:
         specs = specs_of(subject, flow, self.axes, sharded, NODES)
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
+        return Candidate(name, flow, dict(self.sizes), specs, records, prediction, gap, divisions)
+
+    def over_rows(self, candidate: Candidate) -> Candidate:
+        """A candidate with its state sharded over the rows as well."""
+        return self.candidate(f"{candidate.name} + ZeRO", candidate.flow, over_rows=True, gap=candidate.gap)
 
     def sharded(self, flow: Flow) -> dict[int, int]:
         """The leaves of the state that rows can divide among themselves."""

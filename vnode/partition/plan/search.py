@@ -141,7 +141,8 @@ class _Search:
                     if on.rows > 1:
                         found.append(on.candidate("FSDP", on.whole, over_rows=True))
                 else:
-                    found += on.megatron()
+                    for expert in on.megatron():
+                        self.add(on, expert, found)
                     if self.searched(on, found):
                         break
                 took = time.monotonic() - began if inner else 0.0
@@ -163,7 +164,7 @@ class _Search:
         for _ in range(TRIES):
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
-                found.append(candidate)
+                self.add(on, candidate, found)
             if interrupted or candidate is None or candidate.gap is None:
                 return interrupted
             over = candidate.prediction.memory - self.limit
@@ -171,6 +172,12 @@ class _Search:
                 break
             allowed -= 1.05 * over
         return False
+
+    def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
+        """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
+        found.append(candidate)
+        if on.rows > 1 and candidate.prediction.memory > self.limit:
+            found.append(on.over_rows(candidate))
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
         """Shows how far the search is."""
@@ -182,7 +189,7 @@ class _Search:
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
-        for name in ("data parallel", "FSDP", "Megatron-style"):
+        for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO"):
             alike = sorted((c for c in found if c.name == name), key=lambda c: c.prediction.seconds)
             fits = fitting(alike, self.limit) or alike
             if fits and fits[0] is not chosen:
