@@ -119,6 +119,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_ro
         nodes,
         made.name,
         made.mesh,
+        made.counts,
         made.specs,
         made.records,
         figures,
@@ -165,7 +166,9 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
     made = on.candidate("FSDP", on.whole, over_rows=True)
     figures = Figures.of(made.prediction)
-    plan = Plan(subject.step, subject.fingerprint, V5E, 2**30, 8, "FSDP", made.mesh, made.specs, {}, figures, {})
+    plan = Plan(
+        subject.step, subject.fingerprint, V5E, 2**30, 8, "FSDP", made.mesh, made.counts, made.specs, {}, figures, {}
+    )
     planned_step = plan.step()
     got = planned_step(planned_step.put(state), batch)
     assert_same(got, jax.jit(step), state, batch)

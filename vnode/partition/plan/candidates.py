@@ -15,18 +15,18 @@ from jax.sharding import PartitionSpec
 
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
-from vnode.partition.machine import Machine
+from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.steps import Search, as_problem
-from vnode.placement.placement import even_counts
 from vnode.runtime.collectives import ReductionPlan
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import replicated
@@ -42,6 +42,7 @@ class Candidate:
       name: what it is called in the field, or "searched".
       flow: through the program of a row.
       mesh: sizes of axes, that of the nodes first.
+      counts: nodes of each row.
       specs: how the leaves of the state lie, by name.
       records: how passes are divided, by digest; empty where rows are single devices.
       prediction: what it takes.
@@ -52,6 +53,7 @@ class Candidate:
     name: str
     flow: Flow
     mesh: Mapping[str, int]
+    counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
@@ -68,20 +70,29 @@ class OnMesh:
       sizes: of the mesh's axes, that of the nodes first.
       platform: what is compiled for.
       times: of kernels; by default the roofline of each kind.
+      pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
     """
 
     def __init__(
-        self, subject: Subject, machine: Machine, sizes: Mapping[str, int], platform: str, times: Times | None
+        self,
+        subject: Subject,
+        machine: Machine,
+        sizes: Mapping[str, int],
+        platform: str,
+        times: Times | None,
+        pace: Mapping[str, float] | None = None,
     ) -> None:
-        self.subject, self.machine, self.sizes, self.platform, self.times = subject, machine, sizes, platform, times
+        self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
         self.rows = sizes[NODES]
         self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        counts = even_counts(options.virtual_nodes, self.rows, options.lane)
-        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, max(counts), self.axes, platform)
+        self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {})
+        counts, turns = self.shares.counts, self.shares.turns
+        self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
+        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, turns, self.axes, platform)
         invariant = options.reduction == "invariant"
-        self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
+        self.pending = max(ReductionPlan.of(counts, options.lane, True).depth - 1, 0) if invariant else 0
 
     @property
     def whole(self) -> Flow:
@@ -145,7 +156,7 @@ class OnMesh:
         specs = specs_of(subject, flow, self.axes, sharded, NODES)
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        return Candidate(name, flow, dict(self.sizes), specs, records, prediction, gap, divisions)
+        return Candidate(name, flow, dict(self.sizes), self.shares.counts, specs, records, prediction, gap, divisions)
 
     def over_rows(self, candidate: Candidate) -> Candidate:
         """A candidate with its state sharded over the rows as well."""
@@ -179,6 +190,18 @@ class OnMesh:
             return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
         found = self.candidate("searched", self.search.flow(solution.strategies), gap=solution.gap)
         return found, solution.interrupted
+
+
+def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:
+    """Seconds that a node takes on one device of each kind, by the kind's name; nothing where there is one kind."""
+    if len(machine.kinds) == 1:
+        return {}
+    found = {}
+    for kind in machine.kinds:
+        alone = Machine(kind.name, (Device(kind),), ())
+        on = OnMesh(subject, alone, {NODES: 1}, platform, times)
+        found[kind.name] = on.candidate(kind.name, on.whole).prediction.compute / subject.virtual_nodes
+    return found
 
 
 def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.predict import NODES, Prediction
 from vnode.partition.simulator import Timeline
-from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.placement.placement import Placement, device_list
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several, size
@@ -73,6 +74,7 @@ class Plan(Drawn):
       virtual_nodes: V.
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
+      counts: nodes of each row of it, in order; uneven where kinds of devices differ.
       specs: how the leaves of the state lie, by name.
       records: how what a node computes is divided, for each pass.
       figures: what is predicted.
@@ -89,6 +91,7 @@ class Plan(Drawn):
     virtual_nodes: int
     name: str
     mesh: Mapping[str, int]
+    counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     figures: Figures
@@ -131,8 +134,7 @@ class Plan(Drawn):
             patterns=patterns(self.specs),
             records=dict(self.records) or None,
         )
-        counts = even_counts(self.virtual_nodes, self.mesh[NODES], options.lane)
-        placement = Placement(self.virtual_nodes, mesh=mesh, counts=counts, axis=NODES)
+        placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
         return VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -172,7 +174,7 @@ class Plan(Drawn):
         facts = (
             Fact("machine", self.machine.name),
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
-            Fact("virtual nodes", str(self.virtual_nodes)),
+            Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
         )
@@ -232,6 +234,19 @@ class Plan(Drawn):
 def rest_of(rows: Sequence[Any], shown: int) -> str:
     """What a table leaves out."""
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
+
+
+def uneven(counts: Sequence[int]) -> str:
+    """How many nodes rows have, where one has more than another and a lane.
+
+    >>> uneven((4, 4)), uneven((5, 5, 3, 3))
+    ('', ': 5 on each of 2 rows, 3 on each of 2')
+    """
+    if max(counts) - min(counts) <= 1:
+        return ""
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
+    (first, rows), *rest = [(n, f"each of {k}" if k > 1 else "1") for n, k in runs]
+    return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
 
 
 def said(spec: PartitionSpec) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import Candidate, OnMesh, fitting
+from vnode.partition.plan.candidates import Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Figures, Plan
 from vnode.partition.plan.predict import NODES
@@ -128,6 +128,7 @@ class _Search:
         """All that were found in time."""
         found: list[Candidate] = []
         took = 0.0
+        pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
             for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
                 began = time.monotonic()
@@ -135,7 +136,7 @@ class _Search:
                 if found and (self.until - began < took or self.until <= began):
                     break
                 self.say(sizes, found)
-                on = OnMesh(subject, self.machine, sizes, self.platform, self.times)
+                on = OnMesh(subject, self.machine, sizes, self.platform, self.times, pace)
                 if inner == 0:
                     found.append(on.candidate("data parallel", on.whole))
                     if on.rows > 1:
@@ -202,6 +203,7 @@ class _Search:
             subject.virtual_nodes,
             chosen.name,
             chosen.mesh,
+            chosen.counts,
             chosen.specs,
             chosen.records,
             Figures.of(chosen.prediction),

@@ -49,6 +49,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "virtual_nodes": plan.virtual_nodes,
         "name": plan.name,
         "mesh": dict(plan.mesh),
+        "counts": list(plan.counts),
         "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
         "figures": dataclasses.asdict(plan.figures),
@@ -78,6 +79,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
             raise ValueError(f"mesh: {mesh}")
+        counts = tuple(int(n) for n in content["counts"])
+        if len(counts) != mesh[NODES] or sum(counts) != nodes or min(counts) < 0:
+            raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
         machine = Machine(*read_machine(json.dumps(content["machine"])))
         machine.mesh(mesh)
         specs = {
@@ -110,6 +114,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         nodes,
         name,
         mesh,
+        counts,
         specs,
         {record.digest: record for record in records},
         figures,
