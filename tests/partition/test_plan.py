@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -343,3 +344,22 @@ def test_the_page_says_what_is_divided() -> None:
     assert "vnode 2 x model 4" in " ".join(text.split()) and "beside others" in text and "dot_general" in text
     assert any(spec != PartitionSpec() for spec in plan.specs.values())
     assert "<table" in plan._repr_html_()
+
+
+def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
+    """Nothing is divided: the same program, so the same time and the same bits."""
+    step, (state, batch) = example("layers")
+    args = (state, batch)
+    plan = search(step, args, V5E, virtual_nodes=8)
+    trivial = dataclasses.replace(
+        plan, mesh={"vnode": 8}, counts=(1,) * 8, specs=dict.fromkeys(plan.specs, PartitionSpec()), records={}
+    )
+    planned, without = trivial.step(), vnode.virtualize(step, virtual_nodes=8)
+    texts = [each.lower(each.put(state), batch).compile().as_text() for each in (planned, without)]
+    assert body(texts[0]) == body(texts[1])
+    jax.tree.map(np.testing.assert_array_equal, planned(planned.put(state), batch), without(without.put(state), batch))
+
+
+def body(text: str) -> list[str]:
+    """A compiled program without what names files and lines."""
+    return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
