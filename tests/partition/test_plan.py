@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,14 @@ def example(name: str) -> tuple[Any, Any]:
     return step, ((params, OPTIMIZER.init(params)), batch)
 
 
-def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan:
-    """A plan at random on a mesh."""
+def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_rows: bool = False) -> Plan:
+    """A plan at random on a mesh, its state sharded over the nodes' axis as well or not."""
     step, args = example(name)
     subject = subject_of(on_nodes(step, nodes, {}), args)
     on = OnMesh(subject, V5E, sizes, "cpu", None)
     search = on.search
     drawn = possible(search, np.random.default_rng(seed))
-    made = on.candidate("random", search.flow(drawn))
+    made = on.candidate("random", search.flow(drawn), over_rows=over_rows)
     return plan_of(subject, made, V5E, 2**30, {})
 
 
@@ -156,6 +157,35 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert_same(got, jax.jit(step), state, batch)
     up = got[0][0]["up"]
     assert up.addressable_shards[0].data.size == up.size // 8
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
+    """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
+    step, (state, batch) = example(name)
+    for seed in range(2):
+        sharded = planned(name, {"vnode": 2, "model": 4}, seed, over_rows=True)
+        assert any("vnode" in str(spec) for spec in sharded.specs.values())
+        sharded_step, without = sharded.step(), planned(name, {"vnode": 2, "model": 4}, seed).step()
+        got = sharded_step(sharded_step.put(state), batch)
+        assert_same(got, jax.jit(step), state, batch)
+        jax.tree.map(np.testing.assert_array_equal, got[0][1], without(without.put(state), batch)[0][1])
+
+
+def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
+    """Half of the state on each of two rows; and as little as any candidate takes is found a plan for."""
+    step, args = example("layers")
+    subject = subject_of(on_nodes(step, 8, {}), args)
+    on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+    expert = on.megatron()[0]
+    both = on.over_rows(expert)
+    scalar = 4  # the optimizer's count of steps
+    assert both.figures.state - scalar == (expert.figures.state - scalar) / 2
+    assert both.figures.memory < expert.figures.memory
+    roomy = search(step, args, V5E, virtual_nodes=8)
+    least = min(figures.memory for figures in (roomy.figures, *roomy.beside.values()))
+    plan = search(step, args, V5E, virtual_nodes=8, memory=least)
+    assert plan.figures.memory <= plan.memory == least
 
 
 def test_no_plan_is_worse_than_what_experts_do() -> None:
@@ -304,3 +334,22 @@ def test_the_page_says_what_is_divided() -> None:
     assert "vnode 2 x model 4" in " ".join(text.split()) and "beside others" in text and "dot_general" in text
     assert any(spec != PartitionSpec() for spec in plan.specs.values())
     assert "<table" in plan._repr_html_()
+
+
+def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
+    """Nothing is divided: the same program, so the same time and the same bits."""
+    step, (state, batch) = example("layers")
+    args = (state, batch)
+    plan = search(step, args, V5E, virtual_nodes=8)
+    trivial = dataclasses.replace(
+        plan, mesh={"vnode": 8}, counts=(1,) * 8, specs=dict.fromkeys(plan.specs, PartitionSpec()), records={}
+    )
+    planned, without = trivial.step(), vnode.virtualize(step, virtual_nodes=8)
+    texts = [each.lower(each.put(state), batch).compile().as_text() for each in (planned, without)]
+    assert body(texts[0]) == body(texts[1])
+    jax.tree.map(np.testing.assert_array_equal, planned(planned.put(state), batch), without(without.put(state), batch))
+
+
+def body(text: str) -> list[str]:
+    """A compiled program without what names files and lines."""
+    return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]

@@ -17,7 +17,6 @@ from jax.extend.core import Primitive
 
 from vnode.analysis.program import Program
 from vnode.partition.plan.row import OVER_ROWS
-from vnode.placement.placement import even_counts
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import ReductionPlan
 from vnode.spmd.flow import Flow, Step
@@ -28,23 +27,16 @@ class Across:
     """How rows add.
 
     Attributes:
-      nodes: virtual nodes of all rows.
-      rows: how many rows there are.
+      counts: nodes of each row.
       lane: consecutive nodes that are added one after another, before the tree.
       invariant: whether that is in the order of a tree, whatever the devices.
       axis: of the mesh, over which rows are numbered.
     """
 
-    nodes: int
-    rows: int
+    counts: tuple[int, ...]
     lane: int
     invariant: bool
     axis: str
-
-    @functools.cached_property
-    def counts(self) -> tuple[int, ...]:
-        """Nodes of each row."""
-        return tuple(even_counts(self.nodes, self.rows, self.lane))
 
     @functools.cached_property
     def plan(self) -> ReductionPlan:
@@ -63,7 +55,7 @@ class Across:
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any]) -> list[Any]:
         """Totals of what a row's devices have, by collectives; where there is one row, the values."""
-        if self.rows == 1:
+        if len(self.counts) == 1:
             return list(values)
         sums = [loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
         if not self.invariant:

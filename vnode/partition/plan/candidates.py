@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
-from vnode.partition.machine import Machine
+from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.across import Across
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
@@ -39,7 +40,9 @@ class Candidate:
 
     Attributes:
       name: what it is called in the field, or "searched".
+      flow: through the program of a row.
       mesh: sizes of axes, that of the nodes first.
+      counts: nodes of each row.
       specs: how the leaves of the state lie, by name.
       records: how passes are divided, by digest; empty where rows are single devices.
       prediction: what it takes.
@@ -48,7 +51,9 @@ class Candidate:
     """
 
     name: str
+    flow: Flow
     mesh: Mapping[str, int]
+    counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
@@ -70,19 +75,27 @@ class OnMesh:
       sizes: of the mesh's axes, that of the nodes first.
       platform: what is compiled for.
       times: of kernels; by default the roofline of each kind.
+      pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
     """
 
     def __init__(
-        self, subject: Subject, machine: Machine, sizes: Mapping[str, int], platform: str, times: Times | None
+        self,
+        subject: Subject,
+        machine: Machine,
+        sizes: Mapping[str, int],
+        platform: str,
+        times: Times | None,
+        pace: Mapping[str, float] | None = None,
     ) -> None:
-        self.subject, self.machine, self.sizes, self.platform, self.times = subject, machine, sizes, platform, times
+        self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
         self.rows = sizes[NODES]
         self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        invariant = options.reduction == "invariant"
-        self.across = Across(options.virtual_nodes, self.rows, options.lane, invariant, NODES)
-        turns = max(self.across.counts)
+        self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {})
+        self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
+        self.across = Across(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
+        turns = self.shares.turns
         self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, turns, self.axes, platform)
 
     @property
@@ -143,11 +156,16 @@ class OnMesh:
             donated=subject.donated,
             sharded=sharded,
             times=self.times,
+            turns=self.shares.turns,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
+        return Candidate(name, flow, dict(self.sizes), self.shares.counts, specs, records, prediction, gap, divisions)
+
+    def over_rows(self, candidate: Candidate) -> Candidate:
+        """A candidate with its state sharded over the rows as well."""
+        return self.candidate(f"{candidate.name} + ZeRO", candidate.flow, over_rows=True, gap=candidate.gap)
 
     def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
         """How the leaves of the state lie that rows can divide among themselves."""
@@ -178,6 +196,18 @@ class OnMesh:
             return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
         found = self.candidate("searched", self.search.flow(solution.strategies), gap=solution.gap)
         return found, solution.interrupted
+
+
+def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:
+    """Seconds that a node takes on one device of each kind, by the kind's name; nothing where there is one kind."""
+    if len(machine.kinds) == 1:
+        return {}
+    found = {}
+    for kind in machine.kinds:
+        alone = Machine(kind.name, (Device(kind),), ())
+        on = OnMesh(subject, alone, {NODES: 1}, platform, times)
+        found[kind.name] = on.candidate(kind.name, on.whole).figures.compute / subject.virtual_nodes
+    return found
 
 
 def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:

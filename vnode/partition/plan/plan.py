@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.simulator import Timeline
 from vnode.placement.layout import Layout as Grouped
-from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import refusal
 from vnode.report.report import Report
 from vnode.report.sources import short
@@ -55,6 +56,7 @@ class Plan(Drawn):
       virtual_nodes: V.
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
+      counts: nodes of each row of it, in order; uneven where kinds of devices differ.
       specs: how the leaves of the state lie, by name.
       records: how what a node computes is divided, for each pass.
       prediction: what it takes.
@@ -71,6 +73,7 @@ class Plan(Drawn):
     virtual_nodes: int
     name: str
     mesh: Mapping[str, int]
+    counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
@@ -126,8 +129,7 @@ class Plan(Drawn):
             patterns=patterns(self.specs),
             records=dict(self.records) or None,
         )
-        counts = even_counts(self.virtual_nodes, self.mesh[NODES], options.lane)
-        placement = Placement(self.virtual_nodes, mesh=mesh, counts=counts, axis=NODES)
+        placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
         made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
         return self._steps.setdefault(tuple(found), made)
 
@@ -167,7 +169,7 @@ class Plan(Drawn):
             predicted,
             tolerance=tolerance,
             limit=self.memory,
-            over_nodes=max(step.placement.counts),
+            over_nodes=self.prediction.turns,
             platforms=None if wanted == given else (wanted, given),
         )
 
@@ -215,9 +217,9 @@ class Plan(Drawn):
         Returns:
           The plan beside what `VirtualStep.explain` says; print it.
         """
-        counts = tuple(even_counts(self.virtual_nodes, self.mesh[NODES], self.pattern.options.lane))
+        together = len(self.machine.devices) // len(self.counts)
         with self.pattern.resolved(self.args, {}) as here:
-            (report,) = reports(here, [Grouped(counts, len(self.machine.devices) // len(counts))])
+            (report,) = reports(here, [Grouped(self.counts, together)])
         return Explanation(self, report)
 
     def pictures(self) -> str:
@@ -241,7 +243,7 @@ class Plan(Drawn):
         facts = (
             Fact("machine", self.machine.name),
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
-            Fact("virtual nodes", str(self.virtual_nodes)),
+            Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
         )
@@ -336,6 +338,19 @@ class Explanation(Drawn):
 def rest_of(rows: Sequence[Any], shown: int) -> str:
     """What a table leaves out."""
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
+
+
+def uneven(counts: Sequence[int]) -> str:
+    """How many nodes rows have, where one has more than another and a lane.
+
+    >>> uneven((4, 4)), uneven((5, 5, 3, 3))
+    ('', ': 5 on each of 2 rows, 3 on each of 2')
+    """
+    if max(counts) - min(counts) <= 1:
+        return ""
+    runs = [(n, len(list(same))) for n, same in itertools.groupby(counts)]
+    (first, rows), *rest = [(n, f"each of {k}" if k > 1 else "1") for n, k in runs]
+    return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
 
 
 def said(spec: PartitionSpec) -> str:

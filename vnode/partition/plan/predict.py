@@ -82,6 +82,7 @@ class Prediction:
       figures: in numbers.
       exchanges: its collectives, those that are alike together.
       platform: what it would be compiled for.
+      turns: nodes of a row; where rows differ, of the one that is done last.
       timeline: what a device does when; None if that was not written down.
       device: what a device runs; likewise.
       target: what it is compiled for; likewise.
@@ -90,6 +91,7 @@ class Prediction:
     figures: Figures
     exchanges: tuple[Exchange, ...]
     platform: str
+    turns: int
     timeline: Timeline | None = None
     device: DeviceProgram | None = None
     target: Target | None = None
@@ -132,6 +134,7 @@ def predicted(
     batch: Collection[int],
     donated: Collection[int],
     sharded: Mapping[int, PartitionSpec],
+    turns: int,
     times: Times | None = None,
 ) -> Prediction:
     """Predicts what a row's program takes, carried out as a flow says.
@@ -146,6 +149,7 @@ def predicted(
       batch: numbers of inputs of which each row has its own part only.
       donated: of inputs that are given away.
       sharded: how inputs lie that are sharded over the rows as well, by number.
+      turns: nodes of the row that stands for all.
       times: of kernels; by default the roofline of each kind.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
@@ -173,7 +177,9 @@ def predicted(
         pending=waiting,
         collectives=cost.bytes,
     )
-    return Prediction(figures, exchanges(counted_plan(cost.collectives)), platform, cost.timeline, device, target)
+    return Prediction(
+        figures, exchanges(counted_plan(cost.collectives)), platform, turns, cost.timeline, device, target
+    )
 
 
 def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes) -> Flow:

@@ -12,7 +12,7 @@ from typing import Any
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import Candidate, OnMesh, fitting
+from vnode.partition.plan.candidates import Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures
@@ -128,6 +128,7 @@ class _Search:
         """All that were found in time."""
         found: list[Candidate] = []
         took = 0.0
+        pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
             for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
                 began = time.monotonic()
@@ -135,13 +136,14 @@ class _Search:
                 if found and (self.until - began < took or self.until <= began):
                     break
                 self.say(sizes, found)
-                on = OnMesh(subject, self.machine, sizes, self.platform, self.times)
+                on = OnMesh(subject, self.machine, sizes, self.platform, self.times, pace)
                 if inner == 0:
                     found.append(on.candidate("data parallel", on.whole))
                     if on.rows > 1:
                         found.append(on.candidate("FSDP", on.whole, over_rows=True))
                 else:
-                    found += on.megatron()
+                    for expert in on.megatron():
+                        self.add(on, expert, found)
                     if self.searched(on, found):
                         break
                 took = time.monotonic() - began if inner else 0.0
@@ -163,7 +165,7 @@ class _Search:
         for _ in range(TRIES):
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
-                found.append(candidate)
+                self.add(on, candidate, found)
             if interrupted or candidate is None or candidate.gap is None:
                 return interrupted
             over = candidate.figures.memory - self.limit
@@ -171,6 +173,12 @@ class _Search:
                 break
             allowed -= 1.05 * over
         return False
+
+    def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
+        """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
+        found.append(candidate)
+        if on.rows > 1 and candidate.figures.memory > self.limit:
+            found.append(on.over_rows(candidate))
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
         """Shows how far the search is."""
@@ -182,7 +190,7 @@ class _Search:
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
-        for name in ("data parallel", "FSDP", "Megatron-style"):
+        for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO"):
             alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
             fits = fitting(alike, self.limit) or alike
             if fits and fits[0] is not chosen:
@@ -236,6 +244,7 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         subject.virtual_nodes,
         chosen.name,
         chosen.mesh,
+        chosen.counts,
         chosen.specs,
         chosen.records,
         chosen.prediction,

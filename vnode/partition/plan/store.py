@@ -50,11 +50,13 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "virtual_nodes": plan.virtual_nodes,
         "name": plan.name,
         "mesh": dict(plan.mesh),
+        "counts": list(plan.counts),
         "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
         "figures": dataclasses.asdict(plan.figures),
         "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
         "platform": plan.prediction.platform,
+        "turns": plan.prediction.turns,
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
@@ -81,6 +83,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
             raise ValueError(f"mesh: {mesh}")
+        counts = tuple(int(n) for n in content["counts"])
+        if len(counts) != mesh[NODES] or sum(counts) != nodes or min(counts) < 0:
+            raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
         machine = Machine(*read_machine(json.dumps(content["machine"])))
         machine.mesh(mesh)
         specs = {
@@ -90,7 +95,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         figures = Figures(**content["figures"])
         exchanges = tuple(Exchange(**each) for each in content["exchanges"])
-        platform = str(content["platform"])
+        platform, turns = str(content["platform"]), int(content["turns"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
@@ -116,9 +121,10 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         nodes,
         name,
         mesh,
+        counts,
         specs,
         {record.digest: record for record in records},
-        Prediction(figures, exchanges, platform),
+        Prediction(figures, exchanges, platform, turns),
         beside,
         gap,
         divisions,

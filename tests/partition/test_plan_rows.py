@@ -1,0 +1,100 @@
+"""Plans for devices of several kinds: rows have as many nodes as they are fast, and the step stays what it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.partition.test_plan import example
+from tests.rounding import assert_same
+from vnode.errors import PartitionError
+from vnode.partition import Machine, Plan, search
+from vnode.partition.machine import Kind
+from vnode.partition.plan.rows import fastest
+
+V5E = Machine.tpu("v5e:2x4")
+
+
+def slower(name: str, times: float) -> Kind:
+    """A kind of device for which even small steps are work."""
+    (kind,) = V5E.kinds
+    peak = {dtype: rate / times for dtype, rate in kind.peak.items()}
+    return dataclasses.replace(kind, name=name, peak=peak, vector=kind.vector / times, bandwidth=kind.bandwidth / times)
+
+
+FAST, SLOW = slower("TPU fast", 1000), slower("TPU slow", 2000)
+
+
+def mixed(kinds: list[Kind]) -> Machine:
+    devices = [dataclasses.replace(device, kind=kind) for device, kind in zip(V5E.devices, kinds, strict=True)]
+    return Machine("mixed", tuple(devices), V5E.networks)
+
+
+@given(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=4), st.integers(1, 12))
+def test_no_other_shares_are_done_earlier(seconds: list[float], nodes: int) -> None:
+    """Against all of them."""
+    found = fastest(seconds, nodes, 1)
+    assert sum(found) == nodes
+    least = 1 if nodes >= len(seconds) else 0
+    others = (c for c in itertools.product(range(least, nodes + 1), repeat=len(seconds)) if sum(c) == nodes)
+    best = min(max(n * each for n, each in zip(counts, seconds, strict=True)) for counts in others)
+    if least:
+        assert max(n * each for n, each in zip(found, seconds, strict=True)) == pytest.approx(best)
+
+
+@given(st.lists(st.floats(0.5, 4.0), min_size=1, max_size=6), st.integers(1, 60), st.sampled_from([2, 4]))
+def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
+    counts = fastest(seconds, nodes, lane)
+    assert sum(counts) == nodes
+    starts = [sum(counts[:r]) for r in range(len(counts))]
+    assert all(start % lane == 0 for start, n in zip(starts, counts, strict=True) if n)
+
+
+@pytest.mark.parametrize("name", ["mlp", "layers"])
+def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
+    step, (state, batch) = example(name)
+    machine = mixed([FAST] * 4 + [SLOW] * 4)
+    plan = search(step, (state, batch), machine, virtual_nodes=16)
+    assert len(plan.machine.kinds) == 2
+    assert plan.mesh["vnode"] > 1
+    assert max(plan.counts) > min(plan.counts)
+    assert "rows" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", step, (state, batch))
+    assert loaded.counts == plan.counts
+    planned = loaded.step()
+    assert planned.placement.counts == plan.counts
+    assert_same(planned(planned.put(state), batch), jax.jit(step), state, batch)
+    slow = search(step, (state, batch), mixed([SLOW] * 8), virtual_nodes=16)
+    fast = search(step, (state, batch), mixed([FAST] * 8), virtual_nodes=16)
+    assert fast.figures.seconds <= plan.figures.seconds <= slow.figures.seconds
+
+
+def test_bits_are_those_of_equal_devices() -> None:
+    step, (state, batch) = example("mlp")
+    machine = mixed([FAST] * 4 + [SLOW] * 4)
+    uneven = dataclasses.replace(search(step, (state, batch), machine, virtual_nodes=16), records={}, specs={})
+    assert uneven.mesh == {"vnode": 8}
+    even = dataclasses.replace(uneven, counts=(2,) * 8)
+    results = [planned(planned.put(state), batch) for planned in (uneven.step(), even.step())]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+def test_counts_in_a_file_that_are_none(tmp_path: Path) -> None:
+    step, args = example("mlp")
+    plan = search(step, args, V5E, virtual_nodes=8)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    content = json.loads(path.read_text())
+    for counts in ([8], [-1] * len(plan.counts), [1] * (len(plan.counts) + 1)):
+        path.write_text(json.dumps({**content, "counts": counts}))
+        with pytest.raises(PartitionError, match="counts"):
+            Plan.load(path, step, args)

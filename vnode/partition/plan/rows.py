@@ -1,0 +1,92 @@
+"""How many nodes each row of a mesh has where kinds of devices differ: as many as its slowest device is fast.
+
+Knows machines, and how long each kind of device takes for a node. Must not know programs, searches nor plans.
+
+Rows work at the same time, and a step takes as long as the row that is last (AccPar, Song et al., HPCA 2020, section
+4.2, where a layer's batch is shared in proportion to speed). Nodes are whole, so the best shares are found exactly:
+one lane after another goes to the row that would be done first with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Mapping, Sequence
+
+from vnode.partition.machine import Kind, Machine, MachineMesh
+from vnode.placement.placement import even_counts
+
+
+@dataclasses.dataclass(frozen=True)
+class Shares:
+    """Nodes of the rows of a mesh.
+
+    Attributes:
+      counts: for each row.
+      last: the row that is done last.
+      kind: the slowest kind of device in that.
+    """
+
+    counts: tuple[int, ...]
+    last: int
+    kind: Kind
+
+    @property
+    def turns(self) -> int:
+        """Nodes of the row that is done last."""
+        return self.counts[self.last]
+
+
+def shares(
+    machine: Machine, mesh: MachineMesh, nodes: str, virtual_nodes: int, lane: int, pace: Mapping[str, float]
+) -> Shares:
+    """Shares the nodes out.
+
+    Args:
+      machine: the devices.
+      mesh: their order.
+      nodes: the axis over which rows are numbered, the first of the mesh.
+      virtual_nodes: V.
+      lane: nodes that stay together.
+      pace: seconds that a node takes on each kind, by the kind's name; asked only where kinds differ.
+
+    Returns:
+      The shares. Every row has a lane if there are enough.
+    """
+    rows = mesh.devices.reshape(mesh.shape.get(nodes, 1), -1).tolist()
+    kinds = [[machine.devices[i].kind for i in row] for row in rows]
+    counts = even_counts(virtual_nodes, len(rows), lane)
+    if len(machine.kinds) == 1:
+        return Shares(tuple(counts), counts.index(max(counts)), kinds[0][0])
+    slowest = [max(row, key=lambda kind: pace[kind.name]) for row in kinds]
+    seconds = [pace[kind.name] for kind in slowest]
+    if len(set(seconds)) > 1:
+        counts = fastest(seconds, virtual_nodes, lane)
+    last = max(range(len(rows)), key=lambda r: counts[r] * seconds[r])
+    return Shares(tuple(counts), last, slowest[last])
+
+
+def fastest(seconds: Sequence[float], virtual_nodes: int, lane: int) -> list[int]:
+    """Nodes of each row, in whole lanes (but for the very last), so that the last row is done as early as it can be.
+
+    >>> fastest([1.0, 1.0, 2.0], 10, 1), fastest([1.0, 3.0], 16, 4)
+    ([4, 4, 2], [12, 4])
+    """
+    lanes = -(-virtual_nodes // lane)
+    shared = [1 if r < lanes else 0 for r in range(len(seconds))]
+    waiting = [(2 * each, r) for r, each in enumerate(seconds)]
+    heapq.heapify(waiting)
+    for _ in range(lanes - sum(shared)):
+        _, r = heapq.heappop(waiting)
+        shared[r] += 1
+        heapq.heappush(waiting, ((shared[r] + 1) * seconds[r], r))
+    counts = [lane * n for n in shared]
+    full = max(r for r, n in enumerate(counts) if n)
+    counts[full] -= lane * lanes - virtual_nodes
+    return counts
+
+
+def of_one_kind(machine: Machine, kind: Kind) -> Machine:
+    """The machine as if all devices were of one kind."""
+    devices = tuple(dataclasses.replace(device, kind=kind) for device in machine.devices)
+    return Machine(machine.name, devices, machine.networks)
