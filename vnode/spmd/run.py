@@ -30,6 +30,7 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
+from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
 from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
@@ -152,6 +153,8 @@ class _Run:
             return self.region(step)
         if step.branches is not None:
             return self.side_by_side(step, step.branches)
+        if step.loop is not None:
+            return self.in_blocks(step, step.loop)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
             description = self.flow.program.describe(step.eqn)
@@ -290,9 +293,51 @@ class _Run:
             several.append(lambda _: [nothing(i) for i in range(len(step.results))])
         return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
 
+    def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
+        """A loop over this device's blocks, as often as it has some; nothing is exchanged along their axes within."""
+        atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name not in share.axes}
+        me = index_along(share.axes)
+        count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        held = []
+        for var, atom, end, layout, result in zip(
+            step.eqn.outvars, flow.program.outputs, flow.outputs, step.made, loop.results, strict=True
+        ):
+            shape, monoid = (end, result) if isinstance(result, Monoid) else (layout, Monoid.SUM)
+            identity = monoid.identity(atom.aval.dtype)
+            held.append(jnp.full(shape.local(var.aval.shape, self.axes), identity, atom.aval.dtype))
+
+        def turn(k: jax.Array, held: list[Any]) -> list[Any]:
+            own = [
+                value if dim is None else block_at(value, dim, k, share.most)
+                for value, dim in zip(operands, loop.operands, strict=True)
+            ]
+            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False)
+            taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+            return [
+                result.combine(before, value)
+                if isinstance(result, Monoid)
+                else lax.dynamic_update_slice_in_dim(before, value, k * value.shape[result], axis=result)
+                for before, value, result in zip(held, taken, loop.results, strict=True)
+            ]
+
+        made = lax.fori_loop(jnp.int32(0), count, turn, held)
+        for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
+            if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
+                names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
+                made[i] = combine(made[i], names, result).astype(var.aval.dtype)
+        return made
+
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, self.everywhere)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:
+    """Block `k` of `blocks` along a dimension."""
+    length = value.shape[dim] // blocks
+    return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
 
 
 def nbytes(value: Any) -> int:
