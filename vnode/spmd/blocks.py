@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from vnode.operators import Algebra, Monoid, Role, evaluate, evaluate_wide
 from vnode.operators.sharding import constraint_equation
 from vnode.spmd.choice import is_narrow, itemsize
 from vnode.spmd.shares import Share, check_divides, restored, stored
-from vnode.spmd.tied import Tied, partial, refuse, tied
+from vnode.spmd.tied import Tied, partial, refuse, taken, tied
 
 in_blocks_p = Primitive("in_blocks")
 in_blocks_p.multiple_results = True
@@ -121,6 +121,27 @@ def in_blocks(program: Program, share: Share, dims: Mapping[int, int]) -> InBloc
     return _Builder(program, share, found).build()
 
 
+def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
+    """A program in which single equations are computed block by block, and others as they were.
+
+    Values that both have are brought from one form to the other in between; inputs that are read in blocks are
+    stored so.
+
+    Args:
+      program: with calls inlined.
+      share: whose blocks are how many.
+      factors: for equations, by number, the factor of their description that is cut.
+
+    Returns:
+      The program, and which of its inputs and outputs are stored in blocks. Equations that are not cut are the same
+      objects as before.
+
+    Raises:
+      PartitionError: as `in_blocks`.
+    """
+    return _Builder(program, share, taken(program, factors, share.blocks)).build()
+
+
 class _Builder:
     """Makes loops of the equations that are cut, and the program with them."""
 
@@ -132,6 +153,8 @@ class _Builder:
         for number, eqn in enumerate(program.equations):
             for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
                 self.readers.setdefault(var, []).append(number)
+        self.inputs = set(program.inputs)
+        self.stored: dict[Var, Var] = {}
         self.returned = {atom for atom in program.outputs if isinstance(atom, Var)}
         self.repeated = self.repeatable()
         self.stages = self.moved(self.soonest())
@@ -150,6 +173,7 @@ class _Builder:
         return monoid
 
     def operands(self, number: int) -> list[Var]:
+        """The values that an equation reads, without literals."""
         return [atom for atom in self.program.equations[number].invars if isinstance(atom, Var)]
 
     # Which equation is in which loop
@@ -171,8 +195,12 @@ class _Builder:
         stages: dict[int, int] = {}
         for number in range(len(self.program.equations)):
             sources = [self.makers[var] for var in self.operands(number) if var in self.makers]
-            stages[number] = max((stages[s] + (self.monoids.get(s) is not None) for s in sources), default=0)
+            stages[number] = max((stages[s] + self.ends(s, number) for s in sources), default=0)
         return stages
+
+    def ends(self, source: int, reader: int) -> bool:
+        """Whether a loop must have ended before what it makes is read."""
+        return source in self.factors and (reader not in self.factors or self.monoids[source] is not None)
 
     def moved(self, stages: dict[int, int]) -> dict[int, int]:
         """The same with equations later, where the loops hand on less to each other then."""
@@ -181,7 +209,7 @@ class _Builder:
             """Bytes that are kept for an equation if it is in a loop."""
             total = 0
             for var in dict.fromkeys(self.operands(number)):
-                maker = self.makers.get(var)
+                maker = self.makers.get(var, -1)
                 if maker not in self.factors or self.monoids[maker] is not None or maker in self.repeated:
                     continue
                 others = [stages[n] for n in self.readers[var] if n != number]
@@ -193,45 +221,52 @@ class _Builder:
             if self.monoids[number] is not None or number in self.repeated:
                 continue
             results = self.program.equations[number].outvars
-            reading = [stages[n] for var in results for n in self.readers.get(var, ())]
+            reading = [stages[n] - (n not in self.factors) for var in results for n in self.readers.get(var, ())]
             stage = min(reading, default=stages[number])
-            if self.returned.isdisjoint(results) and stage > stages[number]:
-                if held(number, stage) <= sum(map(nbytes, results)):
-                    stages[number] = stage
+            later = stage > stages[number] and self.returned.isdisjoint(results)
+            if later and held(number, stage) <= sum(map(nbytes, results)):
+                stages[number] = stage
         return stages
 
     # The program
 
     def build(self) -> InBlocks:
-        stored_as: dict[Var, Var] = {}
-
-        def named(atom: Atom) -> Atom:
-            """A value as it is stored."""
-            if isinstance(atom, Literal) or atom not in self.dims:
-                return atom
-            if atom not in stored_as:
-                shape, dim = list(atom.aval.shape), self.dims[atom]
-                shape[dim] = self.share.room(shape[dim])
-                stored_as[atom] = Var(atom.aval.update(shape=tuple(shape)))
-            return stored_as[atom]
-
         equations: list[JaxprEqn] = []
-        last = max(self.stages.values(), default=0)
-        for stage in range(last + 1):
-            there = [number for number, own in self.stages.items() if own == stage]
-            equations += [self.program.equations[n] for n in sorted(there) if n not in self.factors]
-            own = [n for n in sorted(there) if n in self.factors and self.is_made(n)]
+        whole: set[Var] = set()  # of what is cut, what there is in one piece as well
+        inputs = {var for var in self.program.inputs if self.is_cut(var)}
+        self.stored = {var: Var(self.stored_type(var)) for var in inputs}
+
+        def in_one_piece(atom: Atom) -> None:
+            if isinstance(atom, Var) and self.is_cut(atom) and atom not in whole:
+                whole.add(atom)
+                equations.extend(between(restored, self.stored[atom], atom, self.dims[atom], self.share))
+
+        def as_stored(var: Var) -> Var:
+            if var not in self.dims:
+                return var
+            if var not in self.stored:
+                self.stored[var] = Var(self.stored_type(var))
+                if self.makers.get(var) not in self.factors:
+                    equations.extend(between(stored, var, self.stored[var], self.dims[var], self.share))
+            return self.stored[var]
+
+        for stage in range(max(self.stages.values(), default=0) + 1):
+            there = sorted(number for number, own in self.stages.items() if own == stage)
+            for number in there:
+                if number not in self.factors:
+                    for atom in self.operands(number):
+                        in_one_piece(atom)
+                    equations.append(self.program.equations[number])
+            own = [number for number in there if number in self.factors and self.is_made(number)]
             if own:
-                equations.append(self.loop(own, named))
+                loop, reads, makes = self.loop(own)
+                invars: list[Atom] = [as_stored(var) for var in reads]
+                equations.append(loop.replace(invars=invars, outvars=[as_stored(var) for var in makes]))
         program = dataclasses.replace(
             self.program,
-            inputs=[named(var) for var in self.program.inputs],
-            constants={
-                named(var): stored(np.asarray(value), self.dims[var], self.share) if var in self.dims else value
-                for var, value in self.program.constants.items()
-            },
+            inputs=[self.stored[var] if var in inputs else var for var in self.program.inputs],
             equations=equations,
-            outputs=[named(atom) for atom in self.program.outputs],
+            outputs=[self.output(atom)[0] for atom in self.program.outputs],
             _descriptions={},
             _kinds={},
             _bodies={},
@@ -239,17 +274,37 @@ class _Builder:
         return InBlocks(
             program,
             self.share,
-            tuple(self.dims.get(var) for var in self.program.inputs),
-            tuple(self.dims.get(atom) if isinstance(atom, Var) else None for atom in self.program.outputs),
+            tuple(self.dims[var] if var in inputs else None for var in self.program.inputs),
+            tuple(self.output(atom)[1] for atom in self.program.outputs),
         )
 
-    def is_made(self, number: int) -> bool:
-        """Whether an equation belongs to one loop; others are evaluated where they are needed."""
-        returned = not self.returned.isdisjoint(self.program.equations[number].outvars)
-        return number not in self.repeated or returned
+    def is_cut(self, var: Var) -> bool:
+        """Whether a value is given or made in blocks."""
+        return var in self.dims and (self.makers.get(var) in self.factors or var in self.inputs)
 
-    def loop(self, own: Sequence[int], named: Any) -> JaxprEqn:
-        """The equation that stands for a loop."""
+    def output(self, atom: Atom) -> tuple[Atom, int | None]:
+        """What is returned for an output, and along which dimension it is in blocks."""
+        if isinstance(atom, Literal) or not self.is_cut(atom):
+            return atom, None
+        return self.stored[atom], self.dims[atom]
+
+    def stored_type(self, var: Var) -> Any:
+        shape, dim = list(var.aval.shape), self.dims[var]
+        shape[dim] = self.share.room(shape[dim])
+        return var.aval.update(shape=tuple(shape))
+
+    def is_made(self, number: int) -> bool:
+        """Whether an equation belongs to one loop; others are evaluated wherever they are needed."""
+        results = self.program.equations[number].outvars
+        return number not in self.repeated or any(self.is_handed_on(var, self.factors) for var in results)
+
+    def is_handed_on(self, var: Var, inside: Container[int]) -> bool:
+        """Whether somebody reads a value who is not in a loop, and does not make it again."""
+        again = self.factors if self.makers[var] in self.repeated else inside
+        return var in self.returned or any(n not in again for n in self.readers.get(var, ()))
+
+    def loop(self, own: Sequence[int]) -> tuple[JaxprEqn, list[Var], list[Var]]:
+        """The equation that stands for a loop, what it reads, and what it makes."""
         needed, pending = set(own), list(own)
         while pending:
             for var in self.operands(pending.pop()):
@@ -260,12 +315,7 @@ class _Builder:
         inside = sorted(needed)
         made = {var for n in inside for var in self.program.equations[n].outvars}
         reads = list(dict.fromkeys(var for n in inside for var in self.operands(n) if var not in made))
-        makes = [
-            var
-            for n in own
-            for var in self.program.equations[n].outvars
-            if var in self.returned or any(reader not in needed for reader in self.readers.get(var, ()))
-        ]
+        makes = [var for n in own for var in self.program.equations[n].outvars if self.is_handed_on(var, needed)]
         operands = tuple(self.dims.get(var) for var in reads)
         results = tuple(self.result(var) for var in makes)
         traced = jax.make_jaxpr(functools.partial(self.block, inside, reads, makes))(
@@ -273,13 +323,8 @@ class _Builder:
         )
         loop = Loop(self.share, inline(traced.jaxpr, traced.consts), operands, results)
         source = self.program.equations[own[0]].source_info
-        return barrier_equation().replace(
-            primitive=in_blocks_p,
-            invars=[named(var) for var in reads],
-            outvars=[named(var) for var in makes],
-            params={"loop": loop},
-            source_info=source,
-        )
+        eqn = barrier_equation().replace(primitive=in_blocks_p, params={"loop": loop}, source_info=source)
+        return eqn, reads, makes
 
     def result(self, var: Var) -> int | Monoid:
         monoid = self.monoids[self.makers[var]]
@@ -322,6 +367,23 @@ class _Builder:
         if monoid is not None and any(is_narrow(var.aval.dtype) for var in eqn.outvars):
             return evaluate_wide(description, eqn, operands, sizes, positions)
         return evaluate(description, eqn, operands, sizes, positions)
+
+
+def between(change: Callable[..., Any], start: Var, end: Var, dim: int, share: Share) -> list[JaxprEqn]:
+    """Equations that bring a value from one form to another."""
+    traced = jax.make_jaxpr(lambda value: change(value, dim, share))(
+        jax.ShapeDtypeStruct(start.aval.shape, start.aval.dtype)
+    )
+    program = inline(traced.jaxpr, traced.consts)
+    (first,), (last,) = program.inputs, program.outputs
+    names = {first: start, last: end}
+    return [
+        eqn.replace(
+            invars=[a if isinstance(a, Literal) else names.get(a, a) for a in eqn.invars],
+            outvars=[names.get(var, var) for var in eqn.outvars],
+        )
+        for eqn in program.equations
+    ]
 
 
 def nbytes(var: Var) -> int:

@@ -2,8 +2,8 @@
 
 Knows arrays, and how many blocks each device has. Must not know equations or programs, nor who reads the blocks.
 
-A dimension of B equal blocks is stored as ``devices x most x block``: each device has room for as many blocks as the one
-that has most, its own first. What lies behind them is zero, and nobody computes with it. So an array is divided
+A dimension of B equal blocks is stored as ``devices x most x block``: each device has room for as many blocks as the
+one that has most, its own first. What lies behind them is zero, and nobody computes with it. So an array is divided
 evenly, as all that jax stores, and work is not.
 """
 
@@ -14,8 +14,9 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import numpy as np
+from jax import lax
 
 from vnode.errors import PartitionError, layout_message
 from vnode.spmd.layout import Axes, Cut, count, cut_of
@@ -109,18 +110,7 @@ class Share:
         return Share(self.axes, tuple(counts))
 
 
-def places(share: Share, n: int) -> np.ndarray:
-    """For each place of a stored dimension of `n` the index that lies there, int64 ``[room]``; -1 for none.
-
-    >>> places(Share(("x",), (2, 1)), 3).tolist()
-    [0, 1, 2, -1]
-    """
-    block, inside = n // share.blocks, np.arange(n // share.blocks * share.most)
-    held = zip(share.starts, share.counts, strict=True)
-    return np.concatenate([np.where(inside < have * block, inside + start * block, -1) for start, have in held])
-
-
-def stored(value: Any, dim: int, share: Share) -> Any:
+def stored(value: Any, dim: int, share: Share) -> jax.Array:
     """An array with a dimension as it is stored in blocks.
 
     Args:
@@ -132,27 +122,29 @@ def stored(value: Any, dim: int, share: Share) -> Any:
       Array of shape ``[..., share.room(n), ...]``, of the same dtype.
 
     Example:
-      >>> stored(np.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
+      >>> stored(jnp.array([1, 2, 3]), 0, Share(("x",), (2, 1))).tolist()
       [1, 2, 3, 0]
     """
-    xp = np if isinstance(value, np.ndarray) else jnp
-    index = places(share, value.shape[dim])
-    taken = xp.take(value, np.maximum(index, 0), axis=dim)
-    there = (index >= 0).reshape(-1, *[1] * (value.ndim - dim - 1))
-    return xp.where(there, taken, np.zeros((), value.dtype))
+    block, value = value.shape[dim] // share.blocks, jnp.asarray(value)
+    pieces = []
+    for start, have in zip(share.starts, share.counts, strict=True):
+        own = lax.slice_in_dim(value, start * block, (start + have) * block, axis=dim)
+        behind = [(0, (share.most - have) * block if d == dim else 0, 0) for d in range(value.ndim)]
+        pieces.append(lax.pad(own, jnp.zeros((), value.dtype), behind))
+    return lax.concatenate(pieces, dim)
 
 
-def restored(value: Any, dim: int, share: Share) -> Any:
+def restored(value: Any, dim: int, share: Share) -> jax.Array:
     """Undoes `stored`.
 
     >>> share = Share(("x",), (2, 1))
-    >>> restored(stored(np.array([1, 2, 3]), 0, share), 0, share).tolist()
+    >>> restored(stored(jnp.array([1, 2, 3]), 0, share), 0, share).tolist()
     [1, 2, 3]
     """
-    xp = np if isinstance(value, np.ndarray) else jnp
-    room = share.most * len(share.counts)
-    index = places(share, value.shape[dim] // room * share.blocks)
-    return xp.take(value, np.flatnonzero(index >= 0), axis=dim)
+    room = value.shape[dim] // len(share.counts)
+    ends = [i * room + have * (room // share.most) for i, have in enumerate(share.counts)]
+    pieces = [lax.slice_in_dim(value, i * room, end, axis=dim) for i, end in enumerate(ends)]
+    return lax.concatenate(pieces, dim)
 
 
 def check_divides(share: Share, shape: Sequence[int], dim: int, what: str) -> None:

@@ -55,6 +55,27 @@ def tied(program: Program, dims: Mapping[Var, int], blocks: int) -> Tied:
     return Tied(follower.dims, dict(sorted(follower.factors.items())))
 
 
+def taken(program: Program, factors: Mapping[int, int], blocks: int) -> Tied:
+    """What single equations cut, along given factors; others are left as they are.
+
+    Args:
+      program: with calls inlined.
+      factors: for equations, by number, the factor.
+      blocks: how many equal blocks.
+
+    Raises:
+      PartitionError: as `tied`.
+    """
+    follower = _Follower(program, blocks)
+    for number, factor in factors.items():
+        eqn = program.equations[number]
+        description = follower.described(eqn)
+        if description.sizes[factor] % blocks:
+            refuse(eqn, f"has a factor of {description.sizes[factor]} there, which is not {blocks} equal blocks")
+        follower.cut(number, eqn, description, factor)
+    return Tied(follower.dims, dict(sorted(follower.factors.items())))
+
+
 class _Follower:
     """Follows one dimension; `dims` and `factors` are what it finds."""
 
@@ -90,13 +111,17 @@ class _Follower:
                 if atom is var:
                     found[self.major(eqn, description, dims, self.dims[var])] = None
         for factor in found:
-            if self.factors.setdefault(number, factor) != factor:
-                sizes = [description.sizes[f] for f in (self.factors[number], factor)]
-                refuse(eqn, f"would be cut along two of its factors at once, of {sizes[0]} and of {sizes[1]}")
-            self.check(eqn, description, factor)
-            for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
-                for atom, dims in zip(atoms, several, strict=True):
-                    self.follow(eqn, description, factor, atom, dims)
+            self.cut(number, eqn, description, factor)
+
+    def cut(self, number: int, eqn: JaxprEqn, description: OperatorDescription, factor: int) -> None:
+        """Cuts an equation along one of its factors."""
+        if self.factors.setdefault(number, factor) != factor:
+            sizes = [description.sizes[f] for f in (self.factors[number], factor)]
+            refuse(eqn, f"would be cut along two of its factors at once, of {sizes[0]} and of {sizes[1]}")
+        self.check(eqn, description, factor)
+        for atoms, several in ((eqn.invars, description.operands), (eqn.outvars, description.results)):
+            for atom, dims in zip(atoms, several, strict=True):
+                self.follow(eqn, description, factor, atom, dims)
 
     def described(self, eqn: JaxprEqn) -> OperatorDescription:
         """The description of an equation that is to be cut."""
@@ -129,9 +154,7 @@ class _Follower:
         }.get(type(split).__name__, "needs all of its indices at once")
         refuse(eqn, why)
 
-    def follow(
-        self, eqn: JaxprEqn, description: OperatorDescription, factor: int, atom: Atom, dims: Dims
-    ) -> None:
+    def follow(self, eqn: JaxprEqn, description: OperatorDescription, factor: int, atom: Atom, dims: Dims) -> None:
         """Cuts another value of an equation."""
         having = [d for d, dim in enumerate(dims) if factor in dim]
         if not having or not isinstance(atom, Var):
