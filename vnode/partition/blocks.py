@@ -38,6 +38,7 @@ class Blocked:
       arguments: the structure of the arguments.
       names: of the arguments' leaves.
       results: the structure of the results.
+      donated: arguments whose memory the results may take.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Blocked:
     arguments: Any
     names: tuple[str, ...]
     results: Any
+    donated: tuple[int, ...] = ()
 
     @property
     def share(self) -> Share:
@@ -54,7 +56,8 @@ class Blocked:
 
     @functools.cached_property
     def _run(self) -> Callable[..., list[Any]]:
-        return jax.jit(over_mesh(self.flow, self.mesh))
+        leaves = tuple(number for argument in self.donated for number in self._leaves(self.arguments, argument))
+        return jax.jit(over_mesh(self.flow, self.mesh), donate_argnums=leaves)
 
     def __call__(self, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
@@ -123,6 +126,7 @@ def blocked(
     axis: str | tuple[str, ...],
     *,
     partition: Mapping[str, PartitionSpec] | None = None,
+    donate: Sequence[int] = (),
 ) -> Blocked:
     """A function in which devices compute different numbers of blocks of a dimension: 5 here, 3 there, in one program.
 
@@ -139,6 +143,7 @@ def blocked(
       counts: for each index along `axis` how many blocks.
       axis: of the mesh, or several, major to minor.
       partition: for patterns of names, over which other axes leaves are divided. By default no axis divides them.
+      donate: arguments that are not used again, as `donate_argnums` of `jax.jit`: a state is then updated in place.
 
     Returns:
       The function over the mesh.
@@ -178,7 +183,9 @@ def blocked(
         layout = from_spec(asked.get(number, PartitionSpec()), var.aval.shape, axes)
         inputs.append(layout if dim is None else along(dim, share.cut(var.aval.shape[dim], axes), layout))
     flow = follow(split.program, inputs, axes)
-    return Blocked(mesh, split, flow, jax.tree.structure(tuple(arguments)), names, jax.tree.structure(shapes))
+    return Blocked(
+        mesh, split, flow, jax.tree.structure(tuple(arguments)), names, jax.tree.structure(shapes), tuple(donate)
+    )
 
 
 def found(pattern: str, names: Sequence[str]) -> list[int]:
