@@ -27,9 +27,9 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Atom, Program, barrier_equation, bind, context_of, inline
 from vnode.errors import PartitionError
-from vnode.operators import Algebra, Monoid, Role, evaluate, evaluate_wide
+from vnode.operators import Monoid, Role, evaluate, evaluate_wide
 from vnode.operators.sharding import constraint_equation
-from vnode.spmd.choice import is_narrow, itemsize
+from vnode.spmd.choice import by_element, is_narrow, itemsize
 from vnode.spmd.shares import Share, check_divides, restored, stored
 from vnode.spmd.tied import Tied, partial, refuse, taken, tied
 
@@ -142,6 +142,19 @@ def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -
     return _Builder(program, share, taken(program, factors, share.blocks)).build()
 
 
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A loop.
+
+    Attributes:
+      inside: the equations that it evaluates, by number.
+      makes: what it hands on.
+    """
+
+    inside: tuple[int, ...]
+    makes: tuple[Var, ...]
+
+
 class _Builder:
     """Makes loops of the equations that are cut, and the program with them."""
 
@@ -156,8 +169,8 @@ class _Builder:
         self.inputs = set(program.inputs)
         self.stored: dict[Var, Var] = {}
         self.returned = {atom for atom in program.outputs if isinstance(atom, Var)}
-        self.repeated = self.repeatable()
-        self.stages = self.moved(self.soonest())
+        self.stages = self.soonest()
+        self.loops = self.planned()
 
     def monoid(self, number: int) -> Monoid | None:
         """How an equation's blocks combine; None if they stand one beside the other."""
@@ -178,18 +191,6 @@ class _Builder:
 
     # Which equation is in which loop
 
-    def repeatable(self) -> set[int]:
-        """Equations that are evaluated in every loop that needs them: cheap ones of nothing, or of what is given."""
-        found: set[int] = set()
-        for number in self.factors:
-            description = self.program.describe(self.program.equations[number])
-            assert description is not None
-            cheap = self.monoids[number] is None and not description.has(Algebra.CONTRACTS) and not description.reduced
-            sources = [self.makers.get(var) for var in self.operands(number)]
-            if cheap and all(source is None or source in found for source in sources):
-                found.add(number)
-        return found
-
     def soonest(self) -> dict[int, int]:
         """For each equation how many loops must have ended before it: those whose sums it depends on."""
         stages: dict[int, int] = {}
@@ -202,31 +203,76 @@ class _Builder:
         """Whether a loop must have ended before what it makes is read."""
         return source in self.factors and (reader not in self.factors or self.monoids[source] is not None)
 
-    def moved(self, stages: dict[int, int]) -> dict[int, int]:
-        """The same with equations later, where the loops hand on less to each other then."""
+    def planned(self) -> dict[int, Planned]:
+        """The loops by stage: what each evaluates and hands on, found backward from what others read.
 
-        def held(number: int, stage: int) -> int:
-            """Bytes that are kept for an equation if it is in a loop."""
-            total = 0
-            for var in dict.fromkeys(self.operands(number)):
+        What a loop needs of an earlier one is handed on, or evaluated again where that holds fewer bytes.
+        """
+        wanted: dict[int, set[Var]] = {}
+        for number in self.factors:
+            for var in self.program.equations[number].outvars:
+                outside = any(n not in self.factors for n in self.readers.get(var, ()))
+                read = self.monoids[number] is not None and var in self.readers
+                if outside or read or var in self.returned:
+                    wanted.setdefault(self.stages[number], set()).add(var)
+        loops: dict[int, Planned] = {}
+        for stage in range(max(self.stages.values(), default=0), -1, -1):
+            makes = wanted.get(stage, set())
+            inside, border = self.needed({self.makers[var] for var in makes}, stage)
+            handed = {var for var in border if not self.is_cheap(var)}
+            for var in sorted(border - handed, key=self.order):
+                again, sources = self.again(var, handed)
+                if sum(map(nbytes, sources - handed)) <= nbytes(var):
+                    handed |= sources
+                    inside |= again
+                else:
+                    handed.add(var)
+            for var in handed:
+                wanted.setdefault(self.stages[self.makers[var]], set()).add(var)
+            if inside:
+                loops[stage] = Planned(tuple(sorted(inside)), tuple(sorted(makes, key=self.order)))
+        return loops
+
+    def order(self, var: Var) -> tuple[int, int]:
+        """Where a value is made."""
+        maker = self.makers[var]
+        return maker, self.program.equations[maker].outvars.index(var)
+
+    def needed(self, roots: set[int], stage: int) -> tuple[set[int], set[Var]]:
+        """The equations of a stage that others of it need, and what they need of earlier ones in blocks."""
+        inside, border, pending = set(roots), set[Var](), list(roots)
+        while pending:
+            for var in self.operands(pending.pop()):
                 maker = self.makers.get(var, -1)
-                if maker not in self.factors or self.monoids[maker] is not None or maker in self.repeated:
+                if maker not in self.factors or self.monoids[maker] is not None or maker in inside:
                     continue
-                others = [stages[n] for n in self.readers[var] if n != number]
-                if stages[maker] < stage and var not in self.returned and max(others, default=-1) <= stages[maker]:
-                    total += nbytes(var)
-            return total
+                if self.stages[maker] < stage:
+                    border.add(var)
+                else:
+                    inside.add(maker)
+                    pending.append(maker)
+        return inside, border
 
-        for number in sorted(self.factors, reverse=True):
-            if self.monoids[number] is not None or number in self.repeated:
+    def again(self, var: Var, handed: Container[Var]) -> tuple[set[int], set[Var]]:
+        """The equations that make a value again of what is given or handed on, and what must be handed on for it."""
+        inside, sources, pending = set[int](), set[Var](), [var]
+        while pending:
+            var = pending.pop()
+            maker = self.makers.get(var, -1)
+            if maker not in self.factors or self.monoids[maker] is not None or maker in inside:
                 continue
-            results = self.program.equations[number].outvars
-            reading = [stages[n] - (n not in self.factors) for var in results for n in self.readers.get(var, ())]
-            stage = min(reading, default=stages[number])
-            later = stage > stages[number] and self.returned.isdisjoint(results)
-            if later and held(number, stage) <= sum(map(nbytes, results)):
-                stages[number] = stage
-        return stages
+            if var in handed or not self.is_cheap(var):
+                sources.add(var)
+            else:
+                inside.add(maker)
+                pending += self.operands(maker)
+        return inside, sources
+
+    def is_cheap(self, var: Var) -> bool:
+        """Whether a value is made element by element, or of nothing."""
+        description = self.program.describe(self.program.equations[self.makers[var]])
+        assert description is not None
+        return by_element(description)
 
     # The program
 
@@ -257,11 +303,10 @@ class _Builder:
                     for atom in self.operands(number):
                         in_one_piece(atom)
                     equations.append(self.program.equations[number])
-            own = [number for number in there if number in self.factors and self.is_made(number)]
-            if own:
-                loop, reads, makes = self.loop(own)
+            if stage in self.loops:
+                loop, reads = self.loop(self.loops[stage])
                 invars: list[Atom] = [as_stored(var) for var in reads]
-                equations.append(loop.replace(invars=invars, outvars=[as_stored(var) for var in makes]))
+                equations.append(loop.replace(invars=invars, outvars=[as_stored(v) for v in self.loops[stage].makes]))
         program = dataclasses.replace(
             self.program,
             inputs=[self.stored[var] if var in inputs else var for var in self.program.inputs],
@@ -293,38 +338,20 @@ class _Builder:
         shape[dim] = self.share.room(shape[dim])
         return var.aval.update(shape=tuple(shape))
 
-    def is_made(self, number: int) -> bool:
-        """Whether an equation belongs to one loop; others are evaluated wherever they are needed."""
-        results = self.program.equations[number].outvars
-        return number not in self.repeated or any(self.is_handed_on(var, self.factors) for var in results)
-
-    def is_handed_on(self, var: Var, inside: Container[int]) -> bool:
-        """Whether somebody reads a value who is not in a loop, and does not make it again."""
-        again = self.factors if self.makers[var] in self.repeated else inside
-        return var in self.returned or any(n not in again for n in self.readers.get(var, ()))
-
-    def loop(self, own: Sequence[int]) -> tuple[JaxprEqn, list[Var], list[Var]]:
-        """The equation that stands for a loop, what it reads, and what it makes."""
-        needed, pending = set(own), list(own)
-        while pending:
-            for var in self.operands(pending.pop()):
-                maker = self.makers.get(var)
-                if maker in self.repeated and maker not in needed:
-                    needed.add(maker)
-                    pending.append(maker)
-        inside = sorted(needed)
+    def loop(self, planned: Planned) -> tuple[JaxprEqn, list[Var]]:
+        """The equation that stands for a loop, and what it reads."""
+        inside, makes = planned.inside, planned.makes
         made = {var for n in inside for var in self.program.equations[n].outvars}
         reads = list(dict.fromkeys(var for n in inside for var in self.operands(n) if var not in made))
-        makes = [var for n in own for var in self.program.equations[n].outvars if self.is_handed_on(var, needed)]
         operands = tuple(self.dims.get(var) for var in reads)
         results = tuple(self.result(var) for var in makes)
         traced = jax.make_jaxpr(functools.partial(self.block, inside, reads, makes))(
             jax.ShapeDtypeStruct((), np.int32), *map(self.block_shape, reads)
         )
         loop = Loop(self.share, inline(traced.jaxpr, traced.consts), operands, results)
-        source = self.program.equations[own[0]].source_info
+        source = self.program.equations[inside[0]].source_info
         eqn = barrier_equation().replace(primitive=in_blocks_p, params={"loop": loop}, source_info=source)
-        return eqn, reads, makes
+        return eqn, reads
 
     def result(self, var: Var) -> int | Monoid:
         monoid = self.monoids[self.makers[var]]
