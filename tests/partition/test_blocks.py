@@ -75,6 +75,15 @@ def test_each_device_holds_room_for_the_most_blocks() -> None:
     assert {shard.data.shape for shard in state["params"]["wo"].addressable_shards} == {(10, 4)}
 
 
+def test_a_donated_state_is_updated_in_place() -> None:
+    step = split(mesh_of(model=2), donate=(0,))
+    state = step.put(STATE)
+    before = state["params"]["wi"]
+    state, _ = step(state, X)
+    assert before.is_deleted()
+    assert_close(step.get(state), jax.jit(train_step)(STATE, X)[0])
+
+
 def test_what_is_in_blocks_is_said() -> None:
     assert str(split(mesh_of(model=2))).splitlines() == [
         "8 blocks over model: 5, 3 a device",

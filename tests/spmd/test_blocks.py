@@ -229,6 +229,13 @@ def test_two_loops_a_train_step_and_sums_over_devices_between() -> None:
     assert not any(set(axes_of_collectives(inner.params["body_jaxpr"].jaxpr)) for inner in loops(jaxpr))
 
 
+def test_one_activation_is_handed_on() -> None:
+    """The second loop makes gelu and its derivative again of what the first product gave."""
+    split, _, _ = stepped(Share(("x",), (5, 3)))
+    first, _ = [eqn for eqn in split.program.equations if eqn.primitive.name == "in_blocks"]
+    assert sorted(var.aval.shape for var in first.outvars) == [(4, 6), (4, 30)]
+
+
 @pytest.mark.parametrize("name", list(CASES))
 def test_within_loops_nothing_is_exchanged_along_their_axis(name: str) -> None:
     case, axes = CASES[name], {"d": 2, "x": 2}

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
@@ -64,10 +66,10 @@ class Blocked:
         if tree != self.arguments:
             raise PartitionError(f"expected arguments {self.arguments}, got {tree}")
         for name, leaf, var in zip(self.names, leaves, self.split.program.inputs, strict=True):
-            if jax.numpy.shape(leaf) != var.aval.shape:
+            if np.shape(leaf) != var.aval.shape:
                 raise PartitionError(
                     layout_message(
-                        f"{name} has shape {jax.numpy.shape(leaf)}, where {var.aval.shape} is expected.",
+                        f"{name} has shape {np.shape(leaf)}, where {var.aval.shape} is expected.",
                         remedies=["give arguments as `put` returns them: it stores blocks"],
                     )
                 )
@@ -171,7 +173,13 @@ def blocked(
     share = Share((axis,) if isinstance(axis, str) else tuple(axis), tuple(counts))
     axes = long_axes(mesh)
     share.check(axes)
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
+    bare = jax.tree.map(  # types without a mesh that arrays may be on
+        lambda leaf: jax.ShapeDtypeStruct(
+            np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+        ),
+        arguments,
+    )
+    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*bare)
     program = inline(closed.jaxpr, closed.consts)
     names = tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(arguments)))
     if len(program.inputs) > len(names):
