@@ -37,8 +37,8 @@ def ring(numbers: float, devices: int) -> float:
 
 
 @functools.cache
-def compiled() -> Mapping[str, list[dict]]:
-    """The collectives of each program."""
+def compiled() -> Mapping[str, dict]:
+    """What each program consists of: its collectives, by `collectives`."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.spmd.tpu_programs"],
         capture_output=True,
@@ -48,13 +48,13 @@ def compiled() -> Mapping[str, list[dict]]:
     )
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    return {row["name"]: row["collectives"] for row in rows}
+    return {row["name"]: row for row in rows}
 
 
 def exchanged(name: str) -> dict[str, list[int]]:
     """Bytes received, by kind of collective."""
     found: dict[str, list[int]] = {}
-    for collective in compiled()[name]:
+    for collective in compiled()[name]["collectives"]:
         assert not collective["inside"]
         found.setdefault(collective["opcode"], []).append(collective["bytes"])
     return found
@@ -100,3 +100,16 @@ def test_gradients_over_space() -> None:
 def test_sequence() -> None:
     """Each position is normalized for itself; gradients of scale and bias are summed over all devices."""
     assert exchanged("normalization") == {"all-reduce": [ring(2 * WIDTH + LOSS, DATA * MODEL)]}
+
+
+def test_blocks() -> None:
+    """One sum forward, along the axis of the blocks, and none in a loop along it; loops of run-time length. What a
+    block takes does not depend on how many the others have."""
+    first, second = "blocks (5, 3, 2, 2)", "blocks (11, 3, 1, 1)"
+    for name in (first, second):
+        row = compiled()[name]
+        assert row["turns"] == [None, None]
+        along = [c for c in row["collectives"] if not c["inside"]]
+        assert ring(ACTIVATIONS, MODEL) in [c["bytes"] for c in along]
+        assert {c["opcode"] for c in row["collectives"]} == {"all-reduce"}
+    assert compiled()[first]["cycles of a block"] == compiled()[second]["cycles of a block"]

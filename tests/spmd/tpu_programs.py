@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks import hlo, tpu
 from vnode.analysis.program import inline
+from vnode.partition import blocked
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
-from vnode.spmd.program import long_axes, over_mesh
+from vnode.spmd.program import at_the_border, long_axes, over_mesh, spec_of
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
 
@@ -103,7 +104,30 @@ def compiled(split: Split, mesh: Mesh) -> list[hlo.Collective]:
     return hlo.collectives(hlo.parse(text))
 
 
+def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
+    """The perceptron's gradients with hidden units in blocks of 256, in different numbers along the model axis."""
+    hidden = 256 * sum(counts)
+    split = SPLITS["perceptron"]
+    arguments = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((WIDTH, hidden), (hidden, WIDTH), split.shapes[2])]
+    made = blocked(split.function, arguments, mesh, {"^0": 1}, counts, "model", partition={"^2": split.specs[2]})
+    axes = long_axes(mesh)
+    given = [
+        jax.ShapeDtypeStruct(
+            var.aval.shape, var.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, axes)))
+        )
+        for var, layout in zip(made.split.program.inputs, made.flow.inputs, strict=True)
+    ]
+    module = hlo.parse(jax.jit(over_mesh(made.flow, mesh)).lower(*given).compile().as_text())
+    return {
+        "collectives": [dataclasses.asdict(c) for c in hlo.collectives(module)],
+        "turns": hlo.loops(module),
+        "cycles of a block": hlo.cycles(module, {}, in_loops=True),
+    }
+
+
 if __name__ == "__main__":
     mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(2, 4), ("data", "model"))
+    for counts in ((5, 3, 2, 2), (11, 3, 1, 1)):
+        print(json.dumps({"name": f"blocks {counts}", **in_blocks(counts, mesh)}))
     for name, split in SPLITS.items():
         print(json.dumps({"name": name, "collectives": [dataclasses.asdict(c) for c in compiled(split, mesh)]}))

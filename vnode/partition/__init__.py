@@ -1,6 +1,7 @@
 """Splitting a step over a machine: the machine, the search for a plan, and what a plan would take."""
 
 from vnode.partition.accept import Acceptance, accept
+from vnode.partition.blocks import Blocked, blocked
 from vnode.partition.cost import Cache, Compiler, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
@@ -8,6 +9,7 @@ from vnode.partition.plan import Figures, Plan, search
 __all__ = [
     "Acceptance",
     "Axis",
+    "Blocked",
     "Cache",
     "Compiler",
     "Device",
@@ -26,6 +28,7 @@ __all__ = [
     "Times",
     "Torus",
     "accept",
+    "blocked",
     "program_cost",
     "search",
 ]

@@ -24,6 +24,7 @@ from vnode.analysis.program import Atom, Program, message_about
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
+from vnode.spmd.blocks import Loop, loop_of
 from vnode.spmd.choice import (
     Choice,
     Given,
@@ -31,6 +32,7 @@ from vnode.spmd.choice import (
     by_element,
     carried_out,
     choose,
+    is_narrow,
     passing,
     reached,
     ways_to,
@@ -76,6 +78,7 @@ class Step:
       region: the loop or branch that it is.
       bodies: layouts through each body.
       branches: the branches that it is, if each of the bodies is evaluated by devices of its own.
+      loop: the loop over blocks that it is, if each device has a number of them of its own.
       anyhow: it is evaluated wherever its result is needed, in that layout.
       asks: it asks for a layout, and computes nothing.
     """
@@ -88,6 +91,7 @@ class Step:
     region: Region | None = None
     bodies: tuple[Flow, ...] = ()
     branches: Branches | None = None
+    loop: Loop | None = None
     anyhow: bool = False
     asks: bool = False
 
@@ -179,11 +183,13 @@ class _Follower:
 
     def step(self, eqn: JaxprEqn, path: Path) -> Step:
         given = [self.state(atom) for atom in eqn.invars]
-        region, branches = region_of(eqn), branches_of(eqn)
+        region, branches, loop = region_of(eqn), branches_of(eqn), loop_of(eqn)
         if region is not None:
             return self.region_step(eqn, region, given, path)
         if branches is not None:
             return self.side_by_side_step(eqn, branches, given, path)
+        if loop is not None:
+            return self.blocks_step(eqn, loop, given, path)
         description = self.program.describe(eqn)
         if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
             raise UnsupportedPrimitiveError(
@@ -390,6 +396,41 @@ class _Follower:
         alike = all(monoid is monoid_of_one(dtype) for _, monoid in end.layout.partial)
         return end.layout if alike else end.layout.complete
 
+    # Blocks in different numbers
+
+    def blocks_step(self, eqn: JaxprEqn, loop: Loop, given: Sequence[Given], path: Path) -> Step:
+        """A loop over blocks, each device's own along some axes, and each block divided over the other axes."""
+        share = loop.share
+        share.check(self.axes)
+        inner = {name: size for name, size in self.axes.items() if name not in share.axes}
+        operands, inputs = [], [Given(replicated(0))]
+        for atom, each, dim in zip(eqn.invars, given, loop.operands, strict=True):
+            shape, layout = getattr(atom.aval, "shape", ()), each.layout
+            for axis in share.axes:
+                layout = without(axis, layout, shape, self.axes)
+            inputs.append(Given(layout if dim is None else along(dim, None, layout)))
+            operands.append(layout if dim is None else along(dim, share.cut(shape[dim], self.axes), layout))
+        follower = _Follower(loop.program, inner, self.wishes, self.asked, (*path, 0)).follow(inputs)
+        made, outputs = [], []
+        for var, end, result in zip(eqn.outvars, follower.ends, loop.results, strict=True):
+            monoid = result if isinstance(result, Monoid) else Monoid.SUM
+            alike = all(m is monoid for _, m in end.layout.partial)
+            layout = end.layout if alike else end.layout.complete
+            if isinstance(result, Monoid):
+                outputs.append(layout)
+                several = [*layout.partial, *((name, monoid) for name in share.axes)]
+                several = [] if is_narrow(var.aval.dtype) else several
+                made.append(Layout(layout.dims, tuple(sorted(several, key=lambda p: list(self.axes).index(p[0])))))
+            else:
+                outputs.append(along(result, None, layout))
+                made.append(along(result, share.cut(var.aval.shape[result], self.axes), layout))
+        self.states.update(
+            (var, Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout)))
+            for var, layout in zip(eqn.outvars, made, strict=True)
+        )
+        flow = Flow(loop.program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs))
+        return Step(eqn, tuple(operands), tuple(made), tuple(made), bodies=(flow,), loop=loop)
+
     # Loops and branches
 
     def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
@@ -498,6 +539,11 @@ def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layo
             cut = cut_of(before, cut.outer, cut.size, n, axes) if before else None
         dims.append(cut)
     return Layout(tuple(dims))
+
+
+def along(dim: int, cut: Cut | None, layout: Layout) -> Layout:
+    """A layout with another cut of one dimension."""
+    return Layout((*layout.dims[:dim], cut, *layout.dims[dim + 1 :]), layout.partial)
 
 
 def monoid_of_one(dtype: object) -> Monoid:

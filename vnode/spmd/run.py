@@ -30,6 +30,7 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
+from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
 from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
@@ -152,6 +153,8 @@ class _Run:
             return self.region(step)
         if step.branches is not None:
             return self.side_by_side(step, step.branches)
+        if step.loop is not None:
+            return self.in_blocks(step, step.loop)
         if step.choice is None:
             operands = [self.read(atom, layout) for atom, layout in zip(step.eqn.invars, step.operands, strict=True)]
             description = self.flow.program.describe(step.eqn)
@@ -290,9 +293,89 @@ class _Run:
             several.append(lambda _: [nothing(i) for i in range(len(step.results))])
         return lax.switch(index_along((axis,)), several, operands)  # indices behind the last are clamped to it
 
+    def in_blocks(self, step: Step, loop: Loop) -> list[Any]:
+        """A loop over this device's blocks, as often as it has some; nothing is exchanged along their axes within."""
+        atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
+        operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
+        inner = {name: size for name, size in self.axes.items() if name not in share.axes}
+        me = index_along(share.axes)
+        count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        places = self.in_place(step, loop)
+        held = [operands[places[j]] if j in places else self.room(step, loop, j) for j in range(len(loop.results))]
+        sources = {i: j for j, i in places.items()}
+
+        def turn(k: jax.Array, held: list[Any]) -> list[Any]:
+            own = []
+            for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
+                value = held[sources[i]] if i in sources else value  # where block k is as it was
+                own.append(value if dim is None else block_at(value, dim, k, share.most))
+            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False)
+            taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+            return [
+                result.combine(before, value)
+                if isinstance(result, Monoid)
+                else lax.dynamic_update_slice_in_dim(before, value, k * value.shape[result], axis=result)
+                for before, value, result in zip(held, taken, loop.results, strict=True)
+            ]
+
+        made = lax.fori_loop(jnp.int32(0), count, turn, held)
+        for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
+            if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
+                names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
+                made[i] = combine(made[i], names, result).astype(var.aval.dtype)
+        return made
+
+    def in_place(self, step: Step, loop: Loop) -> dict[int, int]:
+        """For results of a loop the operand in whose place they are written: one that nobody reads afterwards.
+
+        Inputs and outputs are paired in order, so that a state that is donated is updated where it is.
+        """
+        program, found = self.flow.program, dict[int, int]()
+        order = {var: number for number, var in reversed([*enumerate(program.inputs)])}
+        ends = {var: number for number, var in reversed([*enumerate(program.outputs)]) if isinstance(var, Var)}
+        free = sorted(
+            (order.get(atom, len(order)), i)
+            for i, atom in enumerate(step.eqn.invars)
+            if isinstance(atom, Var) and loop.operands[i] is not None and self.last_reader.get(atom) is step.eqn
+        )
+        for _, j in sorted((ends.get(var, len(ends)), j) for j, var in enumerate(step.eqn.outvars)):
+            aval = step.eqn.outvars[j].aval
+            for place in free:
+                (_, i), given = place, step.eqn.invars[place[1]].aval
+                alike = given.shape == aval.shape and given.dtype == aval.dtype
+                if alike and loop.operands[i] == loop.results[j] and step.operands[i] == step.made[j]:
+                    found[j] = i
+                    free.remove(place)
+                    break
+        return found
+
+    @functools.cached_property
+    def last_reader(self) -> dict[Var, JaxprEqn | None]:
+        """The equation that reads a variable last; None if it is returned."""
+        last: dict[Var, JaxprEqn | None] = {}
+        for eqn in self.flow.program.equations:
+            last.update((atom, eqn) for atom in eqn.invars if isinstance(atom, Var))
+        return last | {atom: None for atom in self.flow.program.outputs if isinstance(atom, Var)}
+
+    def room(self, step: Step, loop: Loop, j: int) -> Any:
+        """Where a loop begins to write a result, or to add one up."""
+        (flow,), result, var = step.bodies, loop.results[j], step.eqn.outvars[j]
+        dtype = flow.program.outputs[j].aval.dtype
+        if isinstance(result, Monoid):
+            return jnp.full(flow.outputs[j].local(var.aval.shape, self.axes), result.identity(dtype), dtype)
+        shape = step.made[j].local(var.aval.shape, self.axes)
+        returned = self.last_reader.get(var) is None  # by the caller, who may look behind the blocks
+        return jnp.zeros(shape, dtype) if returned else lax.empty(shape, dtype)
+
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, self.everywhere)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:
+    """Block `k` of `blocks` along a dimension."""
+    length = value.shape[dim] // blocks
+    return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
 
 
 def nbytes(value: Any) -> int:

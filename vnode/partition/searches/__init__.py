@@ -1,6 +1,7 @@
 """Searches for the best strategies, all with one interface and one cost; and programs as what is searched."""
 
 from vnode.partition.searches.bisection import bisection
+from vnode.partition.searches.carried import CarriedOut, carried_out
 from vnode.partition.searches.costs import CostModel, Estimate, of_machine
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.exhaustive import exhaustive
@@ -15,6 +16,7 @@ from vnode.partition.searches.steps import Search, as_problem
 from vnode.partition.searches.unequal import Cut, SharedEdge, recursively, shared
 
 __all__ = [
+    "CarriedOut",
     "CostModel",
     "Cut",
     "Edge",
@@ -29,6 +31,7 @@ __all__ = [
     "as_problem",
     "between",
     "bisection",
+    "carried_out",
     "exact",
     "exhaustive",
     "experts",

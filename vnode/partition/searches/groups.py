@@ -6,8 +6,8 @@ What each group takes for a share of an equation, and what it receives, AccPar w
 et al., HPCA 2020, sections 4 and 5; `vnode.partition.searches.unequal`). Here they are read off the same strategies and
 layouts as of equal devices: an equation that is divided takes a group its share of the whole's time, one that is not
 the whole's; of a value of S bytes whose pieces are added up each group receives S, of one that it lacks a part of
-(1 - x) S, and of one that is divided along another dimension x (1 - x) S. Times are predicted, and shares simulated:
-they say what unequal blocks would take, and carry nothing out.
+(1 - x) S, and of one that is divided along another dimension x (1 - x) S. Times are predicted, and shares simulated;
+`vnode.partition.searches.carried` carries out what it can.
 """
 
 from __future__ import annotations
