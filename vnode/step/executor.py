@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -44,12 +46,22 @@ from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 def compiler_options(placement: Placement) -> dict[str, Any]:
     """What is asked of XLA for a placement.
 
-    Its scheduler for CPUs lets devices come to collectives that do not need each other in any order (jaxlib 0.10). If
-    these join devices along different axes of a mesh, each device may wait for another one, for good.
+    CPU programs that jax finds in its persistent compilation cache have lost the order of their collectives (jaxlib
+    0.10): a device may be in one while others are in another one of the same kind, so that all wait for good, or have
+    values of the other. A program for several CPU devices therefore has an option with a value of this process, by
+    which none is found there. The schedule for least memory is the one that memory is predicted for.
     """
-    if placement.together > 1 and placement.devices[0].platform == "cpu":
-        return {"xla_cpu_enable_concurrency_optimized_scheduler": False}
-    return {}
+    options: dict[str, Any] = {}
+    if placement.devices[0].platform == "cpu" and len(placement.devices) > 1:
+        if jax.config.jax_compilation_cache_dir:
+            options["xla_gpu_executable_warn_stuck_timeout_seconds"] = OF_THIS_PROCESS
+        if placement.together > 1:
+            options["xla_cpu_enable_concurrency_optimized_scheduler"] = False
+    return options
+
+
+OF_THIS_PROCESS = (time.time_ns() // 1000 + os.getpid()) % 2**31
+"""The value of an option that says nothing to CPUs, by which jax knows programs apart."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
