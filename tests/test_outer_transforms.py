@@ -307,3 +307,18 @@ def test_arrays_that_an_outer_transform_does_not_see(outer: str) -> None:
                 return jax.grad(lambda s: s * f(weights, batch))(2.0)
 
     assert_close(run(step), run(fun))
+
+
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+@pytest.mark.parametrize("counts", PLACES.values(), ids=PLACES)
+def test_gradients_of_all_parameters_go_through_sums_over_nodes(counts: list[int], reduction: str) -> None:
+    def total(params: Any, x: jax.Array) -> jax.Array:
+        hidden = jnp.sin(x @ params["in"] + params["bias"])
+        return jnp.mean((hidden @ params["out"]) ** 2) + jnp.sum(params["out"] ** 2)
+
+    params = {"in": normal(3, 4), "bias": normal(4), "out": normal(4, 2)}
+    step = virtual(total, counts, reduction=reduction)
+    x = normal(BATCH, 3)
+    got = jax.grad(step)(params, x)
+    assert all(np.any(np.asarray(leaf)) for leaf in jax.tree.leaves(got))
+    assert_same(got, jax.grad(total), params, x)
