@@ -60,6 +60,7 @@ class Options:
     accumulate_dtype: Any
     automatic: bool = False
     patterns: Patterns = ()
+    host: tuple[str, ...] = ()
     records: Records | None = None
 
     @property
@@ -174,7 +175,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
     division = Division(
-        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records
+        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records, flat.specs
     )
 
     def step(*values: Any) -> list[Any]:

@@ -288,7 +288,7 @@ def buffers_of(
     """
     maker = {kernels.memory_of(var): k for k, each in enumerate(kernels.kernels) for var in each.piece.writes}
     written, read, inside, over, after = [], [], [], [], []
-    counted = set(maker) - set(elsewhere)
+    counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
@@ -308,6 +308,26 @@ def buffers_of(
         kept=frozenset(kernels.memory_of(var) for var in kept),
         after=tuple(after),
     )
+
+
+def made_in_loops(kernels: Kernels) -> set[Var]:
+    """What is made of constants, and read by loops alone, the same at every turn: compilers make it there, bit by bit.
+
+    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.)
+    """
+    nothing: set[Var] = set()
+    for eqn in kernels.program.equations:
+        read = {atom for atom in eqn.invars if isinstance(atom, Var)}
+        if region_of(eqn) is None and not eqn.effects and read <= nothing:
+            nothing.update(eqn.outvars)
+    found = {kernels.memory_of(var) for var in nothing}
+    found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
+    for kernel in kernels.kernels:
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        changing = (*region.carried, *region.scanned) if region is not None else ()
+        reads = kernel.piece.reads if region is None else [kernel.root.invars[i] for i in changing]
+        found -= {kernels.memory_of(atom) for atom in reads if isinstance(atom, Var)}
+    return found
 
 
 def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:

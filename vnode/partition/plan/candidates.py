@@ -17,6 +17,7 @@ from vnode.errors import MemoryLimitError
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
+from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
@@ -44,8 +45,10 @@ class Candidate:
       specs: how the leaves of the state lie, by name.
       records: how passes are divided, by digest; empty where rows are single devices.
       prediction: what it takes.
+      slots: what of the state may lie in the host's memory.
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dear operations.
+      host: names of leaves that lie in the host's memory.
     """
 
     name: str
@@ -53,8 +56,15 @@ class Candidate:
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
+    slots: Slots
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
+    host: tuple[str, ...] = ()
+
+    def with_host(self, machine: Machine, memory: float) -> Candidate | None:
+        """The same with as little of the state on the host as fits; None if all of it does not suffice."""
+        found = self.slots.fewest(self.prediction, machine, memory)
+        return None if found is None else dataclasses.replace(self, host=found[0], prediction=found[1])
 
 
 class OnMesh:
@@ -141,9 +151,10 @@ class OnMesh:
             times=self.times,
         )
         specs = specs_of(subject, flow, self.axes, sharded, NODES)
+        slots = Slots.of(flow, subject.names, subject.state, subject.donated, self.axes, sharded)
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
+        return Candidate(name, dict(self.sizes), specs, records, prediction, slots, gap, divisions)
 
     def sharded(self, flow: Flow) -> dict[int, int]:
         """The leaves of the state that rows can divide among themselves."""

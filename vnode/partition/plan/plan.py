@@ -43,6 +43,8 @@ class Figures:
       state: bytes of one device's part of the state.
       pending: bytes of sums that wait for others, for the sake of the same bits on any devices.
       collectives: bytes of one device's arrays in collectives, by kind.
+      host: bytes of one device's part of the state that lie in the host's memory, `memory` and `state` not included.
+      transfer: seconds of their way to the device and back, part of `seconds`.
     """
 
     seconds: float
@@ -53,6 +55,8 @@ class Figures:
     state: int
     pending: int
     collectives: Mapping[str, int]
+    host: int = 0
+    transfer: float = 0.0
 
     @staticmethod
     def of(prediction: Prediction) -> Figures:
@@ -80,6 +84,7 @@ class Plan(Drawn):
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
       timeline: what a device does when, as predicted; None of a plan from a file.
+      host: names of the leaves of the state that lie in the host's memory between updates.
     """
 
     pattern: Any
@@ -96,6 +101,7 @@ class Plan(Drawn):
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
     timeline: Timeline | None = None
+    host: tuple[str, ...] = ()
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.
@@ -129,6 +135,7 @@ class Plan(Drawn):
             virtual_nodes=self.virtual_nodes,
             automatic=False,
             patterns=patterns(self.specs),
+            host=tuple(f"^{re.escape(name)}$" for name in self.host),
             records=dict(self.records) or None,
         )
         counts = even_counts(self.virtual_nodes, self.mesh[NODES], options.lane)
@@ -175,10 +182,18 @@ class Plan(Drawn):
             Fact("virtual nodes", str(self.virtual_nodes)),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
+            *self._host(),
         )
         said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
         blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
+
+    def _host(self) -> list[Fact]:
+        if not self.host:
+            return []
+        said = f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}"
+        way = f"their way to the device and back: {seconds(self.figures.transfer)} a step"
+        return [Fact("on the host", said, way)]
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
@@ -203,7 +218,8 @@ class Plan(Drawn):
     def _state(self) -> list[Table]:
         groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
-            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec)].append(name)
+            where = ", on the host" * (name in self.host)
+            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(

@@ -49,6 +49,9 @@ class Prediction:
       state: bytes of the state, of all that is handed on.
       pending: bytes of sums that wait for others, which bits that do not depend on devices take.
       timeline: of one device.
+      temporaries: bytes of what is there within the step only, sums that wait not included.
+      host: bytes of the state that lie in the host's memory.
+      transfer: seconds of their way to the device and back.
     """
 
     seconds: float
@@ -60,6 +63,9 @@ class Prediction:
     state: int
     pending: int
     timeline: Timeline
+    temporaries: int = 0
+    host: int = 0
+    transfer: float = 0.0
 
 
 class RowCost(Estimate):
@@ -136,6 +142,7 @@ def predicted(
         sum(held[i] for i in state) - kept,
         waiting,
         cost.timeline,
+        temporaries,
     )
 
 

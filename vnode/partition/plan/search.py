@@ -114,14 +114,19 @@ class _Search:
     def plan(self, virtual_nodes: int | str) -> Plan:
         searched = virtual_nodes == "auto" and not isinstance(self.given, VirtualStep)
         nodes = len(self.machine.devices) if searched else virtual_nodes
+        best: tuple[Subject, Candidate, list[Candidate]] | None = None
         while True:  # fewer nodes are fewer turns, each of more examples
             subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
             found = self.candidates(subject)
-            chosen = fitting(found, self.limit)
-            if chosen:
-                return self.made(subject, chosen[0], found)
+            chosen = fitting(found, self.limit)[:1]
+            for one in chosen:
+                if best is None or one.prediction.seconds < best[1].prediction.seconds:
+                    best = subject, one, found
             nodes = 2 * subject.virtual_nodes
-            if not searched or nodes > subject.examples or time.monotonic() > self.until:
+            over = not searched or nodes > subject.examples or time.monotonic() > self.until
+            if best is not None and (over or (chosen and not chosen[0].host)):  # else more nodes may need no host
+                return self.made(*best)
+            if over:
                 raise self.nothing_fits(subject)
 
     def candidates(self, subject: Subject) -> list[Candidate]:
@@ -130,7 +135,7 @@ class _Search:
         took = 0.0
         try:
             for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
-                began = time.monotonic()
+                began, before = time.monotonic(), len(found)
                 inner = len(sizes) - 1
                 if found and (self.until - began < took or self.until <= began):
                     break
@@ -144,6 +149,8 @@ class _Search:
                     found += on.megatron()
                     if self.searched(on, found):
                         break
+                if not fitting(found, self.limit):
+                    found += filter(None, [each.with_host(self.machine, self.limit) for each in found[before:]])
                 took = time.monotonic() - began if inner else 0.0
         except KeyboardInterrupt:
             if not found:
@@ -202,6 +209,7 @@ class _Search:
             chosen.gap,
             chosen.divisions,
             chosen.prediction.timeline,
+            chosen.host,
         )
 
     def nothing_fits(self, subject: Subject) -> MemoryLimitError:
@@ -210,6 +218,7 @@ class _Search:
         assert least is not None
         over = least.prediction.memory - self.limit
         kept = least.prediction
+        away = least.slots.prediction(kept, self.machine, len(least.slots.held))
         help_: list[str] = []
         if subject.virtual_nodes < subject.examples:
             help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
@@ -225,6 +234,7 @@ class _Search:
                     f"the smallest found takes {size(kept.memory)}, {size(over)} too much: {least.name} on "
                     + " x ".join(f"{name} {n}" for name, n in least.mesh.items()),
                     f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
+                    *[f"{size(away.memory)} with {size(away.host)} of the state on the host"][: bool(away.host)],
                     f"machine: {self.machine.name}, {several(len(self.machine.devices), 'device')}",
                 ],
                 remedies=help_ or ["devices with more memory"],

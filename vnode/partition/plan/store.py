@@ -55,6 +55,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
+        "host": list(plan.host),
     }
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -88,6 +89,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         figures = Figures(**content["figures"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
+        host = tuple(map(str, content.get("host", ())))
+        if not set(host) <= set(specs):
+            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
     step = on_nodes(step, nodes, options)
     subject = subject_of(step, args)
@@ -116,6 +120,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         beside,
         gap,
         divisions,
+        None,
+        host,
     )
 
 
