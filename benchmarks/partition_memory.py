@@ -24,7 +24,7 @@ from benchmarks import tpu
 
 MACHINE = "v5e:1x1"
 GIB = 1 << 30
-SIZES = {"layers": 24, "width": 1792, "heads": 14, "vocabulary": 32_768, "length": 1024, "batch": 128}
+SIZES = {"layers": 24, "width": 1792, "heads": 14, "vocabulary": 32_768, "length": 1024, "batch": 160}
 
 
 def model(sizes: dict[str, int]) -> Any:
