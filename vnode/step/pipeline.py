@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from vnode.analysis.again import Stacked, computed_again
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.passes import Schedule
@@ -61,6 +62,7 @@ class Options:
     automatic: bool = False
     patterns: Patterns = ()
     host: tuple[str, ...] = ()
+    again: tuple[Stacked, ...] = ()
     records: Records | None = None
 
     @property
@@ -143,9 +145,11 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
+    program = computed_again(traced.program, options.again) if options.again else traced.program
+
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
-        flow = follower.follow(traced.program, states)
+        flow = follower.follow(program, states)
         made = schedule(flow, options.accumulate_dtype, options.recompute_budget)
         return made, of_step(made, follower.couplings)
 
@@ -215,7 +219,7 @@ def with_derivative(
         flat.specs,
     )  # not `flat`: jax keeps what is kept here
     # The step itself was accepted; of its derivative no plan knows.
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None)
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=())
     step = jax.custom_jvp(step)
 
     @step.defjvp

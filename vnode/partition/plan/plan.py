@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import PlacementError, layout_message
 from vnode.partition.machine import Machine
@@ -103,6 +104,11 @@ class Plan(Drawn):
     timeline: Timeline | None = None
     host: tuple[str, ...] = ()
 
+    @property
+    def again(self) -> tuple[Stacked, ...]:
+        """What loops of the step do not keep for later ones, which compute it again."""
+        return self.pattern.options.again
+
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.
 
@@ -183,6 +189,7 @@ class Plan(Drawn):
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
             *self._host(),
+            *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
         )
         said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
         blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())

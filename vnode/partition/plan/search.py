@@ -6,7 +6,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
@@ -16,7 +16,7 @@ from vnode.partition.plan.candidates import Candidate, OnMesh, fitting
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Figures, Plan
 from vnode.partition.plan.predict import NODES
-from vnode.partition.plan.subject import Subject, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -117,17 +117,41 @@ class _Search:
         best: tuple[Subject, Candidate, list[Candidate]] | None = None
         while True:  # fewer nodes are fewer turns, each of more examples
             subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            found = self.candidates(subject)
-            chosen = fitting(found, self.limit)[:1]
-            for one in chosen:
-                if best is None or one.prediction.seconds < best[1].prediction.seconds:
-                    best = subject, one, found
+            for one, found in self.ways(subject):
+                chosen = fitting(found, self.limit)[:1]
+                if chosen and (best is None or chosen[0].prediction.seconds < best[1].prediction.seconds):
+                    best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > subject.examples or time.monotonic() > self.until
-            if best is not None and (over or (chosen and not chosen[0].host)):  # else more nodes may need no host
+            plain = best is not None and not (best[1].host or best[0].step.options.again)
+            if best is not None and (over or plain):  # else more nodes may need neither the host nor more work
                 return self.made(*best)
             if over:
                 raise self.nothing_fits(subject)
+
+    def ways(self, subject: Subject) -> Iterator[tuple[Subject, list[Candidate]]]:
+        """A step with its candidates; where none fits without the host, also the step that keeps less.
+
+        Of what its loops keep for later ones, what is cheapest to compute again is not kept: all, and if that fits,
+        then half, or else what is between, by bisection.
+        """
+        found = self.candidates(subject)
+        yield subject, found
+        if any(not each.host for each in fitting(found, self.limit)):
+            return
+        low, high = 0, len(subject.kept)
+        count = high
+        for _ in range(TRIES + 1):
+            if count == low or time.monotonic() > self.until:
+                return
+            less = subject_of(computing_again(subject.step, subject.kept[:count]), self.args)
+            found = self.candidates(less)
+            yield less, found
+            fits = any(not each.host for each in fitting(found, self.limit))
+            low, high = (low, count) if fits else (count, high)
+            if count == len(subject.kept) and not fits:
+                return
+            count = (low + high) // 2
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
