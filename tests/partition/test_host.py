@@ -22,6 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import vnode
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.runtime import away
 from vnode.runtime.away import Work
 from vnode.step.virtual import VirtualStep
@@ -139,12 +141,19 @@ def test_a_plan_moves_slots_where_memory_does_not_suffice() -> None:
     assert "on the host" in str(tight)
 
 
-def test_fewer_would_not_fit() -> None:
-    """The smallest number of slots is moved: with one less, the prediction is above the limit."""
-    tight, args = plan_for(LIMITS["some on the host"])
-    options = {"virtual_nodes": 4, "reduction": "fast", "donate_argnums": 0}
-    smaller = search(train, args, ONE, memory=tight.figures.memory - 1, **options)
-    assert len(smaller.host) > len(tight.host)
+def test_no_more_than_needed_goes_there() -> None:
+    """With one leaf less, the prediction is above the limit."""
+    args = plan_for(LIMITS["some on the host"])[1]
+    step = on_nodes(train, 4, {"reduction": "fast", "donate_argnums": 0})
+    on = OnMesh(subject_of(step, args), ONE, {"vnode": 1}, "gpu", None)
+    made = on.candidate("data parallel", on.whole)
+    assert list(made.slots.held) == [f"opt/1/0/{slot}/{name}" for slot in ("mu", "nu") for name in ("down", "up")]
+    memory = [made.slots.prediction(made.prediction, ONE, count).memory for count in range(5)]
+    assert memory[0] == made.prediction.memory and memory == sorted(memory, reverse=True)
+    for count in range(1, 5):
+        moved = made.with_host(ONE, memory[count])
+        assert moved is not None and memory[len(moved.host)] == memory[count] < memory[len(moved.host) - 1]
+    assert made.with_host(ONE, memory[4] - 1) is None
 
 
 def test_it_is_carried_out_saved_and_loaded(tmp_path: Any) -> None:

@@ -295,11 +295,13 @@ def buffers_of(
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for kernel in kernels.kernels:
         outs = [var for var in kernel.piece.writes if type(var) is Var]
-        reads = {kernels.memory_of(var) for var in kernel.piece.reads}
+        reads = dict.fromkeys(
+            map(kernels.memory_of, kernel.piece.reads)
+        )  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
         written.append(tuple(own))
-        read.append(frozenset(reads & (counted | set(written_over))))
+        read.append(frozenset(reads.keys() & (counted | set(written_over))))
         inside.append(copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target))
         over.append(tuple(overwritten(kernel, region, kernels, reads)))
         after.append(frozenset(maker[var] for var in reads if var in maker))
