@@ -295,9 +295,7 @@ def buffers_of(
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for kernel in kernels.kernels:
         outs = [var for var in kernel.piece.writes if type(var) is Var]
-        reads = dict.fromkeys(
-            map(kernels.memory_of, kernel.piece.reads)
-        )  # in order, so that peaks do not vary
+        reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = [(var, kernels.nbytes(var)) for var in outs if var in counted]
         written.append(tuple(own))
