@@ -22,6 +22,9 @@ from vnode.placement.transfer import resharding, to_placement
 
 Patterns = tuple[tuple[str, PartitionSpec], ...]
 
+HOST = "pinned_host"
+"""How jax calls the part of a host's memory that devices read and write."""
+
 
 def patterns_of(given: Mapping[str, PartitionSpec]) -> Patterns:
     """Patterns as a user gives them, checked.
@@ -48,7 +51,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def by_name(tree: Any, patterns: Patterns, placement: Placement) -> Any:
+def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[str] = ()) -> Any:
     """A tree whose leaves are sharded as the first pattern says that is found in their names.
 
     Args:
@@ -56,6 +59,7 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement) -> Any:
       patterns: regular expressions, and over which axes of the mesh dimensions are divided. Axes that the placement's
         mesh does not have divide nothing; leaves of fewer dimensions than a spec has are left as they are.
       placement: where the leaves live, or will.
+      host: regular expressions; leaves in whose names one is found lie in the host's memory.
 
     Returns:
       The same tree; leaves without a pattern are left as they are.
@@ -68,9 +72,11 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement) -> Any:
         name = name_of(path)
         spec = next((spec for pattern, spec in patterns if re.search(pattern, name)), None)
         shape = np.shape(leaf)
+        away = any(re.search(pattern, name) for pattern in host)
+        spec = PartitionSpec() if away and spec is None else spec
         if spec is None or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
             return leaf
-        target = NamedSharding(placement.mesh, on_mesh(spec, placement))
+        target = NamedSharding(placement.mesh, on_mesh(spec, placement), memory_kind=HOST if away else None)
         check_divides(name, shape, target)
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=target, weak_type=leaf.weak_type)
@@ -80,6 +86,8 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement) -> Any:
             return leaf
         if leaf.sharding.device_set != target.device_set:
             leaf = to_placement(leaf, placement)
+        if away:
+            return jax.device_put(leaf, target)
         return resharding(target)(leaf)
 
     return jax.tree_util.tree_map_with_path(place, tree)

@@ -38,12 +38,14 @@ class Division:
       over_nodes: whether inputs are sharded over the nodes' axis, too.
       automatic: all is left to XLA's partitioner.
       records: how programs are divided of which somebody has decided that, by their digests.
+      specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
     """
 
     layouts: Sequence[Layout | None] = ()
     over_nodes: bool = False
     automatic: bool = False
     records: Records | None = None
+    specs: Sequence[PartitionSpec | None] = ()
 
 
 class Divided:

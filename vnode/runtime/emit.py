@@ -21,7 +21,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.analysis.forms import WHOLE, Form, Slice, Whole
-from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.passes import Pass, Schedule, Stage
 from vnode.analysis.program import Atom
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
@@ -31,6 +31,7 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
+from vnode.runtime.away import Work, by_output, can_be_waited_for, can_wait, fetched, is_away
 from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
@@ -115,6 +116,8 @@ class Emission:
         self.axes = inner_axes(placement) if division is not None else {}
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
+        self.away: dict[Var, tuple[Any, PartitionSpec]] = {}  # in the host's memory
+        self.latest: Any = None  # of what was computed
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
             if isinstance(value, ShardedBatch):
                 self.collected[var], *_ = value.parts
@@ -122,11 +125,14 @@ class Emission:
                 self.collected[var] = value
             elif isinstance(self.flow.states[var].form, Slice):
                 self.batched[var] = value
+            elif is_away(value):
+                spec = self.division.specs[i] if i < len(self.division.specs) else None
+                self.away[var] = value, spec or PartitionSpec()
             else:
                 self.whole[var] = value
 
     def run(self) -> list[Any]:
-        for stage in self.schedule.stages:
+        for stage in self.stages:
             self.run_all(stage.once)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
@@ -134,6 +140,24 @@ class Emission:
             self.returned(atom, form)
             for atom, form in zip(self.flow.program.outputs, self.flow.output_forms, strict=True)
         ]
+
+    @property
+    def stages(self) -> Sequence[Stage]:
+        """The schedule's, but what needs values that are away is last, in the order in which they are to come."""
+        stages = self.schedule.stages
+        actions = [action for stage in stages for action in stage.once]
+        if not self.away or any(action.step.eqn.effects for action in actions):
+            return stages
+        works = [Work(read_by(action), action.step.eqn.outvars) for action in actions]
+        wanted = {var for made in self.schedule.passes for var, _ in made.recipe.leaves}
+        waiting = can_wait(works, wanted, self.away)
+        order = [k for k in by_output(works, self.flow.program.outputs, self.away) if k in waiting]
+        numbers = iter(range(len(actions)))
+        early = [
+            Stage(tuple(action for action in stage.once if next(numbers) not in waiting), stage.nodes)
+            for stage in stages
+        ]
+        return [*early, Stage(tuple(actions[k] for k in order), None)]
 
     def returned(self, atom: Atom, form: Form) -> Any:
         """An output, of which it is said where it is to be: or branches may return it in different places."""
@@ -233,6 +257,7 @@ class Emission:
                 self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
+                self.latest = value if can_be_waited_for(value) else self.latest
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""
@@ -247,6 +272,9 @@ class Emission:
         """The whole value of an atom."""
         if isinstance(atom, Literal):
             return atom.val
+        if atom in self.away:
+            value, spec = self.away.pop(atom)
+            self.whole[atom] = fetched(value, self.latest, spec, self.placement.mesh)
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
@@ -589,7 +617,8 @@ class Emission:
                 total = collectives.all_bits(total)
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)
-            self.whole[accumulator.var] = total.astype(accumulator.var.aval.dtype)
+            self.whole[accumulator.var] = total = total.astype(accumulator.var.aval.dtype)
+            self.latest = total if can_be_waited_for(total) else self.latest
 
 
 def read_by(action: Evaluation) -> list[Var]:

@@ -226,11 +226,11 @@ class Executor:
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, given = current_mesh(), wrap(args, 0)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
-        patterns = self.spec.options.patterns
-        if patterns:
+        patterns, host = self.spec.options.patterns, self.spec.options.host
+        if patterns or host:
             wholes = self._wholes(len(given))
             given = tuple(
-                by_name(shapes_of(arg, sharding="committed"), patterns, self.placement) if i in wholes else arg
+                by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host) if i in wholes else arg
                 for i, arg in enumerate(given)
             )
         self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
@@ -347,8 +347,8 @@ class Executor:
 
     def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
         wrapped = wrap(tree, *place)
-        if whole and self.spec.options.patterns:
-            wrapped = by_name(wrapped, self.spec.options.patterns, self.placement)
+        if whole and (self.spec.options.patterns or self.spec.options.host):
+            wrapped = by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
             self._from_processes(wrapped, leaves, whole)

@@ -19,6 +19,7 @@ from vnode.placement.context import is_typed
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.transfer import target_sharding
+from vnode.runtime.away import is_away
 
 Specs = tuple[PartitionSpec | None, ...]
 
@@ -73,7 +74,7 @@ def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
 
 
 def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | AbstractMesh) -> Any:
-    """Results in the layouts of the arguments that they succeed.
+    """Results in the layouts of the arguments that they succeed, and in the memory, the host's or that of devices.
 
     Args:
       results: a pytree of arrays.
@@ -84,15 +85,21 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
     Returns:
       The same pytree.
     """
-    if not specs:
+    given = jax.tree.leaves(tuple(args), is_leaf=is_sharded_batch)
+    away = [not is_sharded_batch(leaf) and is_away(leaf) for leaf in given]
+    if not specs and not any(away):
         return results
     lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
     leaves, treedef = jax.tree.flatten(results)
-    before = successors(results, args, [spec is not None for spec in specs])
-    placed = [
-        leaf if i is None else lay(leaf, NamedSharding(mesh, cast(PartitionSpec, specs[i])))
-        for leaf, i in zip(leaves, before, strict=True)
-    ]
+    said = specs or (None,) * len(given)
+    before = successors(results, args, [spec is not None or there for spec, there in zip(said, away, strict=True)])
+
+    def place(leaf: Any, i: int) -> Any:
+        if said[i] is not None:
+            leaf = lay(leaf, NamedSharding(mesh, cast(PartitionSpec, said[i])))
+        return jax.device_put(leaf, jax.memory.Space.Host) if away[i] else leaf
+
+    placed = [leaf if i is None else place(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(treedef, placed)
 
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from vnode.analysis.again import Stacked, computed_again
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
 from vnode.analysis.passes import Schedule
@@ -59,6 +60,8 @@ class Options:
     accumulate_dtype: Any
     automatic: bool = False
     patterns: Patterns = ()
+    host: tuple[str, ...] = ()
+    again: tuple[Stacked, ...] = ()
     records: Records | None = None
 
     @property
@@ -141,9 +144,11 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
+    program = computed_again(traced.program, options.again) if options.again else traced.program
+
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
-        flow = follower.follow(traced.program, states)
+        flow = follower.follow(program, states)
         made = schedule(flow, options.accumulate_dtype, options.recompute_budget)
         return made, of_step(made, follower.couplings)
 
@@ -172,7 +177,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
     division = Division(
-        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records
+        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records, flat.specs
     )
 
     def step(*values: Any) -> list[Any]:
@@ -212,7 +217,7 @@ def with_derivative(
         flat.specs,
     )  # not `flat`: jax keeps what is kept here
     # The step itself was accepted; of its derivative no plan knows.
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None)
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=())
     step = jax.custom_jvp(step)
 
     @step.defjvp

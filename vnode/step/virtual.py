@@ -188,7 +188,8 @@ class VirtualStep(Step[P, R]):
           VnodeError: arrays were donated.
         """
         placed = put(tree, self.placement)
-        return by_name(placed, self.options.patterns, self.placement) if self.options.patterns else placed
+        patterns, host = self.options.patterns, self.options.host
+        return by_name(placed, patterns, self.placement, host) if patterns or host else placed
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -88,6 +88,7 @@ class Target:
       adds_after: whether sums over devices that a loop adds up are done once, after it.
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
+      sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
     """
 
     contractions: bool = True
@@ -100,6 +101,7 @@ class Target:
     adds_after: bool = False
     ordered: bool = False
     on_chip: int = 0
+    sinks: bool = False
 
     @staticmethod
     def on(platform: str, kind: str = "") -> Target:
@@ -117,7 +119,7 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0))
+        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0), sinks=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

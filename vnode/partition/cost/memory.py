@@ -376,14 +376,14 @@ def buffers_of(
     read: list[frozenset[Var]] = []
     inside, over = list[int](), list[tuple[tuple[Var, Var], ...]]()
     later: list[tuple[int, Var, tuple[tuple[Var, int], ...]]] = []  # what is put in order after it was gathered
-    counted = set(maker) - set(elsewhere)
+    counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for k, kernel in enumerate(kernels.kernels):
         outs = [var for var in kernel.piece.writes if type(var) is Var]
-        reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))
+        reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
         more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
@@ -406,6 +406,26 @@ def buffers_of(
     after = [*map(frozenset, needs), *(frozenset({k}) for k, _, _ in later)]
     ends = frozenset(kernels.memory_of(var) for var in kept)
     return Buffers(*map(tuple, (written, read, inside, over)), ends, tuple(after), tuple(of))  # type: ignore[arg-type]
+
+
+def made_in_loops(kernels: Kernels) -> set[Var]:
+    """What is made of constants, and read by loops alone, the same at every turn: compilers make it there, bit by bit.
+
+    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.)
+    """
+    nothing: set[Var] = set()
+    for eqn in kernels.program.equations:
+        read = {atom for atom in eqn.invars if isinstance(atom, Var)}
+        if region_of(eqn) is None and not eqn.effects and read <= nothing:
+            nothing.update(eqn.outvars)
+    found = {kernels.memory_of(var) for var in nothing}
+    found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
+    for kernel in kernels.kernels:
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        changing = (*region.carried, *region.scanned) if region is not None else ()
+        reads = kernel.piece.reads if region is None else [kernel.root.invars[i] for i in changing]
+        found -= {kernels.memory_of(atom) for atom in reads if isinstance(atom, Var)}
+    return found
 
 
 def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:

@@ -18,6 +18,7 @@ from vnode.partition.cost.time import Times
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.across import Across
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
+from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
@@ -46,8 +47,10 @@ class Candidate:
       specs: how the leaves of the state lie, by name.
       records: how passes are divided, by digest; empty where rows are single devices.
       prediction: what it takes.
+      slots: what of the state may lie in the host's memory.
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dear operations.
+      host: names of leaves that lie in the host's memory.
     """
 
     name: str
@@ -57,8 +60,19 @@ class Candidate:
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
+    slots: Slots
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
+    host: tuple[str, ...] = ()
+
+    def with_host(self, machine: Machine, memory: float) -> Candidate | None:
+        """The same with as little of the state on the host as fits; None if all of it does not suffice."""
+        found = self.slots.fewest(self.figures, machine, memory)
+        if found is None:
+            return None
+        return dataclasses.replace(
+            self, host=found[0], prediction=dataclasses.replace(self.prediction, figures=found[1])
+        )
 
     @property
     def figures(self) -> Figures:
@@ -159,9 +173,13 @@ class OnMesh:
             turns=self.shares.turns,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
+        slots = Slots.of(
+            flow, subject.names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows)
+        )
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        return Candidate(name, flow, dict(self.sizes), self.shares.counts, specs, records, prediction, gap, divisions)
+        counts = self.shares.counts
+        return Candidate(name, flow, dict(self.sizes), counts, specs, records, prediction, slots, gap, divisions)
 
     def over_rows(self, candidate: Candidate) -> Candidate:
         """A candidate with its state sharded over the rows as well."""

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
+from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
@@ -63,6 +64,7 @@ class Plan(Drawn):
       beside: the same of other plans, by name; those that do not fit too.
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
+      host: names of the leaves of the state that lie in the host's memory between updates.
     """
 
     pattern: Any
@@ -80,6 +82,7 @@ class Plan(Drawn):
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
+    host: tuple[str, ...] = ()
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -91,6 +94,11 @@ class Plan(Drawn):
     def timeline(self) -> Timeline | None:
         """What a device does when, as predicted; None of a plan from a file."""
         return self.prediction.timeline
+
+    @property
+    def again(self) -> tuple[Stacked, ...]:
+        """What loops of the step do not keep for later ones, which compute it again."""
+        return self.pattern.options.again
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.
@@ -127,6 +135,7 @@ class Plan(Drawn):
             virtual_nodes=self.virtual_nodes,
             automatic=False,
             patterns=patterns(self.specs),
+            host=tuple(f"^{re.escape(name)}$" for name in self.host),
             records=dict(self.records) or None,
         )
         placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
@@ -246,10 +255,19 @@ class Plan(Drawn):
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
+            *self._host(),
+            *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
         )
         said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
         blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
+
+    def _host(self) -> list[Fact]:
+        if not self.host:
+            return []
+        said = f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}"
+        way = f"their way to the device and back: {seconds(self.figures.transfer)} a step"
+        return [Fact("on the host", said, way)]
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:
@@ -274,7 +292,8 @@ class Plan(Drawn):
     def _state(self) -> list[Table]:
         groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
-            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec)].append(name)
+            where = ", on the host" * (name in self.host)
+            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(

@@ -55,6 +55,8 @@ class Figures:
       state: bytes of the part of the arguments that is handed on from step to step.
       pending: bytes of sums that wait for others, for the sake of the same bits on any devices; they are temporary.
       collectives: bytes of one device's arrays in collectives, by kind.
+      host: bytes of one device's part of the state that lie in the host's memory, in none of the others.
+      transfer: seconds of their way to the device and back, part of `seconds`.
     """
 
     seconds: float
@@ -67,6 +69,8 @@ class Figures:
     state: int
     pending: int
     collectives: Mapping[str, int]
+    host: int = 0
+    transfer: float = 0.0
 
     @property
     def memory(self) -> int:

@@ -6,7 +6,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
@@ -16,7 +16,7 @@ from vnode.partition.plan.candidates import Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures
-from vnode.partition.plan.subject import Subject, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -114,15 +114,44 @@ class _Search:
     def plan(self, virtual_nodes: int | str) -> Plan:
         searched = virtual_nodes == "auto" and not isinstance(self.given, VirtualStep)
         nodes = len(self.machine.devices) if searched else virtual_nodes
+        best: tuple[Subject, Candidate, list[Candidate]] | None = None
         while True:  # fewer nodes are fewer turns, each of more examples
             subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            found = self.candidates(subject)
-            chosen = fitting(found, self.limit)
-            if chosen:
-                return self.made(subject, chosen[0], found)
+            for one, found in self.ways(subject):
+                chosen = fitting(found, self.limit)[:1]
+                if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
+                    best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
-            if not searched or nodes > subject.examples or time.monotonic() > self.until:
+            over = not searched or nodes > subject.examples or time.monotonic() > self.until
+            plain = best is not None and not (best[1].host or best[0].step.options.again)
+            if best is not None and (over or plain):  # else more nodes may need neither the host nor more work
+                return self.made(*best)
+            if over:
                 raise self.nothing_fits(subject)
+
+    def ways(self, subject: Subject) -> Iterator[tuple[Subject, list[Candidate]]]:
+        """A step with its candidates; where none fits without the host, also the step that keeps less.
+
+        Of what its loops keep for later ones, what is cheapest to compute again is not kept: all, and if that fits,
+        then half, or else what is between, by bisection.
+        """
+        found = self.candidates(subject)
+        yield subject, found
+        if any(not each.host for each in fitting(found, self.limit)):
+            return
+        low, high = 0, len(subject.kept)
+        count = high
+        for _ in range(TRIES + 1):
+            if count == low or time.monotonic() > self.until:
+                return
+            less = subject_of(computing_again(subject.step, subject.kept[:count]), self.args)
+            found = self.candidates(less)
+            yield less, found
+            fits = any(not each.host for each in fitting(found, self.limit))
+            low, high = (low, count) if fits else (count, high)
+            if count == len(subject.kept) and not fits:
+                return
+            count = (low + high) // 2
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
@@ -131,7 +160,7 @@ class _Search:
         pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
             for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
-                began = time.monotonic()
+                began, before = time.monotonic(), len(found)
                 inner = len(sizes) - 1
                 if found and (self.until - began < took or self.until <= began):
                     break
@@ -146,6 +175,8 @@ class _Search:
                         self.add(on, expert, found)
                     if self.searched(on, found):
                         break
+                if not fitting(found, self.limit):
+                    found += filter(None, [each.with_host(self.machine, self.limit) for each in found[before:]])
                 took = time.monotonic() - began if inner else 0.0
         except KeyboardInterrupt:
             if not found:
@@ -203,6 +234,7 @@ class _Search:
         assert least is not None
         over = least.figures.memory - self.limit
         kept = least.figures
+        away = least.slots.figures(kept, self.machine, len(least.slots.held))
         help_: list[str] = []
         if subject.virtual_nodes < subject.examples:
             help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
@@ -218,6 +250,7 @@ class _Search:
                     f"the smallest found takes {size(kept.memory)}, {size(over)} too much: {least.name} on "
                     + " x ".join(f"{name} {n}" for name, n in least.mesh.items()),
                     f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
+                    *[f"{size(away.memory)} with {size(away.host)} of the state on the host"][: bool(away.host)],
                     f"machine: {self.machine.name}, {several(len(self.machine.devices), 'device')}",
                 ],
                 remedies=help_ or ["devices with more memory"],
@@ -251,6 +284,7 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         beside,
         chosen.gap,
         chosen.divisions,
+        chosen.host,
     )
 
 

@@ -27,7 +27,7 @@ from vnode.partition.machine.store import written
 from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
-from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
 FORMAT = "vnode plan"
@@ -60,6 +60,8 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
+        "host": list(plan.host),
+        "again": [list(each) for each in plan.again],
     }
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -98,8 +100,13 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         platform, turns = str(content["platform"]), int(content["turns"])
         beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
+        host = tuple(map(str, content.get("host", ())))
+        if not set(host) <= set(specs):
+            raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
+        again = [(int(k), int(j)) for k, j in content.get("again", ())]
         memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
     step = on_nodes(step, nodes, options)
+    step = computing_again(step, again) if again else step
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
     if step.options.virtual_nodes != nodes:
@@ -128,6 +135,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         beside,
         gap,
         divisions,
+        host,
     )
 
 

@@ -6,11 +6,12 @@ Knows steps, calls and how they are analysed. Must not know machines, layouts no
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 
+from vnode.analysis.again import Stacked, kept_for_later
 from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.passes import Schedule
 from vnode.errors import PartitionError
@@ -38,6 +39,7 @@ class Subject:
       donated: inputs that are given away.
       carried: for outputs, by number, the input that they become in the next step.
       examples: of the whole batch.
+      kept: what its loops keep for later ones, and could be computed again, cheapest a byte first.
     """
 
     step: Any
@@ -49,6 +51,7 @@ class Subject:
     donated: frozenset[int]
     carried: Mapping[int, int]
     examples: int
+    kept: tuple[Stacked, ...] = ()
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -86,6 +89,12 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 
+def computing_again(step: Any, several: Collection[Stacked]) -> Any:
+    """A step, a `VirtualStep`, whose loops do not keep some values for later ones."""
+    options = dataclasses.replace(step.options, again=tuple(sorted(several)))
+    return VirtualStep(dataclasses.replace(step.spec, options=options), None)
+
+
 def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     """Analyses a step.
 
@@ -106,6 +115,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     wholes = set(spec.wholes(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
+    kept = kept_for_later(program)
     results = output.merge([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
     before = successors(results, placed, [i in wholes for i, _ in leaves])
     more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
@@ -119,4 +129,5 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
         frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
         {j: i for j, i in enumerate(before) if i is not None},
         call.size,
+        tuple(sorted(kept, key=lambda each: (kept[each].flops / kept[each].bytes, each))),
     )
