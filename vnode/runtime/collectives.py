@@ -249,9 +249,8 @@ def in_tree_order(
     results: list[list[Any]] = [[] for _ in sums]
     for i, dim in enumerate(parts):
         if dim is not None:
-            held = Parcel(blocks[i], dim + 1, False).send(axis)
-            shard = dataclasses.replace(sums[i], shape=held.shape[1:])
-            results[i] = [in_memory(total) for total in added(shard, held, rows, plan.across)]
+            parcel = Parcel(blocks[i], dim + 1, False)
+            results[i] = [parcel.part_added(sums[i].monoid, rows, plan, axis)]
     together = [i for i, dim in enumerate(parts) if dim is None]
     for members in buckets(sums, together) if plan.flat else [[i] for i in together]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
@@ -297,11 +296,12 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     return left.each(len(fold.rest))[0]
 
 
-def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str) -> jax.Array:
-    """Adds a block of each of 2**k devices, and gives all of them the sum.
+def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str, whole: bool = True) -> jax.Array:
+    """Adds a block of each of 2**k devices, and gives all of them the sum, or each its own part of it.
 
     Reduce-scatters within pairs of devices, of pairs of pairs, and so on: each device keeps half of what it had, down
-    to its chunk, and gathers come back the same way. A sum of two is the tree's, whichever is added to the other.
+    to a chunk. Gathers come back the same way; or each chunk is sent to the device that it belongs to, as the first
+    halving is by the last bit of a device's number. A sum of two is the tree's, whichever is added to the other.
 
     Args:
       s: what is added.
@@ -309,12 +309,17 @@ def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str) 
       dim: its dimension that is divided, a multiple of the devices.
       devices: how many there are.
       axis: of the mesh, over which they are numbered.
+      whole: whether devices are to have all of the sum.
     """
-    strides = [1 << k for k in range(devices.bit_length() - 1)]
+    bits = devices.bit_length() - 1
+    strides = [1 << k for k in range(bits)]
     levels = [[[d, d | stride] for d in range(devices) if not d & stride] for stride in strides]
     for pairs in levels:
         value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=pairs, tiled=True)
     value = s.from_zero(value)
+    if not whole:
+        turned = [sum(((d >> k) & 1) << (bits - 1 - k) for k in range(bits)) for d in range(devices)]
+        return lax.ppermute(value, axis, list(enumerate(turned)))
     for pairs in reversed(levels):
         value = lax.all_gather(value, axis, axis=dim, axis_index_groups=pairs, tiled=True)
     return value
@@ -356,6 +361,16 @@ class Parcel:
         held = self.send(axis)
         parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
         return [self.collect(part, axis) for part in parts]
+
+    def part_added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
+        """The same of all nodes' blocks, of which each device is given its chunk only."""
+        s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
+        assert self.dim is not None
+        if plan.paired and s.dtype in ROUNDED_EACH:
+            return added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis, whole=False)
+        held = self.send(axis)
+        (total,) = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
+        return in_memory(total)
 
     def send(self, axis: str) -> jax.Array:
         """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
