@@ -208,3 +208,18 @@ def test_what_cannot_be_divided_is_computed_whole() -> None:
     params = state_of(OPTIMIZERS["adamw"])["params"]
     virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
     assert_same(virtual(sharded({"params": params}, "both", over)["params"], x), plain, params, x)
+
+
+@pytest.mark.parametrize("layout", ["rows", "both"])
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_derivatives_from_outside(reduction: str, layout: str) -> None:
+    """Of a maximum over what is sharded, too."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss_fn(params, x) * jnp.max(params["in"] ** 2) + jnp.sum(jnp.sin(params["out"])) / 128
+
+    over, x, params = mesh_of(4, 2 if layout == "both" else 1), examples(), state_of(OPTIMIZERS["adamw"])["params"]
+    placement = vnode.Placement(8, mesh=over, axis="data")
+    virtual = vnode.virtualize(loss, virtual_nodes=8, placement=placement, reduction=reduction)
+    given = sharded({"params": params}, layout, over)["params"]
+    assert_same(jax.grad(virtual)(given, x), jax.grad(loss), params, x)

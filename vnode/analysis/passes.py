@@ -165,13 +165,6 @@ class Schedule:
         return inside.union(self.gathered)
 
     @property
-    def sums_only(self) -> bool:
-        """Whether every reduction over nodes is a sum, also in loops around passes."""
-        return all(a.monoid is Monoid.SUM for nodes in self.passes for a in nodes.accumulators) and all(
-            inner.sums_only for stage in self.stages for action in stage.once for inner in action.schedules
-        )
-
-    @property
     def passes(self) -> list[Pass]:
         return [stage.nodes for stage in self.stages if stage.nodes is not None]
 

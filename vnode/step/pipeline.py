@@ -3,10 +3,9 @@
 Knows the order of things: trace, follow the batch, schedule, check the cost, emit. Must not know pytrees.
 
 Derivatives. Calls are inlined, and what carries a derivative rule of its own (`jax.custom_jvp`) would lose it. So a
-step that holds such calls is emitted behind a rule of its own: its derivative is the virtualized derivative of the
-user's function, in which jax has applied the user's rules. So is a step whose devices hold different numbers of nodes
-(loops of run-time length have no reverse mode), and one that takes a maximum over nodes (equal elements share a
-derivative, which pairwise maxima do not do).
+step is emitted behind a rule of its own: its derivative is the virtualized derivative of the user's function, in which
+jax has applied the user's rules. The emission itself has none: loops of run-time length have no reverse mode, pairwise
+maxima share derivatives otherwise than the whole's, and sums over nodes are read by their bits.
 """
 
 from __future__ import annotations
@@ -169,7 +168,6 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
-    plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     values = [*flat.leaves, *made.traced.captured]
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
@@ -183,7 +181,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     mesh = typed_mesh(values)
     if mesh is not None:
         step = untyped(step, mesh)
-    if not (differentiable or plain or uses_references(made.program)):
+    if not (differentiable or uses_references(made.program)):
         step = with_derivative(step, made, flat, placement)
     return typed(step(*values), made.program.outputs)
 
