@@ -24,7 +24,6 @@ EVERY = 12
 """One step of so many is part of the usual run."""
 
 REFUSED = {
-    "adversaries_with_two_states": "windows that are split over",  # of what is computed once, which XLA divides
     "debug_print_of_invariant_reduced_and_batched": "has an effect",
 }
 """Steps that cannot be divided over further axes, and what the error says."""

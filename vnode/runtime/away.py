@@ -57,25 +57,31 @@ def fetched(value: Any, after: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
     Returns:
       The same array elsewhere, sharded as it was.
     """
+    whole = PartitionSpec()
+    run = jax.shard_map(brought, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
+    return run(value, None if after is None else element(after))
+
+
+def element(value: Any) -> Any:
+    """The first element of an array."""
+    return lax.slice(value, (0,) * jnp.ndim(value), (1,) * jnp.ndim(value)).reshape(())
+
+
+def brought(value: Any, after: Any) -> Any:
+    """The same on one device: its array of the value, in its memory."""
     if after is None or not jnp.issubdtype(value.dtype, jnp.number):
         return jax.device_put(value, jax.memory.Space.Device)
-    first = lax.slice(after, (0,) * jnp.ndim(after), (1,) * jnp.ndim(after)).reshape(())
+    first = element(after)
+    dim, pieces = pieces_of(value.shape, value.dtype.itemsize)
+    if pieces == 1:
+        return jax.device_put(lax.optimization_barrier((value, first))[0], jax.memory.Space.Device)
+    rows = value.shape[dim] // pieces
 
-    def local(value: Any, first: Any) -> Any:
-        dim, pieces = pieces_of(value.shape, value.dtype.itemsize)
-        if pieces == 1:
-            return jax.device_put(lax.optimization_barrier((value, first))[0], jax.memory.Space.Device)
-        rows = value.shape[dim] // pieces
+    def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
+        piece = jax.device_put(lax.dynamic_slice_in_dim(value, i * rows, rows, dim), jax.memory.Space.Device)
+        return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
 
-        def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
-            piece = jax.device_put(lax.dynamic_slice_in_dim(value, i * rows, rows, dim), jax.memory.Space.Device)
-            return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
-
-        return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
-
-    whole = PartitionSpec()
-    run = jax.shard_map(local, mesh=mesh, in_specs=(spec, whole), out_specs=spec, check_vma=False)
-    return run(value, first)
+    return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
 
 
 def pieces_of(shape: Sequence[int], itemsize: int) -> tuple[int, int]:

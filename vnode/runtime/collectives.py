@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -21,8 +22,11 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, materialized, opaque, stacked
+from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, in_memory, materialized, opaque, stacked
 from vnode.runtime.tree import Fold, folds
+
+Parts = Sequence[int | None]
+"""For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
 
 BUCKET = 1 << 20
 """Bytes up to which values travel together."""
@@ -40,12 +44,15 @@ SMALL = 16 << 10
 """Bytes of a bucket up to which every device adds all of it, with one collective; not of very many devices."""
 
 
-def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str) -> list[Any]:
-    """Combines every device's totals in any order: one collective per monoid."""
+def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
+    """Combines every device's totals in any order: one collective per monoid, and one for each that is divided."""
     results: dict[int, Any] = {}
     groups: dict[Monoid, list[int]] = {}
-    for i, s in enumerate(sums):
-        groups.setdefault(s.monoid, []).append(i)
+    for i, (s, dim) in enumerate(itertools.zip_longest(sums, parts)):
+        if dim is not None:
+            results[i] = lax.psum_scatter(totals[i], axis, scatter_dimension=dim, tiled=True)
+        else:
+            groups.setdefault(s.monoid, []).append(i)
     for monoid, members in groups.items():
         values = [totals[i] for i in members]
         match monoid:
@@ -132,7 +139,14 @@ class ReductionPlan:
         return ReductionPlan(tuple(own), across, one_axis)
 
 
-def totals(sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan: ReductionPlan, axis: str) -> list[Any]:
+def totals(
+    sums: Sequence[Sum],
+    rest: PartialBlocks,
+    exact: Sequence[Any],
+    plan: ReductionPlan,
+    axis: str,
+    parts: Parts = (),
+) -> list[Any]:
     """Combines what `loops.in_tree_order` leaves on the devices, which hold all nodes.
 
     Args:
@@ -141,24 +155,34 @@ def totals(sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan:
       exact: the totals of those that are.
       plan: how devices add.
       axis: of the mesh, over which devices are numbered.
+      parts: which totals are divided among the devices.
 
     Returns:
       The totals of all.
     """
-    blocks, exact = partial_blocks(sums, rest, exact, plan, axis)
+    blocks, exact = partial_blocks(sums, rest, exact, plan, axis, parts)
     return merged(sums, [block for (block,) in blocks], exact)
 
 
 def partial_blocks(
-    sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan: ReductionPlan, axis: str
+    sums: Sequence[Sum],
+    rest: PartialBlocks,
+    exact: Sequence[Any],
+    plan: ReductionPlan,
+    axis: str,
+    parts: Parts = (),
 ) -> tuple[list[list[Any]], list[Any]]:
     """The same for devices that may hold only some of the nodes.
 
     Returns:
       Of every sum that is not exact the blocks that remain, in order; of those that are, the totals.
     """
-    return in_tree_order([s for s in sums if not s.exact], rest, plan, axis), combined(
-        [s for s in sums if s.exact], exact, axis
+    several = list(itertools.zip_longest(sums, parts))
+    inexact = [(s, dim) for s, dim in several if not s.exact]
+    others = [(s, dim) for s, dim in several if s.exact]
+    return (
+        in_tree_order([s for s, _ in inexact], rest, plan, axis, [dim for _, dim in inexact]),
+        combined([s for s, _ in others], exact, axis, [dim for _, dim in others]),
     )
 
 
@@ -199,7 +223,9 @@ def across_programs(
     )
 
 
-def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan, axis: str) -> list[list[Any]]:
+def in_tree_order(
+    sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan, axis: str, parts: Parts
+) -> list[list[Any]]:
     """Adds what partial_blocks on the devices.
 
     Args:
@@ -207,6 +233,7 @@ def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan,
       rest: what partial_blocks on this device.
       plan: how.
       axis: of the mesh, over which devices are numbered.
+      parts: which sums are divided among the devices; all others every device is given whole.
 
     Returns:
       Of each sum the blocks that remain of all devices, in order: one, if these hold all nodes.
@@ -220,7 +247,12 @@ def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan,
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
     blocks = rest.blocks(most)
     results: list[list[Any]] = [[] for _ in sums]
-    for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
+    for i, dim in enumerate(parts):
+        if dim is not None:
+            parcel = Parcel(blocks[i], dim + 1, False)
+            results[i] = [parcel.part_added(sums[i].monoid, rows, plan, axis)]
+    together = [i for i, dim in enumerate(parts) if dim is None]
+    for members in buckets(sums, together) if plan.flat else [[i] for i in together]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
         for total in parcel.added(sums[members[0]].monoid, rows, plan, axis):
             if plan.flat and not parcel.flat:  # as a collective leaves it in memory
@@ -264,11 +296,12 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     return left.each(len(fold.rest))[0]
 
 
-def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str) -> jax.Array:
-    """Adds a block of each of 2**k devices, and gives all of them the sum.
+def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str, whole: bool = True) -> jax.Array:
+    """Adds a block of each of 2**k devices, and gives all of them the sum, or each its own part of it.
 
     Reduce-scatters within pairs of devices, of pairs of pairs, and so on: each device keeps half of what it had, down
-    to its chunk, and gathers come back the same way. A sum of two is the tree's, whichever is added to the other.
+    to a chunk. Gathers come back the same way; or each chunk is sent to the device that it belongs to, as the first
+    halving is by the last bit of a device's number. A sum of two is the tree's, whichever is added to the other.
 
     Args:
       s: what is added.
@@ -276,12 +309,17 @@ def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str) 
       dim: its dimension that is divided, a multiple of the devices.
       devices: how many there are.
       axis: of the mesh, over which they are numbered.
+      whole: whether devices are to have all of the sum.
     """
-    strides = [1 << k for k in range(devices.bit_length() - 1)]
+    bits = devices.bit_length() - 1
+    strides = [1 << k for k in range(bits)]
     levels = [[[d, d | stride] for d in range(devices) if not d & stride] for stride in strides]
     for pairs in levels:
         value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=pairs, tiled=True)
     value = s.from_zero(value)
+    if not whole:
+        turned = [sum(((d >> k) & 1) << (bits - 1 - k) for k in range(bits)) for d in range(devices)]
+        return lax.ppermute(value, axis, list(enumerate(turned)))
     for pairs in reversed(levels):
         value = lax.all_gather(value, axis, axis=dim, axis_index_groups=pairs, tiled=True)
     return value
@@ -324,6 +362,16 @@ class Parcel:
         parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
         return [self.collect(part, axis) for part in parts]
 
+    def part_added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> Any:
+        """The same of all nodes' blocks, of which each device is given its chunk only."""
+        s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
+        assert self.dim is not None
+        if plan.paired and s.dtype in ROUNDED_EACH:
+            return added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis, whole=False)
+        held = self.send(axis)
+        (total,) = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
+        return in_memory(total)
+
     def send(self, axis: str) -> jax.Array:
         """All devices' blocks of this device's chunk, ``[devices * blocks, ...]``."""
         if self.dim is None:
@@ -339,11 +387,12 @@ class Parcel:
         return chunk if self.dim is None else lax.all_gather(chunk, axis, axis=self.dim - 1, tiled=True)
 
 
-def buckets(sums: Sequence[Sum]) -> list[list[int]]:
-    """Which values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
+def buckets(sums: Sequence[Sum], numbers: Sequence[int]) -> list[list[int]]:
+    """Which of some values travel together: small ones of one dtype and monoid, up to `BUCKET` bytes."""
     result: list[list[int]] = []
     filling: dict[tuple[Any, Monoid], tuple[int, list[int]]] = {}
-    for i, s in enumerate(sums):
+    for i in numbers:
+        s = sums[i]
         if s.nbytes >= ALONE:
             result.append([i])
             continue

@@ -6,7 +6,7 @@ Knows the partitioner, and how functions are traced. Must not know schedules, pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,10 +19,11 @@ from vnode.operators import Monoid, Windowed
 from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
-from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.further import followed_further
+from vnode.spmd.layout import Axes, Layout, over, replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow, digest_of
-from vnode.spmd.run import run
+from vnode.spmd.run import Alike, run
 
 Records = Mapping[str, RecordedFlow]
 """How programs are divided, by their digests."""
@@ -33,9 +34,8 @@ class Division:
     """How whole values lie on a mesh, and who divides what is computed of them.
 
     Attributes:
-      layouts: of a program's inputs, over the axes that nodes are not spread over; None for those that all devices
-        have whole.
-      over_nodes: whether inputs are sharded over the nodes' axis, too.
+      layouts: of a program's inputs; None for those that all devices have whole.
+      over_nodes: whether some are sharded over the nodes' axis: what is computed once is divided over that, too, then.
       automatic: all is left to XLA's partitioner.
       records: how programs are divided of which somebody has decided that, by their digests.
       specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
@@ -60,6 +60,8 @@ class Divided:
       pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
         may be left uncombined; None for others.
       records: how programs are divided of which somebody has decided that; if given, this must be one of them.
+      exact: axes whose size must not show in the bits of results.
+      alike: if compilers shall compute elements alike whatever the sizes of some axes.
 
     Attributes:
       inputs: how the arguments have to lie.
@@ -75,21 +77,23 @@ class Divided:
         platform: str,
         pieces: Sequence[Monoid | None] = (),
         records: Records | None = None,
+        exact: Collection[str] = (),
+        alike: Alike | None = None,
     ) -> None:
         made = traced(fun, shapes, axes)
         self.captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         program = inline(meshless(made.jaxpr), made.consts)
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
-        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes)
+        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact)
         self.inputs = list(flow.inputs[: len(shapes)])
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
         self.shapes = [atom.aval.shape for atom in program.outputs]
-        self.axes, self.platform = axes, platform
+        self.axes, self.platform, self.alike = axes, platform, alike
 
-    def __call__(self, values: Sequence[Any]) -> list[Any]:
-        return run(self.flow, [*values, *self.captured], self.axes, self.platform)
+    def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
+        return run(self.flow, [*values, *self.captured], self.axes, self.platform, alike=self.alike, latest=latest)
 
     def local(self, i: int) -> tuple[int, ...]:
         """The shape of one device's array of a result."""
@@ -114,8 +118,18 @@ def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axe
         return jax.make_jaxpr(lambda *values: fun(values))(*shapes)
 
 
-def followed(program: Program, given: Sequence[Layout], axes: Axes) -> Flow:
-    """Layouts through a program, as those of its inputs lead them."""
+def followed(program: Program, given: Sequence[Layout], axes: Axes, exact: Collection[str] = ()) -> Flow:
+    """Layouts through a program, as those of its inputs lead them.
+
+    Along axes whose size must not show in bits the program is divided once it is divided over the others.
+    """
+    if exact:
+        inner = {name: size for name, size in axes.items() if name not in exact}
+        shapes = [getattr(var.aval, "shape", ()) for var in program.inputs]
+        base = followed(program, [over(inner, *each) for each in zip(given, shapes, strict=True)], inner)
+        flow = followed_further(base, given, inner, axes)
+        wishes = wished(flow, axes, frozenset(exact))
+        return followed_further(base, given, inner, axes, wishes) if wishes else flow
     flow = follow(program, given, axes)
     wishes = wished(flow, axes)
     return follow(program, given, axes, wishes=wishes) if wishes else flow

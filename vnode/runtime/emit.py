@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Literal, Var
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from vnode.analysis.forms import WHOLE, Form, Slice, Whole
 from vnode.analysis.passes import Pass, Schedule, Stage
@@ -31,13 +31,16 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
-from vnode.runtime.away import Work, by_output, can_be_waited_for, can_wait, fetched, is_away
+from vnode.runtime.away import Work, brought, by_output, can_be_waited_for, can_wait, element, fetched, is_away
 from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
+from vnode.runtime.handed import Among, handed_on
 from vnode.runtime.node import Node, Once, arrange
-from vnode.spmd.exchange import in_step
-from vnode.spmd.layout import Layout, replicated
+from vnode.runtime.once import Together, divided_once, read_by, stands_apart
+from vnode.spmd.exchange import convert, in_step
+from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
+from vnode.spmd.run import Alike, Later
 
 
 class Mode(enum.Enum):
@@ -114,6 +117,9 @@ class Emission:
         self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
         self.axes = inner_axes(placement) if division is not None else {}
+        self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
+        # Axes whose size must not show in bits.
+        self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
         self.away: dict[Var, tuple[Any, PartitionSpec]] = {}  # in the host's memory
@@ -157,7 +163,10 @@ class Emission:
             Stage(tuple(action for action in stage.once if next(numbers) not in waiting), stage.nodes)
             for stage in stages
         ]
-        return [*early, Stage(tuple(actions[k] for k in order), None)]
+        last = tuple(actions[k] for k in order)
+        if early and early[-1].nodes is None:  # one program, as if no value was away
+            last = (*early.pop().once, *last)
+        return [*early, Stage(last, None)]
 
     def returned(self, atom: Atom, form: Form) -> Any:
         """An output, of which it is said where it is to be: or branches may return it in different places."""
@@ -168,52 +177,48 @@ class Emission:
         return value if self.schedule.passes else self.everywhere(value)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
-        """Evaluates what is computed once, and lays out what passes read of it like what it is computed of.
-
-        XLA's partitioner divides it. Divided by ours, too, one step of the zoo (a scan over layers with dropout, on
-        2x2x2) was seen on CPU devices to wait for itself: devices were in different collectives.
-        """
-        groups = itertools.groupby(actions, lambda action: bool(action.schedules or action.step.eqn.effects))
+        """Evaluates what is computed once, divided as what it reads; what has effects is left to XLA's partitioner."""
+        groups = itertools.groupby(actions, stands_apart)
         for apart, several in groups:
             together = list(several)
+            if (self.once_axes or self.division.over_nodes) and self.divides and not apart:
+                self.run_divided(together)
+                continue
             for action in together:
                 self.run_once(action)
-            if self.axes and self.divides and not apart:
-                self.lay_out(together)
 
-    def lay_out(self, actions: Sequence[Evaluation]) -> None:
-        """Finds how the results of actions lie over the axes that nodes are not spread over, and says so to XLA."""
-        made = {
-            var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
-        }
-        reads = list(dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made))
-        here = set(map(id, actions))
-        wanted = [var for var, form in made.items() if isinstance(form, Whole) and self.readers.get(var, set()) - here]
-        layouts = [self.layout(var) for var in reads]
-        if not wanted or all(layout.whole for layout in layouts):
-            return
+    def run_divided(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates actions in a program of each device, on its part of what they read."""
+        together = Together.of(actions, self.readers, self.flow.program, self.once)
+        far = [var in self.away for var in together.reads]
+        given = [self.away[var][0] if var in self.away else self.read(var) for var in together.reads]
+        layouts = [self.layout(var) for var in together.reads]
+        kept = self.division.over_nodes and self.mode is Mode.INVARIANT
+        alike = Alike({self.placement.axis}, loops.in_memory) if kept else None
+        divided = divided_once(together, list(map(shape_of, given)), layouts, self.once_axes, self.exact, alike)
+        if isinstance(divided, Divided):
+            for var in together.reads:
+                self.away.pop(var, None)
+        else:
+            given, far = [self.read(var) for var in together.reads], [False] * len(given)
 
-        def run(values: Sequence[Any]) -> list[Any]:
-            held = dict(zip(reads, values, strict=True))
-            known = Known(self.flow.program)
+        def device_program(latest: Any, values: Sequence[Any]) -> list[Any]:
+            own = [Later(functools.partial(brought, v)) if late else v for v, late in zip(values, far, strict=True)]
+            return divided(own, latest)
 
-            def read(atom: Atom) -> Any:
-                return atom.val if isinstance(atom, Literal) else held[atom]
-
-            for action in actions:
-                held.update(zip(action.step.eqn.outvars, evaluate_once(action, read, known, self.once), strict=True))
-            return [as_array(held[var], var) for var in wanted]
-
-        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in reads]
-        divided = Divided(run, shapes, layouts, self.axes, self.platform)
-        refuse_windows(divided.flow)
-        for var, layout in zip(wanted, divided.results, strict=True):
-            if layout.whole:
-                continue
-            self.layouts[var] = layout
-            if not self.division.over_nodes:
-                sharding = NamedSharding(self.placement.mesh, spec_of(layout))
-                self.whole[var] = lax.with_sharding_constraint(self.whole[var], sharding)
+        values = jax.shard_map(
+            device_program,
+            mesh=self.placement.mesh,
+            in_specs=(PartitionSpec(), list(map(spec_of, divided.inputs))),
+            out_specs=list(map(spec_of, divided.results)),
+            check_vma=False,
+        )(element(self.latest) if any(far) and self.latest is not None else None, given)
+        for (var, form), layout, value in zip(together.wanted, divided.results, values, strict=True):
+            (self.batched if isinstance(form, Slice) else self.whole)[var] = value
+            if not layout.whole:
+                self.layouts[var] = layout
+            if var in self.whole and can_be_waited_for(value):
+                self.latest = value
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
@@ -234,9 +239,13 @@ class Emission:
         """How a whole value, or one that is kept for all nodes, lies."""
         return self.layouts.get(var) or replicated(len(var.aval.shape))
 
+    def layout_in_pass(self, var: Var) -> Layout:
+        """How it lies where nodes read it, which have all of it along their own axis."""
+        return over(self.axes, self.layout(var), var.aval.shape)
+
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
-        layout = self.layout(var)
+        layout = self.layout_in_pass(var)
         return layout if var in self.collected else whole_along(form.dim, layout)
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
@@ -324,7 +333,7 @@ class Emission:
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
-            division = dataclasses.replace(self.division, layouts=layouts) if self.axes else self.division
+            division = dataclasses.replace(self.division, layouts=layouts)
             outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
@@ -472,18 +481,35 @@ class Emission:
         slots = [var in self.collected for var, _ in sliced]
         divided = self.divided_pass(nodes, wholes, sliced)
         lying = divided.inputs if divided else self.lying(wholes, sliced)
+        # What is known to lie in some way is moved explicitly, before the loop.
+        mesh_axes = long_axes(placement.mesh)
+        given = [self.layouts.get(var, end) for var, end in zip(wholes, lying[1 + len(sliced) :], strict=True)]
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
             placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes
         )
-        combine = collectives.totals if self.alone else collectives.partial_blocks
+        lies = (
+            [each.complete for each in divided.results[: len(sums)]]
+            if divided
+            else [replicated(len(s.shape)) for s in sums]
+        )
+        ends = self.handed_on(nodes, lies) if self.alone else lies
+        made = divided.results[: len(sums)] if divided else lies
+        among = Among(axis, self.once_axes, bool(self.exact))
+        parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
+        combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
 
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
 
         def device_program(
             numbers: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
+            whole = [
+                convert(value, start, end, var.aval.shape, mesh_axes)
+                for var, value, start, end in zip(wholes, whole, given, lying[1 + len(sliced) :], strict=True)
+            ]
+
             def take(index: jax.Array) -> list[Any]:
                 parts = [lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)]
                 for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
@@ -503,7 +529,7 @@ class Emission:
             program = loops.NodeProgram(take, compute, waves == 1)
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
-                return completed(collectives.combined(sums, totals, axis)), kept
+                return completed(collectives.combined(sums, totals, axis, parts)), kept
             late = sorted(zip(wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
             read = [value for _, value in late]
             shapes = [
@@ -522,27 +548,32 @@ class Emission:
                         program, sums, turns, merges[0], plan.depth, plan.most, self.lane, buffers
                     )
                     return completed(combine(sums, rest, exact, plan, axis)), kept
-            return completed(collectives.combined(sums, totals, axis)), kept
+            return completed(collectives.combined(sums, totals, axis, parts)), kept
 
         def completed(totals: Any) -> Any:
             """What devices along the other axes have pieces of, combined: once, not for every node."""
-            return [divided.completed(total, i) for i, total in enumerate(totals)] if divided else totals
+            if not self.divides or not self.alone:
+                return totals
+            several = zip(nodes.accumulators, totals, made, parts, ends, strict=True)
+            return [
+                convert(total, among.divided(start, dim, a.var.aval.shape), end, a.var.aval.shape, mesh_axes)
+                for a, total, start, dim, end in several
+            ]
 
         spec = PartitionSpec
         in_specs = (
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec_of(layout) if self.divides else spec() for layout in lying[1 + len(sliced) :]],
+            [spec_of(layout) if self.divides else spec() for layout in given],
             [
                 sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
                 for layout, (_, form), (_, dim), slot in zip(lying[1:], sliced, shards, slots, strict=False)
             ],
         )
-        totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
         kept_in = divided.results[len(sums) :] if divided else None
         out_specs = (
-            [spec_of(layout) for layout in totals_in] if totals_in is not None else spec(),
+            [spec_of(layout) for layout in ends] if self.divides and self.alone else spec(),
             [sharded(layout, 0, axis) for layout in kept_in] if kept_in is not None else spec(axis),
         )
         run = jax.shard_map(
@@ -562,10 +593,26 @@ class Emission:
         )
         for (var, _), value in zip(nodes.collected, kept, strict=True):
             self.collected[var] = value
+        self.layouts.update((a.var, layout) for a, layout in zip(nodes.accumulators, ends, strict=True))
         if divided:
-            found = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
-            self.layouts.update((var, layout.complete) for var, layout in zip(found, divided.results, strict=True))
+            kept_in = divided.results[len(sums) :]
+            self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
         return totals
+
+    def handed_on(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
+        """How a pass hands on its totals, of which it could hand on all that `lies` says: as who reads them wants them.
+
+        Where the next that is computed once reads a part only, a part is handed on: a gradient of what is sharded.
+        """
+        if not self.once_axes or not self.divides:
+            return list(lies)
+        stages = itertools.dropwhile(lambda stage: stage.nodes is not nodes, self.schedule.stages)
+        after = [
+            action for stage in itertools.islice(stages, 1, None) for action in stage.once if not stands_apart(action)
+        ]
+        together = Together.of(after, self.readers, self.flow.program, self.once)
+        ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
+        return list(handed_on(ends, self.layout, together.reading, self.axes, self.once_axes, self.exact).values())
 
     def as_node(
         self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]], given: Sequence[Any]
@@ -589,7 +636,7 @@ class Emission:
     def lying(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[Layout]:
         """How it lies."""
         parts = (self.layout_in_node(var, form) for var, form in sliced)
-        return [replicated(1), *parts, *(self.layout(var) for var in wholes)]
+        return [replicated(1), *parts, *map(self.layout_in_pass, wholes)]
 
     def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
@@ -621,15 +668,14 @@ class Emission:
             self.latest = total if can_be_waited_for(total) else self.latest
 
 
-def read_by(action: Evaluation) -> list[Var]:
-    """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
-    pairs = zip(action.step.eqn.invars, action.operands, strict=True)
-    return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]
-
-
 def inner_axes(placement: Placement) -> dict[str, int]:
     """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
+
+
+def once_axes(placement: Placement, over_nodes: bool) -> dict[str, int]:
+    """The axes of a placement's mesh over which what is computed once is divided: the nodes' only if that is asked."""
+    return long_axes(placement.mesh) if over_nodes else inner_axes(placement)
 
 
 def whole_along(dim: int, layout: Layout) -> Layout:

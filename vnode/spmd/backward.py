@@ -8,10 +8,12 @@ meets something that is. Where all who read it cut it alike, it is computed so, 
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from jax.extend.core import Literal, Var
 
 from vnode.operators import OperatorDescription, Prefix
-from vnode.spmd.choice import Given, carried_out, ways_to
+from vnode.spmd.choice import Given, by_element, carried_out, ways_to
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.route import route
@@ -22,12 +24,13 @@ def in_parts(description: OperatorDescription) -> bool:
     return not any(isinstance(factor.split, Prefix) for factor in description.factors)
 
 
-def wished(flow: Flow, axes: Axes) -> dict[Var, Layout]:
+def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, Layout]:
     """How values shall lie that every device has whole, and that are read in parts only.
 
     Args:
       flow: layouts through a program, followed forward.
       axes: of the mesh.
+      exact: axes along which only what is computed element by element is computed in parts.
 
     Returns:
       For some variables the layout in which they are read.
@@ -51,7 +54,8 @@ def wished(flow: Flow, axes: Axes) -> dict[Var, Layout]:
                 (target,) = wanted
                 moves = route(layout, target, var.aval.shape, axes, var.aval.dtype) if not target.partial else ()
                 ways = ways_to(description, 0, target, axes)
-                if moves and ways and all(move.kind == "cut" for move in moves):
+                allowed = by_element(description) or not target.cut_axes.keys() & exact
+                if moves and ways and allowed and all(move.kind == "cut" for move in moves):
                     given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]
                     choice = carried_out(step.eqn, description, ways, given, axes, ())
                     if choice is not None and choice.results[0] == target:

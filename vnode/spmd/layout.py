@@ -141,3 +141,18 @@ def from_spec(spec: Any, shape: Sequence[int], axes: Axes) -> Layout:
         names = tuple(name for name in names if axes.get(name, 1) > 1)
         dims.append(cut_of(names, 1, n, n, axes) if names and n > 1 else None)
     return Layout(tuple(dims))
+
+
+def over(axes: Axes, layout: Layout, shape: Sequence[int]) -> Layout:
+    """A layout as far as it is over some axes.
+
+    >>> from jax.sharding import PartitionSpec
+    >>> both = from_spec(PartitionSpec("data", "model"), (4, 8), {"data": 2, "model": 2})
+    >>> str(over({"model": 2}, both, (4, 8)))
+    '[-, model]'
+    """
+    dims: list[Cut | None] = []
+    for cut, n in zip(layout.dims, shape, strict=True):
+        names = tuple(name for name in cut.axes if name in axes) if cut is not None else ()
+        dims.append(cut_of(names, cut.outer, cut.size, n, axes) if cut is not None and names else None)
+    return Layout(tuple(dims), tuple(each for each in layout.partial if each[0] in axes))

@@ -6,10 +6,11 @@ are. What it makes runs inside `jax.shard_map` that is manual over all axes, or 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
@@ -42,33 +43,70 @@ FAR = 4
 """So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
 
 
-def run(flow: Flow, values: Sequence[Any], axes: Axes, platform: str, everywhere: bool = True) -> list[Any]:
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """What it takes that compilers compute elements alike whatever the sizes of some axes.
+
+    Attributes:
+      axes: these axes.
+      in_memory: gives an array that what reads it finds in memory, in the common order of its dimensions.
+    """
+
+    axes: Collection[str]
+    in_memory: Callable[[Any], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Later:
+    """An input that is made when it is read first.
+
+    Attributes:
+      of: gives this device's array, of the latest result with floating-point numbers; of None if there is none yet.
+    """
+
+    of: Callable[[Any], Any]
+
+
+def run(
+    flow: Flow,
+    values: Sequence[Any],
+    axes: Axes,
+    platform: str,
+    everywhere: bool = True,
+    alike: Alike | None = None,
+    latest: Any = None,
+) -> list[Any]:
     """Evaluates a program on one device of a mesh.
 
     Args:
       flow: layouts through it.
-      values: this device's arrays of its inputs, as `flow.inputs` says.
+      values: this device's arrays of its inputs, as `flow.inputs` says; or `Later`.
       axes: of the mesh, those longer than one.
       platform: what is compiled for.
       everywhere: whether all devices of the mesh evaluate it.
+      alike: if compilers shall compute elements alike whatever the sizes of some axes.
+      latest: what was computed before.
 
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    return _Run(flow, axes, platform, everywhere).all(values)
+    made = _Run(flow, axes, platform, everywhere, alike)
+    made.latest = latest
+    return made.all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str, everywhere: bool) -> None:
+    def __init__(self, flow: Flow, axes: Axes, platform: str, everywhere: bool, alike: Alike | None) -> None:
         self.flow, self.axes, self.platform, self.everywhere = flow, axes, platform, everywhere
+        self.alike = alike
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
         self.asked: set[Var] = set()  # variables whose layout the program asks for
         self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
         self.computed = 0  # bytes of results so far
-        self.latest: Any = None  # the last of them that has floating-point numbers
+        self.latest: Any = None  # the last result that has floating-point numbers
 
     def all(self, values: Sequence[Any]) -> list[Any]:
         program = self.flow.program
@@ -105,6 +143,9 @@ class _Run:
         held = self.held[atom]
         if atom in self.anyhow:
             return held[layout.complete]
+        for start, value in held.items():
+            if isinstance(value, Later):
+                held[start] = value.of(self.latest)
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
                 return self.read(atom, layout.complete)  # zero is a piece of zero
@@ -113,13 +154,21 @@ class _Run:
                 (start for start in held if set(layout.partial) <= set(start.partial)),
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
-            held[layout] = convert(held[start], start, layout, shape, self.axes)
+            held[layout] = self.gathered(convert(held[start], start, layout, shape, self.axes), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):
             start, *_ = held
             value = behind(held[start], self.latest)
             held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
         self.last[atom, layout] = self.computed
         return held[layout]
+
+    def gathered(self, value: Any, before: Layout, after: Layout) -> Any:
+        """A value that was perhaps gathered: compilers leave it in an order of dimensions that depends on which one."""
+        if self.alike is None or not jnp.issubdtype(value.dtype, np.inexact):
+            return value
+        lost = before.cut_axes.keys() - after.cut_axes.keys()
+        inside = any(before.cut_axes[name] > 0 for name in lost.intersection(self.alike.axes))
+        return self.alike.in_memory(value) if inside else value
 
     def is_far(self, atom: Var, layout: Layout) -> bool:
         """Whether so much was computed since a copy was read that it is rather made again.
@@ -142,11 +191,22 @@ class _Run:
             given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
             choice = None if ways is None else carried_out(eqn, description, ways, given, self.axes, ())
             if choice is not None and choice.results[0] == layout:
-                return self.evaluated(eqn, choice)[0]
+                (value,) = self.evaluated(eqn, choice)
+                return self.apart(eqn, value)
             whole = replicated(len(layout.dims))
             operands = [self.read(atom, replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
             (value,) = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
-            return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
+            return convert(self.apart(eqn, value), whole, layout, eqn.outvars[0].aval.shape, self.axes)
+
+    def apart(self, eqn: JaxprEqn, value: Any) -> Any:
+        """A value from nothing of which compilers do not see what it is made of, unless that is constants.
+
+        XLA divides by what is one number everywhere by multiplying with its reciprocal, or does not, depending on which
+        other arrays have the same shape. On how many devices that is so depends on the sizes of parts.
+        """
+        computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
+        rounded = computed and jnp.issubdtype(value.dtype, np.inexact)
+        return lax.optimization_barrier(value) if self.alike is not None and rounded else value
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
@@ -283,7 +343,14 @@ class _Run:
 
         def evaluate_branch(number: int, values: Sequence[Any]) -> list[Any]:
             flow, makes = step.bodies[number], branches.results[number]
-            made = run(flow, [values[i] for i in branches.operands[number]], inner, self.platform, everywhere=False)
+            made = run(
+                flow,
+                [values[i] for i in branches.operands[number]],
+                inner,
+                self.platform,
+                everywhere=False,
+                alike=self.alike,
+            )
             own = {i: as_array(x, a) for i, x, a in zip(makes, made, flow.program.outputs, strict=True)}
             return [own[i] if i in own else nothing(i) for i in range(len(step.results))]
 
@@ -368,7 +435,7 @@ class _Run:
         return jnp.zeros(shape, dtype) if returned else lax.empty(shape, dtype)
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform, self.everywhere)
+        made = run(flow, values, self.axes, self.platform, self.everywhere, self.alike)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 

@@ -39,10 +39,10 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
 from vnode.runtime.divided import Division, Records
-from vnode.runtime.emit import Mode, emit, inner_axes
+from vnode.runtime.emit import Mode, emit, once_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
-from vnode.spmd.layout import Layout, from_spec
+from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step
 from vnode.step.layouts import Specs
@@ -176,8 +176,9 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     values = [*flat.leaves, *made.traced.captured]
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
+    axes = once_axes(placement, over_nodes and not options.automatic)
     division = Division(
-        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records, flat.specs
+        layouts_of(flat, made.traced.captured, axes), over_nodes, options.automatic, options.records, flat.specs
     )
 
     def step(*values: Any) -> list[Any]:
@@ -192,9 +193,8 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     return typed(step(*values), made.program.outputs)
 
 
-def layouts_of(flat: FlatStep, captured: Sequence[Any], placement: Placement) -> list[Layout | None]:
-    """How the inputs of a step lie on the placement's mesh; None where nobody says."""
-    axes = inner_axes(placement)
+def layouts_of(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layout | None]:
+    """How the inputs of a step lie over axes of the placement's mesh; None where nobody says."""
     specs: list[Any] = [*flat.specs, *[None] * (len(flat.leaves) - len(flat.specs))]
     specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
     shapes = [np.shape(value) for value in (*flat.leaves, *captured)]

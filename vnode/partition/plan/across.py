@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from vnode.analysis.program import Program
 from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime import collectives, loops
-from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.collectives import Parts, ReductionPlan
 from vnode.spmd.flow import Flow, Step
 
 
@@ -53,24 +53,33 @@ class Across:
         """Sums of each kind that are there at once on a device at least: in a tree, all pieces wait to be added."""
         return min(max(self.counts), 2) if self.invariant else 0
 
-    def totals(self, values: Sequence[Any], monoids: Sequence[Any]) -> list[Any]:
-        """Totals of what a row's devices have, by collectives; where there is one row, the values."""
+    def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
+        """Totals of what a row's devices have, by collectives; where there is one row, the values.
+
+        Args:
+          values: of each device.
+          monoids: by which they are combined.
+          parts: the dimensions along which devices are given parts of some.
+        """
         if len(self.counts) == 1:
             return list(values)
         sums = [loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
         if not self.invariant:
-            return self.in_any_order(sums, values)
-        ordered = [(s, v) for s, v in zip(sums, values, strict=True) if not s.exact]
-        exact = [(s, v) for s, v in zip(sums, values, strict=True) if s.exact]
-        others = [jnp.zeros((self.waiting, *s.shape), s.dtype) for s, _ in ordered] if self.waiting else []
-        rest = loops.PartialBlocks([v for _, v in ordered], others, jnp.int32(len(self.plan.own[0].rest)))
-        blocks = collectives.in_tree_order([s for s, _ in ordered], rest, self.plan, self.axis)
-        found = self.in_any_order([s for s, _ in exact], [v for _, v in exact])
+            return self.in_any_order(sums, values, parts)
+        several = list(zip(sums, values, parts, strict=True))
+        ordered = [each for each in several if not each[0].exact]
+        exact = [each for each in several if each[0].exact]
+        others = [jnp.zeros((self.waiting, *s.shape), s.dtype) for s, _, _ in ordered] if self.waiting else []
+        rest = loops.PartialBlocks([v for _, v, _ in ordered], others, jnp.int32(len(self.plan.own[0].rest)))
+        cut = [dim for _, _, dim in ordered]
+        blocks = collectives.in_tree_order([s for s, _, _ in ordered], rest, self.plan, self.axis, cut)
+        found = self.in_any_order([s for s, _, _ in exact], [v for _, v, _ in exact], [dim for _, _, dim in exact])
         return collectives.merged(sums, [block for (block,) in blocks], found)
 
-    def in_any_order(self, sums: Sequence[loops.Sum], values: Sequence[Any]) -> list[Any]:
+    def in_any_order(self, sums: Sequence[loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals by one collective for each: compilers send them together where they can."""
-        return [collectives.combined([s], [value], self.axis)[0] for s, value in zip(sums, values, strict=True)]
+        several = zip(sums, values, parts, strict=True)
+        return [collectives.combined([s], [value], self.axis, [dim])[0] for s, value, dim in several]
 
 
 class Totals(Primitive):
@@ -79,7 +88,7 @@ class Totals(Primitive):
     multiple_results = True
 
     def bind(self, *args: Any, **params: Any) -> Any:
-        return params["across"].totals(args, params["monoids"])
+        return params["across"].totals(args, params["monoids"], params["parts"])
 
 
 TOTALS = Totals("totals")
@@ -107,11 +116,13 @@ def added(flow: Flow, across: Across) -> Flow:
 def together(steps: Sequence[Step], across: Across) -> Step:
     """Totals of one pass as one equation, which every device evaluates on its parts of them."""
     first = steps[0].eqn
+    lying = [(step.operands[0].cut_axes, step.made[0].cut_axes) for step in steps]
+    parts = tuple(made.get(across.axis) if across.axis not in given else None for given, made in lying)
     eqn = first.replace(
         primitive=TOTALS,
         invars=[step.eqn.invars[0] for step in steps],
         outvars=[step.eqn.outvars[0] for step in steps],
-        params={"across": across, "monoids": tuple(step.eqn.params["monoid"] for step in steps)},
+        params={"across": across, "monoids": tuple(step.eqn.params["monoid"] for step in steps), "parts": parts},
     )
     operands, results = (tuple(step.operands[0] for step in steps), tuple(step.results[0] for step in steps))
     return Step(eqn, operands, tuple(step.made[0] for step in steps), results)

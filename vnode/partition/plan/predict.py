@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -32,8 +32,12 @@ from vnode.partition.plan.across import Across, added
 from vnode.partition.plan.row import OVER_ROWS, loop_bodies
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
+from vnode.runtime.divided import followed
+from vnode.runtime.handed import Among, Lying, handed_on
+from vnode.runtime.loops import Sum
+from vnode.runtime.once import wanted_in
 from vnode.spmd.choice import Choice, itemsize
-from vnode.spmd.flow import Flow, Step, follow
+from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec
 
 NODES = "vnode"
@@ -159,7 +163,7 @@ def predicted(
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
     inner = {name: n for name, n in axes.items() if name != NODES}
     sums = local_sums(flow, inner)
-    whole = added(over_rows_too(flow, sharded, state, axes) if sharded else flow, across)
+    whole = added(over_rows_too(flow, sharded, state, axes, across) if sharded else flow, across)
     traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     device = with_parts(traced, batch)
     target = Target.on(platform, machine.kinds[0].name)
@@ -186,7 +190,9 @@ def predicted(
     )
 
 
-def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes) -> Flow:
+def over_rows_too(
+    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across
+) -> Flow:
     """The flow of a row whose inputs are sharded over the rows: passes gather what they read, what follows is divided.
 
     Args:
@@ -194,6 +200,7 @@ def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mappi
       sharded: how inputs lie then, by number.
       state: for outputs, by number, the inputs that they become in the next step.
       axes: of the mesh, that of the rows too.
+      across: how rows add.
     """
     program = flow.program
     needed = set[Var]()
@@ -215,11 +222,32 @@ def over_rows_too(flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mappi
     read = [atom for eqn in rest for atom in eqn.invars] + list(program.outputs)
     given = [var for var in dict.fromkeys(a for a in read if isinstance(a, Var)) if var in lies and var not in made]
     after = Program(given, program.constants, rest, program.outputs)
-    wanted = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    following = follow(after, [lies[var] for var in given], axes, outputs=wanted)
+    exact = frozenset({across.axis} if across.invariant else ())
+
+    def wanted(lying: Lying, some: Axes, kept: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
+        return wanted_in(followed(after, [lying(var) for var in given], some, kept))
+
+    inner = {name: n for name, n in axes.items() if name != across.axis}
+    totals = {step.eqn.outvars[0]: step.results[0] for step in passes if step.eqn.primitive is OVER_ROWS}
+    ends = handed_on(totals, lies.__getitem__, wanted, inner, axes, exact)
+    lies.update(ends)
+    among = Among(across.axis, axes, across.invariant)
+    passes = [
+        in_parts(step, ends[step.eqn.outvars[0]], among) if step.eqn.outvars[0] in ends else step for step in passes
+    ]
+    following = followed(after, [lies[var] for var in given], axes, exact)
+    outputs = [inputs[state[j]] if j in state else end for j, end in enumerate(following.outputs)]
     steps = (*passes, *following.steps)
     ordered = Program(program.inputs, program.constants, [step.eqn for step in steps], program.outputs)
-    return Flow(ordered, inputs, steps, following.outputs, following.ends)
+    return Flow(ordered, inputs, steps, tuple(outputs), following.ends)
+
+
+def in_parts(step: Step, end: Layout, among: Among) -> Step:
+    """A total over rows of which devices are handed on parts."""
+    var, (layout,) = step.eqn.outvars[0], step.results
+    held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
+    made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
+    return dataclasses.replace(step, made=(made,), results=(end,))
 
 
 def sums_over_rows(step: Step) -> bool:

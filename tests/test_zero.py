@@ -1,0 +1,225 @@
+"""States sharded over the axis of the nodes (ZeRO): collectives of the compiled step, its bits, and what cannot be cut.
+
+Knows meshes and compiled programs. Must not know how a step is divided. Results are compared with the step as written.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import vnode
+from tests.rounding import assert_same
+
+WIDTH, HIDDEN = 64, 256
+NAMES = {"in": (WIDTH, HIDDEN), "bias": (HIDDEN,), "out": (HIDDEN, WIDTH)}
+
+
+def loss_fn(params: Any, x: jax.Array) -> jax.Array:
+    return jnp.mean((jnp.tanh(x @ params["in"] + params["bias"]) @ params["out"] - x) ** 2)
+
+
+def trained_by(optimizer: Any) -> Any:
+    def step(state: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss_fn)(state["params"], x)
+        updates, slots = optimizer.update(grads, state["slots"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
+
+    return step
+
+
+OPTIMIZERS = {
+    "adamw": optax.adamw(1e-2, eps=1e-3),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
+    "every second step": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
+    "lamb": optax.lamb(1e-2, eps=1e-3),
+}
+
+
+def mesh_of(nodes: int, model: int) -> jax.sharding.Mesh:
+    shape, names = ((nodes, model), ("data", "model")) if model > 1 else ((nodes,), ("data",))
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[: nodes * model])
+
+
+def spec_of(name: str, layout: str) -> PartitionSpec:
+    if len(NAMES[name]) == 1:
+        return PartitionSpec("data")
+    match layout:
+        case "rows":
+            return PartitionSpec("data", None)
+        case "columns":
+            return PartitionSpec(None, "data")
+        case "both":
+            return PartitionSpec("data", "model") if name == "in" else PartitionSpec("model", "data")
+        case "together":
+            return PartitionSpec(("data", "model"), None) if name == "in" else PartitionSpec(("model", "data"), None)
+    raise AssertionError(layout)
+
+
+def sharded(state: Any, layout: str, over: jax.sharding.Mesh, stage: int = 3) -> Any:
+    """ZeRO's third stage shards parameters and the optimizer's slots, its first only these."""
+
+    def put(path: Any, leaf: Any) -> Any:
+        keys = [getattr(entry, "key", None) for entry in path]
+        name = next((key for key in reversed(keys) if key in NAMES), None)
+        whole = name is None or leaf.shape != NAMES[name] or (stage == 1 and keys[0] == "params")
+        sharding = NamedSharding(over, PartitionSpec() if whole else spec_of(name, layout))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+        return jax.device_put(leaf, sharding)
+
+    return jax.tree_util.tree_map_with_path(put, state)
+
+
+def state_of(optimizer: Any) -> Any:
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in NAMES.items()}
+    return {"params": params, "slots": optimizer.init(params)}
+
+
+def examples() -> jax.Array:
+    return jnp.asarray(np.random.default_rng(1).normal(size=(48, WIDTH)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "layout"),
+    [("adamw", "rows"), ("clipped", "columns"), ("every second step", "both"), ("lamb", "together")],
+)
+def test_updates_of_shards(optimizer: str, layout: str) -> None:
+    """As written; what comes back is sharded as it came."""
+    chosen, over = OPTIMIZERS[optimizer], mesh_of(4, 2 if layout in ("both", "together") else 1)
+    step, state, x = trained_by(chosen), state_of(chosen), examples()
+    virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
+    given = sharded(state, layout, over)
+    made = virtual(given, x)
+    assert_same(made, step, state, x)
+    for before, after in zip(jax.tree.leaves(given), jax.tree.leaves(made), strict=True):
+        assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
+
+
+@pytest.mark.parametrize("layout", ["rows", "columns", "both", "together"])
+def test_what_is_made_of_all_shards_keeps_its_bits(layout: str) -> None:
+    """Sums over dimensions that are sharded, products, running sums: on 1, 2, 4 and 8 devices, or 1, 2 and 4 by 2."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        moved = jax.tree.map(lambda p, g: p - 0.1 * jnp.tanh(g), params, grads)
+        norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))) for tree in (grads, moved)]
+        rows = [jnp.sqrt(jnp.sum(moved["in"] ** 2, axis)) for axis in (0, 1)]
+        return norms, rows, moved["in"] @ moved["out"], jnp.cumsum(grads["bias"]), jnp.max(moved["out"])
+
+    model, x = 2 if layout in ("both", "together") else 1, examples()
+    params, seen = state_of(OPTIMIZERS["adamw"])["params"], []
+    for nodes in (1, 2, 4, 8)[: 4 if model == 1 else 3]:
+        over = mesh_of(nodes, model)
+        virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
+        made = virtual(sharded({"params": params}, layout, over)["params"], x)
+        if nodes == 1:
+            assert_same(made, step, params, x)
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(made)])
+    assert all(bits == seen[0] for bits in seen)
+
+
+def collectives(compiled: Any) -> dict[str, list[int]]:
+    """Elements of the results of a compiled program's collectives, by kind; of more than a hundred each."""
+    found = collections.defaultdict(list)
+    kinds = "all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute"
+    for types, kind in re.findall(rf"= (.*?) ({kinds})\(", compiled.as_text()):
+        for dims in re.findall(r"f32\[([\d,]*)\]", types):
+            elements = int(np.prod([int(n) for n in dims.split(",") if n]))
+            if elements > 100:
+                found[kind].append(elements)
+    return {kind: sorted(sizes) for kind, sizes in found.items()}
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_collectives_are_reduce_scatter_and_gather(stage: int) -> None:
+    """With sums in any order: gradients are added into shards, updates are of shards, parameters are gathered."""
+    optimizer, over = OPTIMIZERS["adamw"], mesh_of(8, 1)
+    state = sharded(jax.eval_shape(functools.partial(state_of, optimizer)), "rows", over, stage)
+    x = jax.ShapeDtypeStruct((48, WIDTH), jnp.float32)
+    virtual = vnode.virtualize(
+        trained_by(optimizer), virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"), reduction="fast"
+    )
+    found = collectives(virtual.lower(state, x).compile())
+    matrix = WIDTH * HIDDEN
+    assert found.pop("reduce-scatter") == [matrix // 8] * 2
+    gathered = found.pop("all-gather")
+    assert [n for n in gathered if n >= matrix] == [matrix] * 2
+    assert found.pop("all-reduce", []) in ([], [HIDDEN])  # of the bias, which is too small to be worth a scatter
+    assert not found
+
+
+@pytest.mark.parametrize("nodes", [8, 6])
+def test_invariant_sums_are_scattered(nodes: int) -> None:
+    """In the order of the tree: by halves where devices hold full trees, else by chunks; nothing is gathered again."""
+    optimizer, over = OPTIMIZERS["adamw"], mesh_of(8 if nodes == 8 else 3, 1)
+    if nodes == 6:  # three devices
+        names = {"in": (48, 96 * 4)}
+        state = {
+            "in": jax.ShapeDtypeStruct(names["in"], jnp.float32, sharding=NamedSharding(over, PartitionSpec("data")))
+        }
+
+        def step(params: Any, x: jax.Array) -> Any:
+            grads = jax.grad(lambda p: jnp.mean(jnp.tanh(x @ p["in"]) ** 2))(params)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+        x, matrix = jax.ShapeDtypeStruct((12, 48), jnp.float32), 48 * 96 * 4
+    else:
+        state = sharded(jax.eval_shape(functools.partial(state_of, optimizer)), "rows", over)
+        step, x, matrix = trained_by(optimizer), jax.ShapeDtypeStruct((48, WIDTH), jnp.float32), WIDTH * HIDDEN
+    placement = vnode.Placement(nodes, mesh=over, axis="data")
+    found = collectives(vnode.virtualize(step, virtual_nodes=nodes, placement=placement).lower(state, x).compile())
+    if nodes == 8:
+        halves = [matrix // 8, matrix // 4, matrix // 2]
+        assert found.pop("reduce-scatter") == sorted(halves * 2)
+        assert found.pop("collective-permute") == [matrix // 8] * 2
+    else:
+        assert sum(found.pop("all-to-all")) == matrix  # in three chunks
+    assert [n for n in found.pop("all-gather") if n >= matrix // 2] == [matrix] * (2 if nodes == 8 else 1)
+    assert not found
+
+
+def test_what_cannot_be_divided_is_computed_whole() -> None:
+    """A primitive that nobody has described, and host code, in what is computed once."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        shape = jax.ShapeDtypeStruct(params["in"].shape, jnp.float32)
+        turned = jax.pure_callback(lambda g: np.sort(np.asarray(g), 0), shape, grads["in"], vmap_method="sequential")
+        update = {**grads, "in": turned + jnp.linalg.qr(grads["out"].T)[1]}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, update)
+
+    def plain(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(loss_fn)(params, x)
+        update = {**grads, "in": jnp.sort(grads["in"], 0) + jnp.linalg.qr(grads["out"].T)[1]}
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, update)
+
+    over, x = mesh_of(4, 2), examples()
+    params = state_of(OPTIMIZERS["adamw"])["params"]
+    virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
+    assert_same(virtual(sharded({"params": params}, "both", over)["params"], x), plain, params, x)
+
+
+@pytest.mark.parametrize("layout", ["rows", "both"])
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_derivatives_from_outside(reduction: str, layout: str) -> None:
+    """Of a maximum over what is sharded, too."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss_fn(params, x) * jnp.max(params["in"] ** 2) + jnp.sum(jnp.sin(params["out"])) / 128
+
+    over, x, params = mesh_of(4, 2 if layout == "both" else 1), examples(), state_of(OPTIMIZERS["adamw"])["params"]
+    placement = vnode.Placement(8, mesh=over, axis="data")
+    virtual = vnode.virtualize(loss, virtual_nodes=8, placement=placement, reduction=reduction)
+    given = sharded({"params": params}, layout, over)["params"]
+    assert_same(jax.grad(virtual)(given, x), jax.grad(loss), params, x)

@@ -1,0 +1,142 @@
+"""What is computed once in a step, as a program for each device of a mesh.
+
+Knows evaluations of whole values, and the partitioner. Must not know passes, placements, nor what a node is.
+
+What cannot be divided is computed whole by every device, of what is gathered for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence, Set
+from typing import Any
+
+import jax
+from jax.extend.core import Literal, Var
+
+from vnode.analysis.forms import Form
+from vnode.analysis.program import Atom, Program
+from vnode.analysis.recipe import Evaluation
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
+from vnode.operators.in_program import as_array
+from vnode.runtime.divided import Divided
+from vnode.runtime.evaluate import Known, evaluate_once
+from vnode.runtime.handed import Lying
+from vnode.runtime.node import Once
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.run import Alike
+
+
+@dataclasses.dataclass(frozen=True)
+class Together:
+    """Actions that are evaluated once, one after another, as a function of what they read.
+
+    Attributes:
+      actions: evaluations, all of whose operands are whole.
+      reads: what they read that none of them makes.
+      wanted: what others read of what they make, and in which form.
+      program: of which they are a part.
+      place: where they are evaluated.
+    """
+
+    actions: Sequence[Evaluation]
+    reads: tuple[Var, ...]
+    wanted: tuple[tuple[Var, Form], ...]
+    program: Program
+    place: Once
+
+    @staticmethod
+    def of(actions: Sequence[Evaluation], readers: Mapping[Var, Set[int]], program: Program, place: Once) -> Together:
+        """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
+        made = {
+            var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
+        }
+        reads = dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made)
+        here = set(map(id, actions))
+        wanted = [(var, form) for var, form in made.items() if form is not None and readers.get(var, set()) - here]
+        return Together(actions, tuple(reads), tuple(wanted), program, place)
+
+    def __call__(self, values: Sequence[Any]) -> list[Any]:
+        """What is wanted, given whole values of what is read."""
+        held = dict(zip(self.reads, values, strict=True))
+        known = Known(self.program)
+
+        def read(atom: Atom) -> Any:
+            return atom.val if isinstance(atom, Literal) else held[atom]
+
+        for action in self.actions:
+            results = evaluate_once(action, read, known, self.place)
+            held.update(zip(action.step.eqn.outvars, results, strict=True))
+        return [as_array(held[var], var) for var, _ in self.wanted]
+
+    def reading(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:
+        """In which layouts what is read is wanted, each time it is read; see `handed_on`."""
+        shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in self.reads]
+        found = divided_once(self, shapes, list(map(lying, self.reads)), axes, exact)
+        if isinstance(found, Whole):
+            return {}
+        outer = dict(zip(found.flow.program.inputs, self.reads, strict=False))
+        return {outer[var]: several for var, several in wanted_in(found.flow).items() if var in outer}
+
+
+class Whole:
+    """A function of arrays that every device evaluates whole; it stands in the place of a `Divided`."""
+
+    def __init__(self, fun: Together, layouts: Sequence[Layout]) -> None:
+        self.fun = fun
+        self.inputs = [replicated(len(layout.dims)) for layout in layouts]
+        self.results = [replicated(len(var.aval.shape)) for var, _ in fun.wanted]
+
+    def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
+        return self.fun(values)
+
+
+def divided_once(
+    fun: Together,
+    shapes: Sequence[Any],
+    layouts: Sequence[Layout],
+    axes: Axes,
+    exact: Collection[str] = (),
+    alike: Alike | None = None,
+) -> Divided | Whole:
+    """What is computed once, divided over the axes of a mesh.
+
+    Args:
+      fun: the computation.
+      shapes: of what it reads.
+      layouts: how that lies.
+      axes: of the mesh.
+      exact: axes whose size must not show in the bits of results.
+      alike: if compilers shall compute elements alike whatever the sizes of some axes.
+
+    Returns:
+      From one device's arrays to that device's results, with the layouts of both.
+    """
+    try:
+        return Divided(fun, shapes, layouts, axes, fun.place.platform, exact=exact, alike=alike)
+    except (PartitionError, UnsupportedPrimitiveError):
+        return Whole(fun, layouts)
+
+
+def stands_apart(action: Evaluation) -> bool:
+    """Whether an action is not evaluated together with others: it holds passes, or does more than to compute."""
+    eqn = action.step.eqn
+    holds = any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))
+    return bool(action.schedules) or bool(eqn.effects) or holds
+
+
+def read_by(action: Evaluation) -> list[Var]:
+    """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
+    pairs = zip(action.step.eqn.invars, action.operands, strict=True)
+    return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]
+
+
+def wanted_in(flow: Flow) -> dict[Var, list[Layout]]:
+    """In which layouts each variable of a program is read, each time."""
+    wanted: dict[Var, list[Layout]] = {}
+    for step in flow.steps:
+        for atom, layout in zip(step.eqn.invars, step.operands, strict=True):
+            if isinstance(atom, Var):
+                wanted.setdefault(atom, []).append(layout)
+    return wanted
