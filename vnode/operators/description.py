@@ -25,7 +25,7 @@ import jax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.monoid import Monoid
-from vnode.operators.splits import FREE, Interval, Lead, Reduced, Shifted, Split, Windowed
+from vnode.operators.splits import FREE, Free, Interval, Lead, Reduced, Shifted, Split, Windowed
 
 Dim = tuple[int, ...]
 """Factors of one dimension, major to minor. The empty tuple is a dimension of size one that no factor indexes."""
@@ -210,6 +210,11 @@ class OperatorDescription:
     def has(self, algebra: Algebra) -> bool:
         """Whether any of some properties holds."""
         return bool(self.algebra & algebra)
+
+    @property
+    def by_element(self) -> bool:
+        """Whether no element of a result is a sum, or anything else of several elements of an operand."""
+        return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
 
     def role(self, role: Role) -> frozenset[int]:
         """The operands that have a role."""

@@ -28,6 +28,7 @@ from vnode.analysis.states import Flow
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.control import Region
 from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.rounding import Rounding
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
@@ -193,8 +194,7 @@ class Emission:
         far = [var in self.away for var in together.reads]
         given = [self.away[var][0] if var in self.away else self.read(var) for var in together.reads]
         layouts = [self.layout(var) for var in together.reads]
-        kept = self.division.over_nodes and self.mode is Mode.INVARIANT
-        alike = Alike({self.placement.axis}, loops.in_memory) if kept else None
+        alike = Alike({self.placement.axis}, loops.in_memory) if self.mode is Mode.INVARIANT else None
         divided = divided_once(together, list(map(shape_of, given)), layouts, self.once_axes, self.exact, alike)
         if isinstance(divided, Divided):
             for var in together.reads:
@@ -260,13 +260,21 @@ class Emission:
             return self.run_nested(action)
         else:
             with self.automatic_axes():
-                values = evaluate_once(action, self.read, self.known, self.once)
+                values = evaluate_once(action, self.read, self.known, self.together)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
             if isinstance(form, Slice):
                 self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
                 self.latest = value if can_be_waited_for(value) else self.latest
+
+    @functools.cached_property
+    def together(self) -> Once:
+        """Where whole values are evaluated on all devices together, and not in a program of each."""
+        constants = self.flow.program.constants
+        made = [value for var, value in self.whole.items() if var not in constants and var not in self.layouts]
+        alike = self.mode is Mode.INVARIANT and self.divides
+        return Once(self.platform, Rounding.of(made) if alike else None)
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""

@@ -31,12 +31,15 @@ Env = dict[Key, Any]
 
 
 def evaluate_whole(
-    eqn: JaxprEqn, description: OperatorDescription | None, platform: str, operands: Sequence[Any]
+    eqn: JaxprEqn, description: OperatorDescription | None, place: Node | Once, operands: Sequence[Any]
 ) -> list[Any]:
     """Evaluates an equation at its full size."""
-    if description is not None and (platform in description.replaced_on or description.layout is not None):
-        return evaluate_operator(description, eqn, operands, description.sizes, {}, platform)
-    return bind(eqn, operands)
+    if description is not None and (place.platform in description.replaced_on or description.layout is not None):
+        results = evaluate_operator(description, eqn, operands, description.sizes, {}, place.platform)
+    else:
+        results = bind(eqn, operands)
+    rounding = place.rounding if isinstance(place, Once) else None
+    return results if rounding is None else rounding.each(eqn, description, results)
 
 
 class Known:
@@ -119,9 +122,7 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known,
     with context_of(eqn):
         if not action.bodies:
             operands = [read(atom) for atom in eqn.invars]
-            return known.evaluate(
-                eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), place.platform)
-            )
+            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), place))
         return evaluate_region(action, place, lambda atom, form: read(atom))
 
 
@@ -194,7 +195,7 @@ def evaluate_action(
         ]
         description, location, wide = known.describe(eqn), action.location, wide_type(action)
         if isinstance(node, Once) or description is None or (location is None and wide is None):
-            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node.platform))
+            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, description, node))
         if location is None:
             run = functools.partial(evaluate_wide, description, eqn, platform=node.platform, dtype=wide)
         else:

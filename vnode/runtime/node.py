@@ -22,6 +22,7 @@ from jax import lax
 
 from vnode.analysis.forms import Batch, Form, Location, Partial, Slice, Varying, Whole
 from vnode.operators import Monoid
+from vnode.operators.rounding import Rounding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +31,11 @@ class Once:
 
     Attributes:
       platform: what the program is compiled for.
+      rounding: of single elements, if compilers shall not choose.
     """
 
     platform: str
+    rounding: Rounding | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

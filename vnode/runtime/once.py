@@ -19,6 +19,7 @@ from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
+from vnode.operators.rounding import Rounding
 from vnode.runtime.divided import Divided
 from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.handed import Lying
@@ -83,13 +84,14 @@ class Together:
 class Whole:
     """A function of arrays that every device evaluates whole; it stands in the place of a `Divided`."""
 
-    def __init__(self, fun: Together, layouts: Sequence[Layout]) -> None:
-        self.fun = fun
+    def __init__(self, fun: Together, layouts: Sequence[Layout], alike: Alike | None) -> None:
+        self.fun, self.alike = fun, alike
         self.inputs = [replicated(len(layout.dims)) for layout in layouts]
         self.results = [replicated(len(var.aval.shape)) for var, _ in fun.wanted]
 
     def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
-        return self.fun(values)
+        rounding = Rounding.of(values) if self.alike is not None else None
+        return dataclasses.replace(self.fun, place=Once(self.fun.place.platform, rounding))(values)
 
 
 def divided_once(
@@ -116,7 +118,7 @@ def divided_once(
     try:
         return Divided(fun, shapes, layouts, axes, fun.place.platform, exact=exact, alike=alike)
     except (PartitionError, UnsupportedPrimitiveError):
-        return Whole(fun, layouts)
+        return Whole(fun, layouts, alike)
 
 
 def stands_apart(action: Evaluation) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Set
 from jax.extend.core import Literal, Var
 
 from vnode.operators import OperatorDescription, Prefix
-from vnode.spmd.choice import Given, by_element, carried_out, ways_to
+from vnode.spmd.choice import Given, carried_out, ways_to
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.route import route
@@ -54,7 +54,7 @@ def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, L
                 (target,) = wanted
                 moves = route(layout, target, var.aval.shape, axes, var.aval.dtype) if not target.partial else ()
                 ways = ways_to(description, 0, target, axes)
-                allowed = by_element(description) or not target.cut_axes.keys() & exact
+                allowed = description.by_element or not target.cut_axes.keys() & exact
                 if moves and ways and allowed and all(move.kind == "cut" for move in moves):
                     given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]
                     choice = carried_out(step.eqn, description, ways, given, axes, ())

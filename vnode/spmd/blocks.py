@@ -29,7 +29,7 @@ from vnode.analysis.program import Atom, Program, barrier_equation, bind, contex
 from vnode.errors import PartitionError
 from vnode.operators import Monoid, Role, evaluate, evaluate_wide
 from vnode.operators.sharding import constraint_equation
-from vnode.spmd.choice import by_element, is_narrow, itemsize
+from vnode.spmd.choice import is_narrow, itemsize
 from vnode.spmd.shares import Share, check_divides, restored, stored
 from vnode.spmd.tied import Tied, partial, refuse, taken, tied
 
@@ -272,7 +272,7 @@ class _Builder:
         """Whether a value is made element by element, or of nothing."""
         description = self.program.describe(self.program.equations[self.makers[var]])
         assert description is not None
-        return by_element(description)
+        return description.by_element
 
     # The program
 

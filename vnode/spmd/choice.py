@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.description import Dims, Sizes
-from vnode.operators.splits import Free, Interval, Lead, Shifted, Split
+from vnode.operators.splits import Interval, Lead, Shifted, Split
 from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
 from vnode.spmd.route import route
 
@@ -143,12 +143,6 @@ def divided(
     cost = total_cost(eqn, description, ways, given, axes, passed, wishes)
     assert choice is not None and cost is not None
     return cost, choice
-
-
-def by_element(description: OperatorDescription) -> bool:
-    """Whether no element of a result is a sum, or anything else of several elements of an operand."""
-    moves = all(isinstance(factor.split, Free | Shifted) for factor in description.factors)
-    return moves and not description.has(Algebra.CONTRACTS)
 
 
 def chosen(

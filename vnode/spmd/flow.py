@@ -29,7 +29,6 @@ from vnode.spmd.choice import (
     Choice,
     Given,
     Way,
-    by_element,
     carried_out,
     choose,
     is_narrow,
@@ -263,7 +262,7 @@ class _Follower:
             whole = replicated(len(var.aval.shape))
             if description.layout is not None and None not in description.layout:
                 ask(eqn.invars[0], self.layout_asked(description.layout, whole, var.aval.shape))
-            elif var in asked and not asked[var].whole and by_element(description):
+            elif var in asked and not asked[var].whole and description.by_element:
                 ways = ways_to(description, 0, asked[var], self.axes)
                 given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
                 choice = ways and carried_out(eqn, description, ways, given, self.axes, ())

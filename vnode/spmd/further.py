@@ -20,7 +20,7 @@ from jax.extend.core import Literal, Var
 from vnode.analysis.program import Atom
 from vnode.operators import OperatorDescription
 from vnode.operators.control import Region
-from vnode.spmd.choice import Given, Way, by_element, candidates, carried_out, reached, total_cost
+from vnode.spmd.choice import Given, Way, candidates, carried_out, reached, total_cost
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, over, replicated
 
@@ -95,7 +95,7 @@ class _Further:
         eqn, ways = base.eqn, base.choice.ways if base.choice is not None else ()
         description = self.program.describe(eqn) if base.branches is None else None
         partial = any(layout.partial for layout in (*base.operands, *base.made))
-        if id(base) in self.kept or base.asks or partial or description is None or not by_element(description):
+        if id(base) in self.kept or base.asks or partial or description is None or not description.by_element:
             return base
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         found, best = ways, total_cost(eqn, description, ways, given, self.axes, (), wishes)

@@ -31,8 +31,9 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
-from vnode.spmd.choice import Choice, Given, Way, by_element, carried_out, is_narrow, itemsize, ways_to
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
 from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
@@ -50,25 +51,16 @@ class Alike:
     Attributes:
       axes: these axes.
       in_memory: gives an array that what reads it finds in memory, in the common order of its dimensions.
-      zero: uint32, no bit set, which compilers do not know; None where it is not there yet.
+      rounding: of single elements; None where it is to be made of a program's values.
     """
 
     axes: Collection[str]
     in_memory: Callable[[Any], Any]
-    zero: Any = None
+    rounding: Rounding | None = None
 
     def there(self, values: Sequence[Any]) -> Alike:
-        """The same with its zero, in the program that is being traced, given some of its values."""
-        return dataclasses.replace(self, zero=unknown_zero(values) if self.zero is None else self.zero)
-
-    def exactly(self, value: Any) -> Any:
-        """A floating-point value, rounded to its type before anything is computed of it.
-
-        Compilers contract a product and a sum to one operation that rounds once, or keep more bits of narrow types,
-        wherever both come to be in one kernel; and whether they do depends on the sizes of arrays.
-        """
-        bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
+        """The same with a rounding, given values of the program that is being traced."""
+        return dataclasses.replace(self, rounding=self.rounding or Rounding.of(values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +128,8 @@ class _Run:
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
-                results = self.alike_on_all(step, results)
+                if self.alike is not None and self.alike.rounding is not None and not step.bodies:
+                    results = self.alike.rounding.each(step.eqn, self.flow.program.describe(step.eqn), results)
             several = zip(step.eqn.outvars, results, step.made, step.results, strict=True)
             for var, value, made, layout in several:
                 self.held[var] = {made: value}  # whoever needs it as it is made may have it so
@@ -224,19 +217,6 @@ class _Run:
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
         rounded = computed and jnp.issubdtype(value.dtype, np.inexact)
         return lax.optimization_barrier(value) if self.alike is not None and rounded else value
-
-    def alike_on_all(self, step: Step, results: Sequence[Any]) -> Sequence[Any]:
-        """Results of an equation that computes single elements, and does more than to move, add or negate them."""
-        if self.alike is None or step.region is not None or step.branches is not None or step.loop is not None:
-            return results
-        description = self.flow.program.describe(step.eqn)
-        if description is None or not by_element(description) or description.has(Algebra.MOVES):
-            return results
-        adds = frozenset(range(len(step.eqn.invars))) in description.linear
-        return [
-            self.alike.exactly(v) if jnp.issubdtype(v.dtype, np.floating) and (is_narrow(v.dtype) or not adds) else v
-            for v in results
-        ]
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
@@ -473,18 +453,6 @@ def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:
     """Block `k` of `blocks` along a dimension."""
     length = value.shape[dim] // blocks
     return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
-
-
-def unknown_zero(values: Sequence[Any]) -> jax.Array:
-    """A uint32 without a bit that is set, which compilers neither know nor compute in the kernels that read it.
-
-    Args:
-      values: of the program; an element of one says how often a loop doubles the number.
-    """
-    real = [v for v in values if getattr(v, "size", 0) and not jnp.issubdtype(v.dtype, jax.dtypes.extended)]
-    turns = (jnp.abs(real[0].ravel()[0]) > 0).astype(jnp.int32) if real else jnp.int32(0)
-    start = (turns, jnp.uint32(0))
-    return lax.while_loop(lambda state: state[0] > 0, lambda state: (state[0] - 1, state[1] * 2), start)[1]
 
 
 def nbytes(value: Any) -> int:

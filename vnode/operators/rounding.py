@@ -1,0 +1,75 @@
+"""Results that are rounded each, whatever kernels compilers make of a program.
+
+Knows descriptions. Must not know programs, nodes, nor who wants such results.
+
+Compilers contract a product and a sum to one operation that rounds once, and keep more bits of narrow types, wherever
+both come to be in one kernel. Which do depends on the sizes of arrays, and on what else reads them: so would the last
+bits of what is computed of the same numbers on one device and, in parts, on several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+from vnode.operators.description import Algebra, OperatorDescription
+
+NARROW = 4
+"""Bytes of the narrowest type whose sums compilers round to it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Rounds results of equations that compute single elements.
+
+    Attributes:
+      zero: uint32 scalar without a bit that is set, which compilers do not know: it is the reason not to contract.
+    """
+
+    zero: jax.Array
+
+    @staticmethod
+    def of(values: Sequence[Any]) -> Rounding | None:
+        """A rounding in a program that is being traced; None if nothing is computed of anything.
+
+        Args:
+          values: of the program. An element of one says how often a loop doubles zero: compilers do not see through
+            loops, and what is made in one is in memory for whoever reads it.
+        """
+        for value in values:
+            if getattr(value, "size", 0) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+                first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
+                start = ((first != 0).astype(jnp.int32), jnp.uint32(0))
+                return Rounding(lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, s[1] * 2), start)[1])
+        return None
+
+    def each(self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]) -> list[Any]:
+        """Results of an equation, rounded before anything else is computed of them if compilers might not.
+
+        Args:
+          eqn: the equation.
+          description: of it.
+          results: at any sizes.
+        """
+        if description is None or not description.by_element or description.has(Algebra.MOVES):
+            return list(results)
+        adds = frozenset(range(len(eqn.invars))) in description.linear
+        return [self.rounded(value) if self.is_at_stake(value, adds) else value for value in results]
+
+    @staticmethod
+    def is_at_stake(value: Any, adds: bool) -> bool:
+        """Whether compilers might not round a result; sums of single elements they do."""
+        dtype = getattr(value, "dtype", None)
+        return dtype is not None and jnp.issubdtype(dtype, np.floating) and not (adds and dtype.itemsize >= NARROW)
+
+    def rounded(self, value: jax.Array) -> jax.Array:
+        """The same value, by its bits."""
+        bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
