@@ -146,6 +146,44 @@ def test_updates_keep_their_bits(optimizer: str, layout: str, stage: int) -> Non
     assert all(bits == seen[0] for bits in seen)
 
 
+LENGTHS = (8, 16, 24, 64, 72, 256, 1000, 4096)
+FUNCTIONS = (
+    *(jnp.tanh, jnp.exp, jnp.log1p, jnp.expm1, jnp.sin, jnp.cbrt, jnp.arctan, jax.lax.rsqrt),
+    *(jax.nn.gelu, jax.nn.sigmoid, jax.scipy.special.erf, lambda v: v**1.7),
+)
+
+
+def test_elements_are_rounded_alike_in_parts_of_any_length() -> None:
+    """Products that are added, quotients, functions, narrow types; of vectors short and long, whole and in shards."""
+    rng = np.random.default_rng(0)
+    params = {str(n): jnp.asarray(rng.normal(size=n), jnp.float32) for n in LENGTHS}
+    slots = {name: jnp.asarray(rng.normal(size=leaf.shape) ** 2, jnp.float32) for name, leaf in params.items()}
+    x = jnp.asarray(rng.normal(size=(16, 3)), jnp.float32)
+
+    def moved(p: jax.Array, g: jax.Array, second: jax.Array) -> jax.Array:
+        value = p
+        for function in FUNCTIONS:
+            value = value * 0.37 + function(jnp.abs(value) + 0.1) * g * 1.1 - p * second / (jnp.sqrt(second) + 1e-3)
+        return (value * 0.3 + 0.2).astype(jnp.bfloat16).astype(jnp.float32) * 1.1 + p * g
+
+    def step(state: Any, x: jax.Array) -> Any:
+        params, slots = state
+        grads = jax.grad(lambda p: sum(jnp.mean(jnp.sin(x[:, :1] * v * 3.3)) for v in p.values()))(params)
+        slots = jax.tree.map(lambda m, g: m * 0.9 + 0.1 * g * g, slots, grads)
+        return jax.tree.map(moved, params, grads, slots), slots
+
+    seen = []
+    for nodes in (1, 2, 4, 8):
+        over = mesh_of(nodes, 1)
+        virtual = vnode.virtualize(step, virtual_nodes=8, placement=vnode.Placement(8, mesh=over, axis="data"))
+        for spec in (PartitionSpec(), PartitionSpec("data")):
+            state = jax.device_put((params, slots), NamedSharding(over, spec))
+            for _ in range(2):
+                state = virtual(state, x)
+            seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert all(bits == seen[0] for bits in seen)
+
+
 def collectives(compiled: Any) -> dict[str, list[int]]:
     """Elements of the results of a compiled program's collectives, by kind; of more than a hundred each."""
     found = collections.defaultdict(list)
