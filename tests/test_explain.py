@@ -121,10 +121,12 @@ def test_reduction_is_said(options: dict[str, Any], text: str, buffers: int) -> 
     assert (f"{buffers * total / 1024:.1f} KiB of buffers for the tree" in said) == bool(buffers)
 
 
-def test_sharded_states_are_excepted() -> None:
+def test_sharded_states_that_xla_divides_are_excepted() -> None:
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
     sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
     step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
+    assert "but not" not in str(step.explain({"w": sharded}, jnp.ones((4, 3))))
+    step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2, partition="xla").on(jax.devices()[:2])
     assert "but not of what the step makes of arguments" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
     assert "argument 0['w']" in words(step.explain({"w": sharded}, jnp.ones((4, 3))))
     assert "but not" not in str(step.explain({"w": jnp.ones(4)}, jnp.ones((4, 3))))
@@ -505,7 +507,7 @@ def test_comparisons_say_what_stays() -> None:
     assert "up to rounding" in text["fast"] and "every bit of it" not in text["fast"]
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("vnode",))
     sharded = jax.device_put(jnp.ones(4), jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("vnode")))
-    step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2).on(jax.devices()[:2])
+    step = vnode.virtualize(lambda s, x: s["w"] + x.sum(), virtual_nodes=2, partition="xla").on(jax.devices()[:2])
     assert "argument 0['w']" in str(vnode.explain(step, {"w": sharded}, jnp.ones((4, 3)), devices=1))
 
 

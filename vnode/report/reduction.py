@@ -24,10 +24,12 @@ class Reduction:
     Attributes:
       mode: ``"invariant"`` or ``"fast"``.
       lane: of an invariant one: consecutive nodes that are added one after another.
+      sharded: arguments that XLA divides over the axis of the nodes.
     """
 
     mode: str
     lane: int = 1
+    sharded: tuple[str, ...] = ()
 
     def depth(self, placement: Placement | Layout) -> int:
         """How many buffers a device needs for each accumulator, besides the accumulator itself."""
@@ -65,6 +67,9 @@ class Reduction:
         found = []
         if any(a.monoid is Monoid.PROD and jnp.issubdtype(a.dtype, jnp.complexfloating) for a in accumulators(made)):
             found.append("not of products of complex numbers: compilers round those as they like")
+        if self.sharded:
+            named = ", ".join(self.sharded[:4]) + (", ..." if len(self.sharded) > 4 else "")
+            found.append(f"not of what the step makes of arguments that are themselves sharded over devices: {named}")
         if isinstance(placement, Placement) and len(placement.groups) > 1:
             found.append(
                 "not of what is computed once: on groups of devices it is compiled apart and may round otherwise"

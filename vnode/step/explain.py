@@ -40,7 +40,8 @@ def named_analysis(here: Resolved) -> tuple[Analysis, Names]:
 def reports(here: Resolved, places: Sequence[Placement | Layout]) -> list[Report]:
     """What `explain` says for several placements, of devices that are there or not; the step is analysed once."""
     (made, names), spec = named_analysis(here), here.step.spec
-    reduction = Reduction(spec.options.reduction, spec.options.lane, sharded_over_nodes(here))
+    divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
+    reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla)
     return [
         report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
         for place in places
