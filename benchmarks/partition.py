@@ -90,10 +90,10 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
       seed: of what is drawn.
     """
     import jax
-    from vnode.partition.search import Estimate, as_problem, experts
 
     from vnode.analysis.program import inline
     from vnode.partition.machine import Machine
+    from vnode.partition.searches import Estimate, as_problem, experts
     from vnode.spmd.flow import follow
     from vnode.spmd.layout import from_spec
 
@@ -193,15 +193,6 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
 
     from vnode.spmd.program import at_the_border, over_mesh, spec_of
 
-    packages = ["jax", "jaxlib"] + ["libtpu"] * (platform == "tpu")
-    about = [model, plan.name, platform, str(plan.flow.inputs), str([v.aval for v in plan.flow.program.inputs])]
-    about += [f"{name} {importlib.metadata.version(name)}" for name in packages]
-    file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json.gz"
-    if file.exists():
-        with gzip.open(file, "rt", encoding="utf-8") as stream:
-            return Build(**json.load(stream))
-    if only_built:
-        return None
     devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
     mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
     given = [
@@ -210,9 +201,18 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
         )
         for v, layout in zip(plan.flow.program.inputs, plan.flow.inputs, strict=True)
     ]
-    start = time.perf_counter()
     run = jax.jit(over_mesh(plan.flow, mesh), donate_argnums=tuple(range(plan.donated)), keep_unused=True)
-    compiled = run.lower(*given).compile()
+    lowered = run.lower(*given)
+    packages = ["jaxlib"] + ["libtpu"] * (platform == "tpu")
+    about = [platform, lowered.as_text(), *(f"{name} {importlib.metadata.version(name)}" for name in packages)]
+    file = folder / f"{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:24]}.json.gz"
+    if file.exists():
+        with gzip.open(file, "rt", encoding="utf-8") as stream:
+            return Build(**json.load(stream))
+    if only_built:
+        return None
+    start = time.perf_counter()
+    compiled = lowered.compile()
     seconds = time.perf_counter() - start
     analysis = compiled.memory_analysis()
     made = Build(compiled.as_text() or "", {name: getattr(analysis, name) for name in MEMORY}, seconds)
@@ -231,7 +231,7 @@ class Row:
     Attributes:
       plan: its name.
       exact: whether all collectives are as predicted, in kind, bytes, devices and number.
-      rewritten: whether they are, but for exchanges that are known to be carried out as others.
+      rewritten: whether they are, but for exchanges that are known to be carried out as others, or for padding.
       bytes: predicted and found, of all collectives.
       memory: predicted and found.
       seconds: of computation, predicted (roofline) and by the compiler's cycles; 0 on CPUs.
@@ -261,7 +261,7 @@ def compared(plan: Plan, built: Build, platform: str) -> Row:
     seconds = cycles(parse(built.text), {}) / clock if platform == "tpu" else 0.0
     return Row(
         plan.name,
-        found.exchange_accepted and not found.rewritten,
+        found.exchange_accepted and not found.rewritten and not found.added,
         found.exchange_accepted,
         (sum(found.planned.values()), sum(found.found.values())),
         (found.predicted.total, found.memory),

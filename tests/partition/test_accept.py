@@ -5,6 +5,7 @@ XLA is the reference here, on eight CPU devices; `test_cost_ahead.py` has the TP
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -22,11 +23,13 @@ from jax.sharding import PartitionSpec as P
 from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.partition import Machine
-from vnode.partition.accept import Acceptance, accept
+from vnode.partition.accept import Acceptance, Counts, accept, matched
 from vnode.partition.cost import Memory, Target, device_program, memory_of, program_cost
+from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.device import DeviceProgram, simplified
 from vnode.partition.cost.loops import without_single_turns
 from vnode.partition.cost.lowered import lowered
+from vnode.partition.cost.program import Planned
 from vnode.partition.hlo import found_collectives, parse
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
@@ -244,10 +247,18 @@ def test_known_rewrites_are_listed_and_others_are_differences() -> None:
     said = " ".join(str(kinds).split())
     assert "carried out as another" in said and "x reduce-scatter" in said and ", as 1 x all-reduce" in said
     assert asked(bytes=2 * planned.transfer.bytes).exchange_accepted, "half of the bytes: in bfloat16"
-    assert asked(kind="all-gather").exchange_accepted, "a sum of zeros but for each device's part"
-    for changes in ({"bytes": 3 * planned.transfer.bytes}, {"kind": "all-to-all"}, {"devices": 8}):
+    for changes in (
+        {"bytes": 3 * planned.transfer.bytes},
+        {"kind": "all-gather"},
+        {"kind": "all-to-all"},
+        {"devices": 8},
+    ):
         other = asked(**changes)
         assert not other.exchange_accepted and len(other.missing) == len(other.extra) == 1, changes
+    small = matched(Counts({("all-gather", 1024, 4): 1}), Counts({("all-reduce", 1024, 4): 1}))
+    assert not small[0] and not small[1] and len(small[2]) == 1, "parts shorter than a row"
+    large = Counts({("all-gather", 2048, 4): 1}), Counts({("all-reduce", 2048, 4): 1})
+    assert matched(*large) == (*large, ())
     assert not asked().rewritten and asked().exchange_accepted
 
 
@@ -280,7 +291,7 @@ TEXT = """HloModule m, is_scheduled=true
 
 %step.2 (u.2: f32[8]) -> f32[32] {
   %u.2 = f32[8]{0} parameter(0)
-  ROOT %g.2 = f32[32]{0} all-gather(%u.2), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
+  ROOT %g.2 = f32[32]{0:T(128)S(1)} all-gather(%u.2), replica_groups={{0,1,2,3}}, frontend_attributes={chain_id="0"}
 }
 
 %body (p: (s32[], f32[8])) -> (s32[], f32[8]) {
@@ -352,3 +363,83 @@ def test_a_report_says_how_far_memory_is_off() -> None:
     assert "memory=96:" in tight.advice[0], "as much less as the prediction was too low"
     assert "<table" in report._repr_html_()
     assert dataclasses.replace(report, temporaries=11).accepted is True
+
+
+SCATTERED = """HloModule m, is_scheduled=true
+
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%all-reduce-scatter (input: f32[64,128]) -> f32[24,128] {
+  %input = f32[64,128]{1,0:T(8,128)S(1)} parameter(0)
+  %zero = f32[] constant(0)
+  %pad = f32[96,128]{1,0:T(8,128)} pad(%input, %zero), padding=0_32x0_0
+  %sum = f32[96,128]{1,0:T(8,128)} all-reduce(%pad), channel_id=2, replica_groups={{0,1,2,3}}, to_apply=%add
+  %place = u32[] partition-id()
+  %length = u32[] constant(24)
+  %start = u32[] multiply(%place, %length)
+  %column = u32[] constant(0)
+  ROOT %part = f32[24,128]{1,0:T(8,128)} dynamic-slice(%sum, %start, %column), dynamic_slice_sizes={24,128}
+}
+
+%whole (input.1: f32[64,128]) -> f32[64,128] {
+  %input.1 = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %sum.1 = f32[64,128]{1,0:T(8,128)} all-reduce(%input.1), replica_groups={{0,1},{2,3}}, to_apply=%add
+  %start.1 = u32[] constant(0)
+  %part.1 = f32[8,128]{1,0:T(8,128)} dynamic-slice(%sum.1, %start.1, %start.1), dynamic_slice_sizes={8,128}
+  ROOT %both = (f32[64,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) tuple(%sum.1, %part.1)
+}
+
+ENTRY %main (w: f32[64,128]) -> f32[32,128] {
+  %w = f32[64,128]{1,0:T(8,128)} parameter(0)
+  %fusion = f32[24,128]{1,0:T(8,128)S(1)} fusion(%w), kind=kCustom, calls=%all-reduce-scatter
+  %fusion.1 = (f32[64,128]{1,0:T(8,128)}, f32[8,128]{1,0:T(8,128)}) fusion(%w), kind=kCustom, calls=%whole
+  %beyond = f32[16,128]{1,0:T(8,128)} slice(%fusion), slice={[8:24], [0:128]}
+  %sent = (f32[16,128], f32[16,128], u32[], u32[]) collective-permute-start(%beyond), source_target_pairs={{0,1}}
+  %came = f32[16,128]{1,0:T(8,128)} collective-permute-done(%sent)
+  %halo = (f32[16,128], f32[16,128], u32[], u32[]) collective-permute-start(%came), source_target_pairs={{0,1}}
+  %there = f32[16,128]{1,0:T(8,128)} collective-permute-done(%halo)
+  ROOT %all = f32[40,128]{1,0:T(8,128)} concatenate(%there, %fusion), dimensions={0}
+}
+"""
+
+
+def test_a_sum_of_which_everybody_keeps_a_part_is_one_however_it_is_padded() -> None:
+    found = {each.name: (each.kind, each.arrays, each.added) for each in found_collectives(parse(SCATTERED))}
+    assert found == {
+        "sum": ("reduce-scatter", (64 * 128 * 4,), False),
+        "sum.1": ("all-reduce", (64 * 128 * 4,), False),
+        "sent": ("collective-permute", (16 * 128 * 4,), True),
+        "halo": ("collective-permute", (16 * 128 * 4,), False),
+    }
+
+
+class _Padded:
+    def memory_analysis(self) -> Any:
+        names = [f"{name}_size_in_bytes" for name in ("argument", "output", "alias", "temp")]
+        return argparse.Namespace(**dict.fromkeys(names, 0))
+
+    def as_text(self) -> str:
+        return SCATTERED
+
+
+def test_what_a_compiler_adds_for_padding_is_listed_and_no_difference() -> None:
+    _, (_, cost) = compared(mlp(8, 8), MEGATRON)
+    nothing = Memory(0, 0, 0, 0)
+
+    def planned(kind: str, nbytes: int, devices: int) -> Planned:
+        return Planned(Transfer(kind, ("x",), nbytes, devices), 1, 0.0)
+
+    whole, halo = 64 * 128 * 4, 16 * 128 * 4
+    wanted = planned("reduce-scatter", whole, 4), planned("all-reduce", whole, 2), planned("permute", halo, 2)
+    found = accept(_Padded(), dataclasses.replace(cost, memory=nothing, collectives=wanted))
+    assert found.exchange_accepted and not found.rewritten, str(found)
+    assert [(each.kind, each.bytes) for each in found.added] == [("permute", halo)]
+    said = " ".join(str(found).split())
+    assert "added, for the sake of padding" in said and "1 x permute of 8,192 bytes" in said
+    assert found.found == found.planned
+    fewer = accept(_Padded(), dataclasses.replace(cost, memory=nothing, collectives=wanted[:2]))
+    assert not fewer.exchange_accepted, "the other permute is the plan's or nobody's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -45,6 +46,7 @@ from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.memory import Buffers
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
+from vnode.partition.cost.sums import added_before
 from vnode.partition.machine import Kind
 from vnode.spmd.choice import Given, choose
 from vnode.spmd.exchange import convert
@@ -440,6 +442,105 @@ def test_sums_that_a_loop_reads_stay_inside() -> None:
     plain = over(turns, ones(5, 8), x=2)
     (loop,) = (eqn for eqn in after_loops(plain).equations if eqn.primitive.name == "scan")
     assert names_of(loop) == {"psum"}
+
+
+@given(st.lists(st.tuples(st.sampled_from("pss"), st.booleans()), min_size=2, max_size=5), st.randoms())
+@settings(max_examples=25, deadline=None)
+def test_sums_that_are_added_are_done_once(terms: list[tuple[str, bool]], order: Any) -> None:
+    """Whole sums and parts of them, of which some are read by others too; the axes are added in any order."""
+
+    def total(*values: Any) -> Any:
+        found, also = [], []
+        for (kind, shared), value in zip(terms, values, strict=True):
+            each = lax.psum(value, "x")[:2] if kind == "p" else lax.psum_scatter(value, "x", tiled=True)
+            found.append(each)
+            also += [each * 2] * shared
+        while len(found) > 1:
+            k = order.randrange(len(found) - 1)
+            found[k : k + 2] = [found[k] + found[k + 1]]
+        return found[0], also
+
+    plain = over(total, *[ones(4)] * len(terms), x=2)
+    fewer = added_before(plain)
+    rng = np.random.default_rng(0)
+    values = [jnp.asarray(rng.random((2, 4)), jnp.float32) for _ in terms]
+    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
+    for a, b in zip(run(plain), run(fewer), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    scatters = lambda program: [e.primitive.name for e in program.equations].count("reduce_scatter")  # noqa: E731
+    assert scatters(plain) - scatters(fewer) <= max(sum(each == ("s", False) for each in terms) - 1, 0)
+    if set(terms) == {("s", False)}:
+        assert scatters(fewer) == 1
+
+
+def test_sums_over_several_axes_are_added_before_both() -> None:
+    def total(a: Any, b: Any) -> Any:
+        first, second = (lax.psum_scatter(lax.psum_scatter(v, "x", tiled=True), "y", tiled=True) for v in (a, b))
+        return first + second
+
+    def different(a: Any, b: Any) -> Any:
+        return lax.psum(a, "x") + lax.psum(b, "y")
+
+    for function, count in ((total, 2), (different, 2)):
+        names = [e.primitive.name for e in added_before(over(function, ones(8), ones(8), x=2, y=2)).equations]
+        assert sum(name in ("psum", "reduce_scatter") for name in names) == count, function
+
+
+def test_what_is_turned_back_is_the_same() -> None:
+    def turned(x: Any, order: tuple[int, ...]) -> Any:
+        return jnp.transpose(jnp.transpose(x, (1, 2, 0)), order) * 2
+
+    x = jnp.arange(24.0).reshape(2, 3, 4)
+    for order, left in (((2, 0, 1), 0), ((1, 2, 0), 2)):
+        program = simplified(program_of(lambda x, order=order: turned(x, order), x))
+        assert [e.primitive.name for e in program.equations].count("transpose") == left
+        np.testing.assert_array_equal(program_piece(program).function(x)[0], turned(x, order))
+
+
+def test_what_only_products_read_is_in_memory_in_half_of_its_bytes() -> None:
+    """The kernel that reads it computes the same up to bfloat16, of half of the bytes."""
+    a, b, c = (jnp.asarray(np.random.default_rng(k).random((16, 16)), jnp.float32) for k in range(3))
+    writes, reads = kernels_of(program_of(lambda a, b, c: jnp.dot(jnp.dot(a, b), c).sum(0), a, b, c), TPU).kernels[:2]
+    (between,) = writes.piece.writes
+    assert writes.piece.narrow == {between} and between in reads.piece.narrow
+    (made,) = writes.piece.function(a, b)
+    assert made.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.asarray(made, np.float32), np.asarray(a) @ np.asarray(b), rtol=1e-2)
+    values = [made if var is between else c for var in reads.piece.reads]
+    assert [v.dtype for v in reads.piece.shapes] == [v.dtype for v in values]
+    expected = np.asarray(a) @ np.asarray(b) @ np.asarray(c)
+    (found,) = reads.piece.function(*values)
+    np.testing.assert_allclose(found, expected if found.ndim == 2 else expected.sum(0), rtol=2e-2)
+    size = 16 * 16 * 4
+    assert writes.piece.cost.written == size // 2 and reads.piece.cost.read == size // 2 + size
+    whole = dataclasses.replace(writes.piece, narrow=frozenset())
+    assert whole.cost.written == size and whole.key != writes.piece.key
+
+
+def test_what_only_products_read_is_sent_in_half_of_its_bytes() -> None:
+    """On TPUs, in the default precision: once, however many read it, and whatever part of it they read."""
+    machine = Machine.tpu("v5e:2x2")
+
+    def sent(function: Any, platform: str = "tpu") -> dict[str, int]:
+        device = DeviceProgram(over(function, ones(64, 64), ones(16, 64), x=4), {"x": 4})
+        return program_cost(device, machine, machine.mesh({"x": 4}), platform=platform).bytes
+
+    whole = 64 * 64 * 4
+
+    def gathered(w: Any) -> Any:
+        return lax.all_gather(w, "x", axis=0, tiled=True)
+
+    def twice(x: Any, w: Any) -> Any:
+        return x @ gathered(w), x @ gathered(w).T
+
+    def part(x: Any, w: Any) -> Any:
+        return x[:32] @ lax.dynamic_slice(gathered(w), (0, lax.axis_index("x") * 32), (64, 32))
+
+    def also(x: Any, w: Any) -> Any:
+        return x @ gathered(w), gathered(w) * 2
+
+    assert sent(twice) == sent(part) == {"all-gather": whole // 2}
+    assert sent(also) == sent(twice, "cpu") == {"all-gather": whole}
 
 
 def names_of(loop: Any) -> set[str]:

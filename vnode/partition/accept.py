@@ -4,8 +4,9 @@ Knows compiled programs and predictions. Must not know how a split was found, or
 
 Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
 compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
-sum, or the other way round; what is gathered, as a sum of zeros but for each device's part; in bfloat16 in place of
-float32, or the other way round. Everything else is a difference.
+sum, or the other way round; a gather of parts shorter than a row (`ROW`) as a sum of arrays that are zero elsewhere; in
+bfloat16 in place of float32, or the other way round; of a half, a quarter or an eighth only, if each device keeps no
+more of the result. Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Acceptance(Drawn):
       missing: collectives that are planned and not there.
       extra: collectives that are there and not planned.
       rewritten: those that are planned, with those that a compiler is known to make of them, and that are there.
+      added: those by which a compiler puts in place what a sum over padded arrays has left elsewhere
+        (`vnode.partition.hlo.found_collectives`); listed, and neither found nor extra.
       combined: how many arrays each collective sends that sends several.
       predicted: the memory of one device.
       arguments: bytes of them in the compiled program.
@@ -87,6 +90,7 @@ class Acceptance(Drawn):
     rewritten: tuple[tuple[Exchange, Exchange], ...] = ()
     limit: int | None = None
     platforms: tuple[str, str] | None = None
+    added: tuple[Exchange, ...] = ()
 
     @property
     def memory(self) -> int:
@@ -174,6 +178,7 @@ class Acceptance(Drawn):
             *((Cell("planned, not found", strong=True), Cell(str(each))) for each in self.missing),
             *((Cell("found, not planned", strong=True), Cell(str(each))) for each in self.extra),
             *((Cell("carried out as another"), Cell(f"{one}, as {other}")) for one, other in self.rewritten),
+            *((Cell("added, for the sake of padding"), Cell(str(each))) for each in self.added),
         ]
         columns = (Column("difference"), Column("collective", wide=True))
         return [Table("differences", columns, tuple(rows))] if rows else []
@@ -270,7 +275,7 @@ def compared(
             )
         )
     found = found_collectives(parse(text), over_nodes)
-    there = counted(found)
+    there = counted(each for each in found if not each.added)
     missing, extra, rewritten = matched(wanted - there, there - wanted)
     return Acceptance(
         planned=by_kind(wanted),
@@ -278,6 +283,7 @@ def compared(
         missing=exchanges(missing),
         extra=exchanges(extra),
         rewritten=rewritten,
+        added=exchanges(counted(each for each in found if each.added)),
         combined=tuple(len(each.arrays) for each in found if len(each.arrays) > 1 and each.kind != "all-to-all"),
         predicted=predicted,
         arguments=memory.argument_size_in_bytes,
@@ -328,8 +334,12 @@ REWRITES = (
     ("reduce-scatter", "all-reduce", 1),
     ("all-gather", "all-reduce", 1),
     *((kind, kind, factor) for kind in NAMES for factor in (0.5, 2)),
+    *((kind, kind, 1 / part) for kind in ("all-reduce", "all-gather") for part in (4, 8)),
 )
 """As which kind, with how many times the bytes, exchanges among as many devices are known to be carried out."""
+
+ROW = 128 * 4
+"""Bytes of a row of a TPU's tiles in float32: shorter parts are not gathered, but summed."""
 
 
 def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
@@ -346,6 +356,8 @@ def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple
     pairs = []
     for kind, other, factor in REWRITES:
         for planned, n, devices in sorted(missing):
+            if (kind, other) == ("all-gather", "all-reduce") and n >= ROW * devices:
+                continue
             runs = min(missing[planned, n, devices], extra[other, int(n * factor), devices])
             if planned == kind and runs:
                 missing[planned, n, devices] -= runs

@@ -26,6 +26,7 @@ _CALLS = re.compile(r"(body|condition|calls|to_apply|true_computation|false_comp
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _CHAIN = re.compile(r'chain_id="(\d+)"')
+_LAYOUT = re.compile(r"\{[^}]*\}")
 _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _NAMES = re.compile(r"%([\w.\-]+)")
@@ -176,6 +177,7 @@ class Found:
         runs: How often it runs; None in a loop whose length the text does not tell.
         name: In the text.
         type: Of the result, as the text has it.
+        added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`found_collectives`).
     """
 
     kind: str
@@ -184,6 +186,7 @@ class Found:
     runs: int | None
     name: str
     type: str
+    added: bool = False
 
     @property
     def bytes(self) -> int:
@@ -207,7 +210,10 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
 
     A collective that begins and ends in two places has its operands and its results in the first one's type. The TPU
     compiler spreads some over a chain of fusions that compute beside it; each of these names the whole collective,
-    which counts once.
+    which counts once, wherever on the chip or off it a link has the result. It carries out some sums of which everybody
+    keeps a part as fusions of a sum and a slice: these count as what they are, with the bytes before it pads them to
+    another length; the parts then lie at other places than they should, and a permute, `Found.added`, moves what is
+    beyond the border to the neighbour.
 
     Args:
         module: The module.
@@ -215,6 +221,8 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
     """
     nodes = {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
     found, chains = [], set[tuple[str, ...]]()
+    scattered = _scattered(module)
+    moved = _beyond_the_border(module, scattered)
     for visit in module.walk():
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
@@ -225,7 +233,7 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             continue
         chain = _CHAIN.search(instruction.rest) if visit.fused else None
         if chain is not None:
-            link = chain[1], kind, instruction.type
+            link = chain[1], kind, _LAYOUT.sub("", instruction.type)
             if link in chains:
                 continue
             chains.add(link)
@@ -236,12 +244,49 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             own = own[len(own) // 2 :]
         if kind == "reduce-scatter":
             own = [n * devices for n in own]
+        if instruction.name in scattered:
+            kind, own = "reduce-scatter", [scattered[instruction.name]]
         known = [trip for _, trip in visit.loops if trip is not None]
         unknown = [name for name, trip in visit.loops if trip is None]
         runs = math.prod(known)
         if unknown:
             runs = runs * over_nodes if over_nodes is not None and nodes.issuperset(unknown) else None
-        found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type))
+        added = instruction.name in moved
+        found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type, added))
+    return found
+
+
+def _scattered(module: Module) -> dict[str, int]:
+    """Sums in fusions of which only a slice is used: by name the bytes that are summed, without padding."""
+    found = {}
+    fusions = (each for instructions in module.computations.values() for each in instructions)
+    for name in {name for each in fusions if each.opcode == "fusion" for name in each.called().get("calls", ())}:
+        named = {each.name: each for each in module.computations[name]}
+        for each in named.values():
+            if each.opcode != "all-reduce":
+                continue
+            users = [other.opcode for other in named.values() if each.name in other.operands]
+            if users == ["dynamic-slice"] and len(each.operands) == 1:
+                summed = named[each.operands[0]]
+                found[each.name] = named[summed.operands[0]].bytes if summed.opcode == "pad" else each.bytes
+    return found
+
+
+def _beyond_the_border(module: Module, scattered: Mapping[str, int]) -> set[str]:
+    """Permutes of slices of what fusions with such sums give."""
+    found = set()
+    for instructions in module.computations.values():
+        named = {each.name: each for each in instructions}
+        for each in instructions:
+            if each.opcode not in ("collective-permute", "collective-permute-start"):
+                continue
+            source = named.get(each.operands[0])
+            while source is not None and source.opcode in ("slice", "bitcast", "copy"):
+                source = named.get(source.operands[0])
+            if source is not None and source.opcode == "fusion":
+                inner = [other for name in source.called().get("calls", ()) for other in module.computations[name]]
+                if any(other.name in scattered for other in inner):
+                    found.add(each.name)
     return found
 
 

@@ -5,7 +5,7 @@ Knows flows, how they are run, and tracing. Must not know machines, or what anyt
 The program is traced from what `vnode.spmd.over_mesh` runs on each device, so that what is counted is what is compiled:
 copies of equations, masks, halos and every exchange. What nobody reads is left out, and what is computed twice of the
 same operands, an exchange too, is computed once, as compilers do; and what they take out of loops is taken out
-(`vnode.partition.cost.loops`).
+(`vnode.partition.cost.loops`), what they sum once is summed once (`vnode.partition.cost.sums`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
 from vnode.partition.cost.loops import after_loops, before_loops, without_single_turns
 from vnode.partition.cost.lowered import lowered
+from vnode.partition.cost.sums import added_before
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -94,12 +95,12 @@ def device_program(
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:
-        program = simplified(after_loops(program))
+        program = simplified(added_before(after_loops(program)))
     return DeviceProgram(program, dict(axes), frozenset(donated))
 
 
 def simplified(program: Program) -> Program:
-    """The program without equations that repeat others, or whose results nobody reads.
+    """The program without equations that repeat others, that turn back what others turned, or that nobody reads.
 
     The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
     """
@@ -107,6 +108,7 @@ def simplified(program: Program) -> Program:
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
     equations: list[JaxprEqn] = []
+    turned: dict[Var, JaxprEqn] = {}  # what transpositions give
 
     def first(atom: Any) -> Any:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
@@ -119,6 +121,13 @@ def simplified(program: Program) -> Program:
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
                 continue
+        order, (source, *_) = eqn.params.get("permutation"), (*eqn.invars, None)
+        if order is not None and isinstance(source, Var):
+            before = turned.get(source)
+            if before is not None and [before.params["permutation"][i] for i in order] == sorted(order):
+                same[eqn.outvars[0]] = first(before.invars[0])
+                continue
+            turned[eqn.outvars[0]] = eqn
         equations.append(eqn)
     outputs = [first(atom) for atom in program.outputs]
     wanted = {atom for atom in outputs if isinstance(atom, Var)}

@@ -21,8 +21,7 @@ what all of them send, and bring, is in memory at once.
 What is element by element, or a reduction, becomes one kernel with others that read the same, or with the one that
 writes it, if nothing else has to run between them (XLA's multi-output fusion; not on CPUs).
 
-On TPUs a float32 array that only contractions read, in the default precision, is kept, and sent, in bfloat16;
-one that is gathered is so once for each of them, since each has a conversion of its own.
+On TPUs a float32 array that only contractions read, in the default precision, is kept, and sent, in bfloat16.
 
 What compilers do beyond that (reductions inside of a kernel, libraries of fused attention) is not modelled.
 """
@@ -85,7 +84,7 @@ class Target:
       siblings: whether element-wise kernels and reductions that read the same become one with several results.
       aligned: bytes of which everything in memory takes a multiple.
       hoists: whether what is the same at every turn of a loop is computed before it.
-      adds_after: whether sums over devices that a loop adds up are done once, after it.
+      adds_after: whether sums over devices that a loop, or the program, adds up are done once, after it.
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
@@ -145,14 +144,14 @@ class Kernels:
       program: whose.
       kernels: in the program's order.
       names: variables that are other names for something in memory, with that.
-      narrow: variables that are in memory in half of their bytes, with how many contractions read them.
+      narrow: variables that are in memory in half of their bytes.
       aligned: bytes of which everything in memory takes a multiple.
     """
 
     program: Program
     kernels: tuple[Kernel, ...]
     names: Mapping[Var, Var]
-    narrow: Mapping[Var, int] = dataclasses.field(default_factory=dict)
+    narrow: frozenset[Var] = frozenset()
     aligned: int = 1
 
     def nbytes(self, var: Var) -> int:
@@ -289,8 +288,16 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     made = combined(program, found, names, target)
     written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
-    counts = {var: multiplied(var, shapes, users, ends) for var in held} if target.contractions else {}
-    return Kernels(program, made, names, {var: n for var, n in counts.items() if n}, target.aligned)
+    narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
+    found = Kernels(program, made, names, frozenset(narrow), target.aligned)
+    return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
+    """A kernel that reads and writes in bfloat16 what is in memory so."""
+    piece = kernel.piece
+    narrow = frozenset(v for v in (*piece.reads, *piece.writes) if kernels.memory_of(v) in kernels.narrow)
+    return dataclasses.replace(kernel, piece=dataclasses.replace(piece, narrow=narrow)) if narrow else kernel
 
 
 def slides(eqn: JaxprEqn, program: Program) -> bool:
@@ -299,26 +306,27 @@ def slides(eqn: JaxprEqn, program: Program) -> bool:
     return of is not None and of.has(Algebra.CONTRACTS) and any(isinstance(f.split, Windowed) for f in of.factors)
 
 
-def multiplied(var: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]) -> int:
-    """How many contractions read a float32 array, if only such in bfloat16 do, so that it may be kept so; else none."""
+def multiplied(
+    var: Var, program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> bool:
+    """Whether only contractions in bfloat16 read a float32 array, or parts of it, so that it may be kept so."""
     readers = users.get(var, ())
-    if var.aval.dtype != np.float32 or var in ends:
-        return 0
-    count = 0
+    if var.aval.dtype != np.float32 or var in ends or not readers:
+        return False
     for eqn in readers:
         match shapes[id(eqn)]:
             case Shape.CONTRACTED:
                 if "HIGH" in str(eqn.params.get("precision")) or "F32" in str(eqn.params.get("precision")):
-                    return 0
-                count += 1
-            case Shape.SAME | Shape.MOVED | Shape.COLLECTIVE if len(eqn.outvars) == 1:
-                further = multiplied(eqn.outvars[0], shapes, users, ends)
-                if not further:
-                    return 0
-                count += further
+                    return False
+            case Shape.SAME | Shape.MOVED | Shape.COLLECTIVE | Shape.EACH if len(eqn.outvars) == 1:
+                of = program.describe(eqn)
+                if shapes[id(eqn)] is Shape.EACH and not (of is not None and of.has(Algebra.MOVES)):
+                    return False
+                if not multiplied(eqn.outvars[0], program, shapes, users, ends):
+                    return False
             case _:
-                return 0
-    return count
+                return False
+    return True
 
 
 def ends_contraction(

@@ -21,6 +21,7 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
 from vnode.operators.control import Loop, region_of
 from vnode.partition.cost.collectives import is_sum
+from vnode.partition.cost.sums import adds
 
 
 def without_single_turns(program: Program) -> Program:
@@ -200,9 +201,3 @@ def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
         if not gone.intersection(each.outvars)
     ]
     return [rebuilt(eqn, loop, inner, left, [], [], inner.outputs).replace(outvars=results), *after]
-
-
-def adds(eqn: JaxprEqn) -> bool:
-    """Whether an equation is the sum of two arrays."""
-    of = describe(eqn)
-    return len(eqn.invars) == 2 and of is not None and of.has(Algebra.ADDS)

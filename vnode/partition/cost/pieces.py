@@ -31,17 +31,19 @@ class Piece:
       reads: the variables that come from elsewhere.
       writes: those that are wanted elsewhere.
       constants: values of some of `reads`.
+      narrow: those of `reads` and `writes` that are in memory in bfloat16, though they are float32 in the equations.
     """
 
     equations: tuple[JaxprEqn, ...]
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
     constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
+    narrow: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable being read once and written once."""
-        if len(self.equations) == 1 and region_of(self.equations[0]) is None:
+        if len(self.equations) == 1 and region_of(self.equations[0]) is None and not self.narrow:
             return cost_of(self.equations[0])
         total, read, own = Cost(), dict[Var, int](), set(self.reads)
         for eqn in self.equations:
@@ -52,11 +54,13 @@ class Piece:
             for var in own & sizes.keys():  # of an operand that is looked up in only a part is read
                 part = sizes[var] if each.read >= whole else -(-sizes[var] * each.read // max(whole, 1))
                 read[var] = max(read.get(var, 0), part)
-        written = sum(nbytes(var.aval) for var in self.writes)
+        written = {var: nbytes(var.aval) for var in self.writes}
         if len(self.writes) == 1:  # what is put into an array in place is all that is written
-            last = next(eqn for eqn in reversed(self.equations) if self.writes[0] in eqn.outvars)
-            written = min(written, cost_of(last).written or written)
-        return dataclasses.replace(total, read=sum(read.values()), written=written)
+            (var,) = self.writes
+            last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
+            written[var] = min(written[var], cost_of(last).written or written[var])
+        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in (read, written)]
+        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
 
     @functools.cached_property
     def key(self) -> str:
@@ -77,12 +81,18 @@ class Piece:
             lines.append(
                 f"{', '.join(results)} = {eqn.primitive.name}[{parameters(eqn.params)}]({', '.join(operands)})"
             )
-        return "\n".join([*lines, f"({', '.join(map(said, self.writes))})"])
+        lines.append(f"({', '.join(map(said, self.writes))})")
+        if self.narrow:
+            lines.append(f"in bfloat16: {', '.join(said(v) for v in (*self.reads, *self.writes) if v in self.narrow)}")
+        return "\n".join(lines)
 
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The types of what is read."""
-        return tuple(jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.reads)
+        return tuple(
+            jax.ShapeDtypeStruct(var.aval.shape, jnp.bfloat16 if var in self.narrow else var.aval.dtype)
+            for var in self.reads
+        )
 
     def function(self, *values: Any) -> list[Any]:
         """Evaluates it.
@@ -94,11 +104,12 @@ class Piece:
           The values of `writes`.
         """
         held = dict(zip(self.reads, values, strict=True))
+        held.update({var: held[var].astype(var.aval.dtype) for var in self.reads if var in self.narrow})
         for eqn in self.equations:
             operands = [atom.val if isinstance(atom, Literal) else held[atom] for atom in eqn.invars]
             with context_of(eqn):
                 held.update(zip(eqn.outvars, bind(eqn, operands), strict=True))
-        return [held[var] for var in self.writes]
+        return [held[var].astype(jnp.bfloat16) if var in self.narrow else held[var] for var in self.writes]
 
     def __str__(self) -> str:
         return " + ".join(dict.fromkeys(eqn.primitive.name for eqn in self.equations))

@@ -215,10 +215,11 @@ class _Taken:
         """Seconds of one run, the links that it occupies, and whether the device computes."""
         sent = [transfer_of(each, self.axes) for each in piece.equations] if shape is Shape.COLLECTIVE else []
         transfers = [
-            each
+            dataclasses.replace(transfer, bytes=transfer.bytes // 2)
+            if kernels.narrow.issuperset(of.outvars)
+            else transfer
             for transfer, of in zip(sent, piece.equations, strict=False)  # nothing is sent by what is no collective
             if transfer is not None
-            for each in narrowed(transfer, [kernels.narrow.get(var, 0) for var in of.outvars])
         ]
         if transfers:
             cost = transfers[0].cost(self.machine, self.mesh)
@@ -270,15 +271,6 @@ def exchanges(eqn: JaxprEqn) -> bool:
     """Whether there is a collective in the bodies of a loop or branch."""
     inner = [each for body in bodies_of(eqn) for each in body.equations]
     return any(each.primitive.name in KINDS or exchanges(each) for each in inner)
-
-
-def narrowed(transfer: Transfer, counts: Sequence[int]) -> list[Transfer]:
-    """A collective as it is sent, given how many contractions read each result in half of its bytes (0: whole)."""
-    if not all(counts):
-        return [transfer]
-    return [dataclasses.replace(transfer, bytes=transfer.bytes // 2)] * (
-        max(counts) if transfer.kind == "all-gather" else 1
-    )
 
 
 def turns_of(region: Region, bodies: int) -> list[int] | None:

@@ -1,0 +1,78 @@
+"""Sums over devices that a program adds up: XLA adds what each device has of them, and sums over devices once.
+
+Knows equations of one device. Must not know what anything costs.
+
+The TPU compiler does so (``AllReduceReassociate``, ``ReduceScatterReassociate``) where two sums of the same kind, over
+the same devices, are read by nothing but an addition; and again with that sum and the next one.
+"""
+
+from __future__ import annotations
+
+import collections
+
+from jax.extend.core import JaxprEqn, Var
+
+from vnode.analysis.program import Program
+from vnode.operators import Algebra, describe
+from vnode.partition.cost.collectives import is_sum
+
+
+def added_before(program: Program) -> Program:
+    """The program with such sums done once.
+
+    Args:
+      program: of one device; loops and branches stay as they are.
+
+    Returns:
+      The program, with the same results up to rounding.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.analysis.program import inline
+      >>> def three(a, b, c):
+      ...     return jax.lax.psum(a, "x") + jax.lax.psum(b, "x") + jax.lax.psum(c, "x")
+      >>> traced = jax.make_jaxpr(three, axis_env=[("x", 2)])(1.0, 2.0, 3.0)
+      >>> [eqn.primitive.name for eqn in added_before(inline(traced.jaxpr, traced.consts)).equations]
+      ['add', 'add', 'psum']
+    """
+    read = [atom for eqn in program.equations for atom in eqn.invars] + program.outputs
+    users = collections.Counter(atom for atom in read if isinstance(atom, Var))
+    makers: dict[Var, JaxprEqn] = {}
+    kept: dict[int, JaxprEqn] = {}
+    for eqn in program.equations:
+        pending, after = eqn, list[JaxprEqn]()
+        while (pair := summed(pending, makers, users)) is not None:
+            for each in pair:
+                del kept[id(each)]
+            here = Var(pair[0].invars[0].aval)
+            users[here] = 1
+            after.append(pair[0].replace(invars=[here], outvars=pending.outvars))
+            pending = pending.replace(invars=[each.invars[0] for each in pair], outvars=[here])
+        for each in (pending, *reversed(after)):
+            kept[id(each)] = each
+            makers.update(dict.fromkeys(each.outvars, each))
+    return Program(program.inputs, program.constants, list(kept.values()), program.outputs)
+
+
+def summed(
+    eqn: JaxprEqn, makers: dict[Var, JaxprEqn], users: collections.Counter[Var]
+) -> tuple[JaxprEqn, JaxprEqn] | None:
+    """The two sums over devices that an equation adds, if they may be one."""
+    if not adds(eqn):
+        return None
+    terms = [makers.get(a) if isinstance(a, Var) and users[a] == 1 else None for a in eqn.invars]
+    if terms[0] is None or terms[1] is None or terms[0] is terms[1]:
+        return None
+    first, second = terms[0], terms[1]
+    scatters = first.primitive.name == "reduce_scatter" and len(first.outvars) == 1
+    if not (is_sum(first) or scatters) or first.primitive is not second.primitive:
+        return None
+    same = repr(sorted(first.params.items())) == repr(sorted(second.params.items()))
+    alike = first.invars[0].aval == second.invars[0].aval and len(second.outvars) == 1
+    return (first, second) if same and alike else None
+
+
+def adds(eqn: JaxprEqn) -> bool:
+    """Whether an equation is the sum of two arrays."""
+    of = describe(eqn)
+    return len(eqn.invars) == 2 and of is not None and of.has(Algebra.ADDS)
