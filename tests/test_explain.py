@@ -20,6 +20,7 @@ import pytest
 
 import vnode
 from vnode.report.sources import near
+from vnode.show.units import size
 
 FLOAT = 4
 LARGE = {"recompute_budget": 10.0}
@@ -95,30 +96,46 @@ def test_bytes_sent_are_those_of_a_ring(devices: int) -> None:
 
 
 def test_bytes_sent_by_devices_that_hold_several_blocks() -> None:
-    """Of 7 nodes on two devices the first has 0..3; the second 4, 5 and 6, one block at the end of the tree."""
+    """Of 7 nodes on two devices the first has 0..3; the second 4, 5 and 6, which are the end of the tree."""
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
     args = mlp_arguments(14)
     step = vnode.virtualize(mlp, virtual_nodes=7)
     devices = jax.devices()[:2]
     assert step.on(devices).explain(*args).passes[0].sent == 2 * total // 2
-    # 0, 1..2 (which is 1 and 2: two blocks) | 3 and 4..6: two blocks on a device.
+    # 0..2 are the beginning of a block of four; 3 is added to them, and then 4..6: two sums on a device.
     assert step.on(devices, counts=[3, 4]).explain(*args).passes[0].sent == 3 * total // 2
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "buffers"),
+    ("options", "devices", "text", "pending", "cheaper"),
     [
-        ({"reduction": "fast"}, "fast each device in node order, then across devices in any order", 0),
-        ({}, "invariant in the order of a tree over the nodes", 2),
-        ({"lanes": 4}, "invariant in the order of a tree over 4 lanes of 2", 1),
+        ({"reduction": "fast"}, 1, "fast each device in node order, then across devices in any order", 0, ""),
+        ({}, 8, "invariant in the order of a tree over the nodes", 0, ""),
+        ({"lanes": 1}, 1, "invariant in the order of a tree over 1 lanes of 16", 0, ""),
+        (
+            {},
+            1,
+            "invariant in the order of a tree over the nodes",
+            1,
+            'none with reduction="fast"; none with lanes=1, which keeps the bits of one device only; none on 4 devices',
+        ),
+        (
+            {"lanes": 8},
+            4,
+            "invariant in the order of a tree over 8 lanes of 2",
+            2,
+            'none with reduction="fast"; none with lanes=4, which keeps the bits of up to 4 devices; none on 8 devices',
+        ),
     ],
 )
-def test_reduction_is_said(options: dict[str, Any], text: str, buffers: int) -> None:
+def test_reduction_is_said(options: dict[str, Any], devices: int, text: str, pending: int, cheaper: str) -> None:
+    """Of 16 nodes: fours are added as they come, but four of such sums one after another."""
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
-    step = vnode.virtualize(mlp, virtual_nodes=8, **options).on(jax.devices()[:2])
+    step = vnode.virtualize(mlp, virtual_nodes=16, **options).on(jax.devices()[:devices])
     said = words(step.explain(*mlp_arguments(16)))
     assert f"sums over nodes {text} " in said, said
-    assert (f"{buffers * total / 1024:.1f} KiB of buffers for the tree" in said) == bool(buffers)
+    assert (f"{size(pending * total)} of pending sums of the tree" in said) == bool(pending), said
+    assert (f"pending sums: {cheaper}" in said) == ("pending sums: " in said) == bool(cheaper), said
 
 
 def test_sharded_states_are_excepted() -> None:

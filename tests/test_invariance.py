@@ -6,6 +6,7 @@ right is what `test_zoo` says. Programs are compiled as users compile them, in f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -229,12 +230,10 @@ def test_sums_without_elements() -> None:
 
 
 def test_the_order_is_that_of_the_tree() -> None:
-    """Of eight numbers, one per node: ((0+1)+(2+3))+((4+5)+(6+7)), which is not their sum in order."""
+    """Of eight numbers, one per node: (((0+1)+2)+3) + (((4+5)+6)+7), which is not their sum in order."""
     rng = np.random.default_rng(1)
     x = (rng.normal(size=8) * 10.0 ** rng.integers(-4, 5, 8)).astype(np.float32)
-    pairs = x[0::2] + x[1::2]
-    halves = pairs[0::2] + pairs[1::2]
-    want = halves[0] + halves[1]
+    want = (((x[0] + x[1]) + x[2]) + x[3]) + (((x[4] + x[5]) + x[6]) + x[7])
     assert np.add.accumulate(x)[-1] != want  # or the test could not fail
     step = vnode.virtualize(lambda w, x: w * x.sum(), virtual_nodes=8)
     for devices in range(1, 9):
@@ -242,10 +241,9 @@ def test_the_order_is_that_of_the_tree() -> None:
 
 
 def in_tree_order(pieces: list[np.ndarray]) -> np.ndarray:
-    """Of one node's piece after another, in NumPy: neighbours first; one without a neighbour goes up as it is."""
+    """Of one node's piece after another, in NumPy: four neighbours in order, then four of such sums, and so on."""
     while len(pieces) > 1:
-        pairs = [pieces[i : i + 2] for i in range(0, len(pieces), 2)]
-        pieces = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
+        pieces = [functools.reduce(np.add, pieces[i : i + 4]) for i in range(0, len(pieces), 4)]
     return pieces[0]
 
 

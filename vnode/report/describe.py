@@ -102,6 +102,7 @@ def report(
         reduction=reduction.text(made, placement),
         exceptions=reduction.exceptions(made, placement),
         buffers=reduction.buffers(made, placement),
+        cheaper=reduction.cheaper(placement),
         turns=turns,
         between=value_lines(made.between, defined, names),
         around=value_lines(made.around, defined, names),

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.operators import Monoid
 from vnode.placement.layout import Layout
-from vnode.placement.placement import Placement
+from vnode.placement.placement import Placement, even_counts
 from vnode.runtime.collectives import ReductionPlan
-from vnode.show.units import size
+from vnode.show.units import several, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +31,33 @@ class Reduction:
     lane: int = 1
     sharded: tuple[str, ...] = ()
 
-    def depth(self, placement: Placement | Layout) -> int:
-        """How many buffers a device needs for each accumulator, besides the accumulator itself."""
+    def pending(self, counts: tuple[int, ...]) -> int:
+        """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
-        plan = ReductionPlan.of(placement.counts, self.lane, True)
-        return plan.depth if plan.depth > 1 or plan.most else 0  # in place of the accumulator; and the node's own
+        plan = ReductionPlan.of(counts, self.lane, True)
+        return plan.depth if plan.depth > 1 or plan.most else 0  # else what a device adds is one sum
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""
         total = max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
-        return self.depth(placement) * total
+        return self.pending(placement.counts) * total
+
+    def cheaper(self, placement: Placement | Layout) -> str:
+        """What would make them fewer; nothing where there are none."""
+        held, devices, nodes = self.pending(placement.counts), len(placement.counts), placement.virtual_nodes
+        if not held:
+            return ""
+        ways = ['none with reduction="fast"']
+        if self.lane < -(-nodes // devices):
+            most = f"up to {devices} devices" if devices > 1 else "one device only"
+            ways.append(f"none with lanes={devices}, which keeps the bits of {most}")
+        doubled = [devices << k for k in range(1, nodes.bit_length()) if devices << k <= nodes]
+        more = ((d, self.pending(tuple(even_counts(nodes, d, self.lane)))) for d in doubled)
+        fewer, fewest = next(((d, left) for d, left in more if left < held), (devices, held))
+        if fewest < held:
+            ways.append(f"{fewest or 'none'} on {fewer} devices")
+        return "; ".join(ways)
 
     def sent(self, nodes: Pass, placement: Placement | Layout) -> int:
         """Bytes that a device sends after a pass."""
@@ -57,8 +73,8 @@ class Reduction:
         if self.mode == "fast":
             return "fast: each device in node order, then across devices in any order"
         leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
-        depth, bytes_more = self.depth(placement), self.buffers(made, placement)
-        return f"invariant: in the order of a tree over {leaves}, {depth} more buffers ({size(bytes_more)}) on a device"
+        pending = several(self.pending(placement.counts), "pending sum")
+        return f"invariant: in the order of a tree over {leaves}, {pending} ({size(self.buffers(made, placement))})"
 
     def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
         """From which the promise does not hold."""

@@ -45,7 +45,8 @@ class Report(Drawn):
       recomputed: flops spent again by later passes.
       reduction: how sums over nodes are formed.
       exceptions: from which the promise of an invariant reduction does not hold.
-      buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
+      buffers: bytes of pending sums on a device, which the order of a tree takes besides the accumulators themselves.
+      cheaper: what would make them fewer.
       temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
       layouts: what the step asks of layouts over mesh axes, and which of these are kept inside a node.
       search: how the number of nodes was found, if it was; a line each.
@@ -72,6 +73,7 @@ class Report(Drawn):
     reduction: str
     exceptions: tuple[str, ...]
     buffers: int = 0
+    cheaper: str = ""
     temporary: int | None = None
     layouts: tuple[Line, ...] = ()
     search: tuple[str, ...] = ()
@@ -207,10 +209,11 @@ class Report(Drawn):
             Fact(
                 "sums take",
                 f"{size(self.accumulated + self.buffered)} of memory on a device",
-                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the tree"
+                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of pending sums of the tree"
                 if self.buffered
                 else "accumulators",
             ),
+            *([Fact("", f"pending sums: {self.cheaper}")] if self.cheaper and self.buffered else []),
             Fact(
                 "communication",
                 f"{size(self.sent)} sent per device and step",

@@ -42,8 +42,14 @@ class Mode(enum.Enum):
     """What is asked of an emission besides the right result."""
 
     INVARIANT = "the same bits on any devices"
+    OFFLOADED = "the same bits on any devices, and sums that wait to be added in the host's memory"
     FAST = "sums in any order"
     DIFFERENTIABLE = "no loops of run-time length"
+
+    @property
+    def invariant(self) -> bool:
+        """Whether sums have an order that does not depend on devices."""
+        return self in (Mode.INVARIANT, Mode.OFFLOADED)
 
 
 def emit(
@@ -64,7 +70,7 @@ def emit(
       inputs: values of the program's inputs, whole and batched alike at their global shapes; batched ones may be
         `ShardedBatch` of this placement.
       mode: what is asked of the emission.
-      lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
+      lane: if it is invariant: consecutive nodes that are added one after another; 1 for those that the tree says.
       arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
       slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
@@ -236,7 +242,7 @@ class Emission:
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
-            if self.mode is Mode.INVARIANT and atom not in self.arguments:
+            if self.mode.invariant and atom not in self.arguments:
                 value = loops.in_memory(value)
             self.whole[atom] = value
         return self.whole[atom]
@@ -348,7 +354,7 @@ class Emission:
     def as_computed_once(self, value: Any) -> Any:
         """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
         round those differently."""
-        return self.everywhere(value) if self.mode is Mode.INVARIANT else value
+        return self.everywhere(value) if self.mode.invariant else value
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
@@ -418,7 +424,7 @@ class Emission:
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
         divided = self.divided_pass(nodes, wholes, sliced)
-        sums = sums_of(nodes, divided)
+        sums = sums_of(nodes, divided, self.mode is Mode.OFFLOADED)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
             placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes
@@ -428,7 +434,7 @@ class Emission:
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
 
         def device_program(
-            numbers: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
+            numbers: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             def take(index: jax.Array) -> list[Any]:
                 parts = [lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)]
@@ -446,7 +452,7 @@ class Emission:
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, waves == 1)
-            if self.mode is not Mode.INVARIANT and placement.even:
+            if not self.mode.invariant and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return completed(collectives.combined(sums, totals, axis)), kept
             late = sorted(zip(wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
@@ -461,11 +467,10 @@ class Emission:
                     totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
                 case Mode.FAST:
                     totals, kept = loops.counted(program, sums, count[0], buffers)
-                case Mode.INVARIANT:
-                    turns = loops.opaque(count[0])
-                    rest, exact, kept = loops.in_tree_order(
-                        program, sums, turns, merges[0], plan.depth, plan.most, self.lane, buffers
-                    )
+                case Mode.INVARIANT | Mode.OFFLOADED:
+                    number, starts, merges = (table[0] for table in runs)
+                    own = loops.Runs(loops.opaque(number), starts, merges)
+                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers)
                     return completed(combine(sums, rest, exact, plan, axis)), kept
             return completed(collectives.combined(sums, totals, axis)), kept
 
@@ -501,7 +506,7 @@ class Emission:
         totals, kept = run(
             jnp.asarray(np.add.outer(placement.starts, np.arange(waves)).reshape(-1, 1), jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
-            jnp.asarray(plan.merges),
+            [jnp.asarray(table) for table in plan.tables],
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )
@@ -578,7 +583,11 @@ def runs_apart(value: Any, form: Slice) -> Any:
     return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
 
 
-def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
-    """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
+def sums_of(nodes: Pass, divided: Divided | None = None, away: bool = False) -> list[loops.Sum]:
+    """What the nodes of a pass contribute to, each device its own part of it if it is divided.
+
+    Those that are large wait in the host's memory if they are to be `away`.
+    """
     shapes = [divided.local(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
-    return [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]
+    sums = [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]
+    return [dataclasses.replace(s, away=away and s.nbytes >= loops.LARGE) for s in sums]

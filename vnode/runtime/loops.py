@@ -46,11 +46,13 @@ class Sum:
       monoid: how contributions combine.
       shape: of the value.
       dtype: in which they are combined.
+      away: whether what waits to be added is in the host's memory.
     """
 
     monoid: Monoid
     shape: tuple[int, ...]
     dtype: Any
+    away: bool = False
 
     @property
     def exact(self) -> bool:
@@ -67,6 +69,10 @@ class Sum:
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
         return jnp.where(total == 0, jnp.zeros((), self.dtype), total) if self.monoid is Monoid.SUM else total
+
+    def waiting(self, value: Any) -> Any:
+        """A value where it is to wait."""
+        return jax.device_put(value, jax.memory.Space.Host) if self.away else value
 
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
@@ -162,33 +168,66 @@ def stacked(
       What partial_blocks, and the last state.
     """
 
+    def joined(
+        sums: Sequence[Sum], piece: list[Any], blocks: PartialBlocks, merges: jax.Array
+    ) -> tuple[list[Any], list[Any]]:
+        first, others, height = blocks
+        place = height - merges
+        bottom = (place == 0).astype(jnp.int32)
+
+        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
+            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
+            return add_all(sums, on_device(last), piece)
+
+        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
+            return waiting(sums, add_all(sums, on_device(first), piece))
+
+        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
+            return put(others, waiting(sums, piece), place - 1 + turn)
+
+        if depth > 1 and most:
+            piece = named_loop("merge", 0, merges - bottom, merge, piece)
+        first = named_loop("merge_first", 0, bottom, merge_first, first)
+        if depth > 1:
+            others = named_loop("push", 0, 1 - bottom, push, others)
+        return first, others
+
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
         (first, others, height), state = carry
         piece, state = pieces(index, state)
         if depth == 1 and not most:
             return PartialBlocks(piece, others, height + 1), state
-        place = height - merges[index]
-        bottom = (place == 0).astype(jnp.int32)
+        first, others = list(first), list(others)
+        for members in separately(sums):
+            mine = PartialBlocks([first[i] for i in members], [others[i] for i in members if others], height)
+            values = joined([sums[i] for i in members], [piece[i] for i in members], mine, merges[index])
+            for target, made in zip((first, others), values, strict=True):
+                for i, value in zip(members, made, strict=False):
+                    target[i] = value
+        return PartialBlocks(first, others, height + 1 - merges[index]), state
 
-        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
-            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
-            return add_all(sums, last, piece)
+    if depth == 1 and not most:
+        sums = [dataclasses.replace(s, away=False) for s in sums]  # nothing waits
+    first = waiting(sums, [s.identity() for s in sums])
+    others = waiting(sums, [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums]) if depth > 1 else []
+    return loop_of_nodes(count, sums, body, (PartialBlocks(first, others, jnp.int32(0)), state))
 
-        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
-            return add_all(sums, first, piece)
 
-        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
-            return put(others, piece, place - 1 + turn)
+def waiting(sums: Sequence[Sum], values: Sequence[Any]) -> list[Any]:
+    """Values where they are to wait."""
+    return [s.waiting(value) for s, value in zip(sums, values, strict=True)]
 
-        if depth > 1 and most:
-            piece = named_loop("merge", 0, merges[index] - bottom, merge, piece)
-        first = named_loop("merge_first", 0, bottom, merge_first, first)
-        if depth > 1:
-            others = named_loop("push", 0, 1 - bottom, push, others)
-        return PartialBlocks(first, others, place + 1), state
 
-    others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    return loop_of_nodes(count, sums, body, (PartialBlocks([s.identity() for s in sums], others, jnp.int32(0)), state))
+def on_device(values: Sequence[Any]) -> list[Any]:
+    """Values where they can be computed with."""
+    host, device = jax.memory.Space.Host, jax.memory.Space.Device
+    return [jax.device_put(v, device) if jax.typeof(v).memory_space == host else v for v in values]
+
+
+def separately(sums: Sequence[Sum]) -> list[list[int]]:
+    """Which sums are added in a loop of their own: each that waits elsewhere, so that one at a time is brought."""
+    here = [i for i, s in enumerate(sums) if not s.away]
+    return [*([here] if here else []), *([i] for i, s in enumerate(sums) if s.away)]
 
 
 class PartialBlocks(NamedTuple):
@@ -207,35 +246,34 @@ class PartialBlocks(NamedTuple):
     def each(self, count: int) -> list[list[Any]]:
         """Of each sum so many blocks, one by one."""
         others = self.others or [[]] * len(self.first)
-        return [[block, *(rest[i] for i in range(count - 1))] for block, rest in zip(self.first, others, strict=True)]
+        return [
+            on_device([block, *(rest[i] for i in range(count - 1))])
+            for block, rest in zip(self.first, others, strict=True)
+        ]
 
     def blocks(self, most: int) -> list[Any]:
         """Of each sum the blocks, ``[most, *shape]``."""
+        first = [block[None] for block in on_device(self.first)]
         if most == 1:
-            return [block[None] for block in self.first]
-        return [jnp.concatenate([block[None], s[: most - 1]]) for block, s in zip(self.first, self.others, strict=True)]
+            return first
+        others = on_device([rest[: most - 1] for rest in self.others])
+        return [jnp.concatenate([block, rest]) for block, rest in zip(first, others, strict=True)]
 
 
 def in_tree_order(
-    program: NodeProgram,
-    sums: Sequence[Sum],
-    count: jax.Array,
-    merges: jax.Array,
-    depth: int,
-    most: int,
-    lane: int,
-    buffers: list[Any],
+    program: NodeProgram, sums: Sequence[Sum], runs: Runs, depth: int, most: int, buffers: list[Any]
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
-    """Adds what nodes contribute in the order of a tree over lanes.
+    """Adds what nodes contribute in the order of a tree.
+
+    The nodes of a run are added one after another as they are computed, into one sum. A node's piece of it needs no
+    memory of its own for longer than in any accumulation.
 
     Args:
       program: of a node.
       sums: what nodes contribute to.
-      count: nodes of this device, int32 scalar.
-      merges: int32 ``[at least the device's lanes]``, as in `Fold`.
+      runs: of this device's nodes.
       depth: entries of the stack.
-      most: blocks that any lane is joined by.
-      lane: consecutive nodes that are added one after another.
+      most: blocks that any run is joined by.
       buffers: for what nodes keep.
 
     Returns:
@@ -245,30 +283,64 @@ def in_tree_order(
     others = [i for i, s in enumerate(sums) if s.exact]
     exact = [sums[i] for i in others]
     rest = [sums[i] for i in ordered]
+    nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
         pieces, kept = program.compute(state.parts)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
-        pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
+        pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
-            parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
+            parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
 
-    def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
+    def run(number: jax.Array, state: State) -> tuple[list[Any], State]:
+        start = runs.starts[number]
+
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
-            pieces, state = node(index * lane + k, carry[1])
+            pieces, state = node(start + k, carry[1])
             return add_all(rest, carry[0], pieces), state
 
-        length = jnp.minimum(lane, count - index * lane)
-        with jax.named_scope("lane"):
-            return loop_of_nodes(length, rest, body, ([s.identity() for s in rest], state))
+        with jax.named_scope("run"):
+            return loop_of_nodes(runs.starts[number + 1] - start, rest, body, ([s.identity() for s in rest], state))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
-    piece = node if lane == 1 else lane_of_nodes
     with jax.named_scope("nodes"):
-        remaining, last = stacked(piece, rest, -(-count // lane), merges, depth, most, first)
-    return remaining, last.totals, put(last.buffers, last.kept, count - 1)
+        remaining, last = stacked(run, rest, runs.count, runs.merges, depth, most, first)
+    return remaining, last.totals, put(last.buffers, last.kept, nodes - 1)
+
+
+class Runs(NamedTuple):
+    """A device's nodes, as runs that are added one after another.
+
+    Attributes:
+      count: of runs, int32 scalar that the compiler does not know.
+      starts: of each run the position of its first node on the device, and then how many nodes there are, int32
+        ``[at least the runs and one]``.
+      merges: of each run, int32 ``[at least the runs]``, as in `Fold`.
+    """
+
+    count: jax.Array
+    starts: jax.Array
+    merges: jax.Array
+
+
+def rounded(piece: jax.Array, index: jax.Array) -> jax.Array:
+    """A piece as it is in memory, also where it is added to something by the loop that makes it.
+
+    A compiler would else contract a multiplication and that addition, or keep more bits of the piece than its type has:
+    where the same piece is the first of a run, and is added later, it would not. No compiler looks through an
+    operation on the bits with a number that is zero because no position is negative.
+
+    Args:
+      piece: a node's, inexact.
+      index: the position of a node, int32 scalar, not negative.
+    """
+    if jnp.issubdtype(piece.dtype, jnp.complexfloating):
+        return lax.complex(rounded(lax.real(piece), index), rounded(lax.imag(piece), index))
+    bits = jnp.dtype(f"uint{8 * piece.dtype.itemsize}")
+    zero = lax.convert_element_type(index < 0, bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(piece, bits) ^ zero, piece.dtype)
 
 
 class State(NamedTuple):
