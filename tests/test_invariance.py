@@ -297,6 +297,20 @@ def test_lanes_are_not_divided() -> None:
         step.on(vnode.Placement(8, jax.devices()[:3]))
 
 
+def test_pieces_are_rounded_before_they_are_added() -> None:
+    """Products, which a compiler would contract with an addition in the same loop, on devices where they are first.
+
+    Of 16 nodes on 8 devices, every second one begins with the third of four.
+    """
+    rng = np.random.default_rng(3)
+    x, y = (rng.normal(size=(16, 150, 120)).astype(np.float32) for _ in range(2))
+    want = in_tree_order(list(x * y))
+    step = vnode.virtualize(lambda w, x, y: (x * y).sum(0), virtual_nodes=16, in_axes=(None, 0, 0))
+    for devices in (1, 3, 8):
+        total = step.on(jax.devices()[:devices])(0.0, x, y)
+        np.testing.assert_array_equal(np.asarray(total).view(np.int32), want.view(np.int32))
+
+
 @pytest.mark.parametrize("lanes", [0, 9, True, 2.0])
 def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
     with pytest.raises(ValueError, match="lanes must be an integer from 1 to virtual_nodes=8"):

@@ -29,7 +29,6 @@ from vnode.step.virtual import VirtualStep
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
 PARTITIONS = ("vnode", "xla")
-PLACES = ("device", "host")
 
 
 class StepOptions(TypedDict, total=False):
@@ -40,7 +39,6 @@ class StepOptions(TypedDict, total=False):
     recompute_budget: float
     reduction: str
     lanes: int | None
-    pending_sums: str
     accumulate_dtype: Any
     partition: str | Mapping[str, PartitionSpec]
     placement: Placement | None
@@ -89,7 +87,6 @@ def virtualize(
     recompute_budget: float = 0.5,
     reduction: str = "invariant",
     lanes: int | None = None,
-    pending_sums: str = "device",
     accumulate_dtype: Any = None,
     partition: str | Mapping[str, PartitionSpec] = "vnode",
     placement: Placement | None = None,
@@ -125,9 +122,6 @@ def virtualize(
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the
         number of nodes. With as many lanes as devices no sum waits on a device to be added to another, where by default
         one or two do: the nodes of a lane are added one after another, and devices hold whole lanes.
-      pending_sums: where sums of an invariant reduction wait, as far as each takes 64 KiB: ``"device"``, or ``"host"``,
-        in pinned memory, from which the device reads one at a time to add to it. That moves them twice for every four
-        nodes; the bits stay. CPUs have no other memory: there it changes nothing.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
       partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
         sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
@@ -169,7 +163,6 @@ def virtualize(
             recompute_budget=recompute_budget,
             reduction=reduction,
             lanes=lanes,
-            pending_sums=pending_sums,
             accumulate_dtype=accumulate_dtype,
             partition=partition,
             placement=placement,
@@ -205,8 +198,6 @@ def virtualize(
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    if pending_sums not in PLACES:
-        raise ValueError(f"pending_sums must be one of {', '.join(PLACES)}, not {pending_sums!r}")
     if not isinstance(partition, Mapping) and partition not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, or map names to specs, not {partition!r}")
     patterns = patterns_of(partition) if isinstance(partition, Mapping) else ()
@@ -219,7 +210,6 @@ def virtualize(
         reduction,
         lane_count(lanes, None if auto else nodes),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
-        pending_sums,
         automatic=partition == "xla",
         patterns=patterns,
     )

@@ -99,7 +99,7 @@ def report(
         couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
         flops=made.flops,
         recomputed=made.recomputed,
-        reduction=reduction.text(made, placement),
+        reduction=reduction.text(placement),
         exceptions=reduction.exceptions(made, placement),
         buffers=reduction.buffers(made, placement),
         cheaper=reduction.cheaper(placement),

@@ -14,7 +14,6 @@ from vnode.operators import Monoid
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement, even_counts
 from vnode.runtime.collectives import ReductionPlan
-from vnode.show.units import several, size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,17 +63,16 @@ class Reduction:
         devices = len(placement.counts)
         blocks = 1
         if self.mode == "invariant":
-            blocks = max(len(fold.rest) for fold in ReductionPlan.of(placement.counts, self.lane, True).own)
+            blocks = ReductionPlan.of(placement.counts, self.lane, True).left
         total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
         return int((devices - 1) / devices * total)
 
-    def text(self, made: Schedule, placement: Placement | Layout) -> str:
+    def text(self, placement: Placement | Layout) -> str:
         """One line of the report."""
         if self.mode == "fast":
             return "fast: each device in node order, then across devices in any order"
         leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
-        pending = several(self.pending(placement.counts), "pending sum")
-        return f"invariant: in the order of a tree over {leaves}, {pending} ({size(self.buffers(made, placement))})"
+        return f"invariant: in the order of a tree over {leaves}"
 
     def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
         """From which the promise does not hold."""

@@ -187,8 +187,6 @@ class Report(Drawn):
         idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
         each = " each" if len(self.counts) > 1 else ""
         how, _, detail = self.reduction.partition(": ")
-        if self.buffers:
-            detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
         inputs = ", ".join(line.what for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
             Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)}{each}", idle),

@@ -109,6 +109,11 @@ class ReductionPlan:
         return max(max(fold.merges, default=0) for fold in self.own)
 
     @functools.cached_property
+    def left(self) -> int:
+        """Blocks that remain on any device."""
+        return max(len(fold.rest) for fold in self.own)
+
+    @functools.cached_property
     def groups(self) -> tuple[int, ...]:
         """Devices that add at a time, then as many of such groups, and so on; if they add as the leaves of a tree do.
 
@@ -243,7 +248,7 @@ def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan,
         return []
     if len(plan.own) == 1:
         return rest.each(count)
-    most = max(len(fold.rest) for fold in plan.own)
+    most = plan.left
     rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
     blocks = rest.blocks(most)
     results: list[list[Any]] = [[] for _ in sums]

@@ -42,14 +42,8 @@ class Mode(enum.Enum):
     """What is asked of an emission besides the right result."""
 
     INVARIANT = "the same bits on any devices"
-    OFFLOADED = "the same bits on any devices, and sums that wait to be added in the host's memory"
     FAST = "sums in any order"
     DIFFERENTIABLE = "no loops of run-time length"
-
-    @property
-    def invariant(self) -> bool:
-        """Whether sums have an order that does not depend on devices."""
-        return self in (Mode.INVARIANT, Mode.OFFLOADED)
 
 
 def emit(
@@ -242,7 +236,7 @@ class Emission:
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
-            if self.mode.invariant and atom not in self.arguments:
+            if self.mode is Mode.INVARIANT and atom not in self.arguments:
                 value = loops.in_memory(value)
             self.whole[atom] = value
         return self.whole[atom]
@@ -354,7 +348,7 @@ class Emission:
     def as_computed_once(self, value: Any) -> Any:
         """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
         round those differently."""
-        return self.everywhere(value) if self.mode.invariant else value
+        return self.everywhere(value) if self.mode is Mode.INVARIANT else value
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
@@ -424,7 +418,7 @@ class Emission:
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
         divided = self.divided_pass(nodes, wholes, sliced)
-        sums = sums_of(nodes, divided, self.mode is Mode.OFFLOADED)
+        sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
             placement.counts, self.lane, one_axis, placement.first, placement.virtual_nodes
@@ -452,7 +446,7 @@ class Emission:
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, waves == 1)
-            if not self.mode.invariant and placement.even:
+            if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return completed(collectives.combined(sums, totals, axis)), kept
             late = sorted(zip(wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
@@ -467,7 +461,7 @@ class Emission:
                     totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
                 case Mode.FAST:
                     totals, kept = loops.counted(program, sums, count[0], buffers)
-                case Mode.INVARIANT | Mode.OFFLOADED:
+                case Mode.INVARIANT:
                     number, starts, merges = (table[0] for table in runs)
                     own = loops.Runs(loops.opaque(number), starts, merges)
                     rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers)
@@ -583,11 +577,7 @@ def runs_apart(value: Any, form: Slice) -> Any:
     return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
 
 
-def sums_of(nodes: Pass, divided: Divided | None = None, away: bool = False) -> list[loops.Sum]:
-    """What the nodes of a pass contribute to, each device its own part of it if it is divided.
-
-    Those that are large wait in the host's memory if they are to be `away`.
-    """
+def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
+    """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
     shapes = [divided.local(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
-    sums = [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]
-    return [dataclasses.replace(s, away=away and s.nbytes >= loops.LARGE) for s in sums]
+    return [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]

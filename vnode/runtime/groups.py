@@ -209,7 +209,7 @@ class GroupProgram:
     def totals(self, nodes: Pass, left: Sequence[Any]) -> list[Any]:
         """The totals of a pass, from what it left in each group."""
         sums = sums_of(nodes)
-        if not self.mode.invariant:
+        if self.mode is not Mode.INVARIANT:
             return [collectives.folded(s.monoid, jnp.stack(values)) for s, *values in zip(sums, *left, strict=True)]
         blocks, exact = [blocks for blocks, _ in left], [exact for _, exact in left]
         return collectives.across_programs(sums, blocks, exact, [group.nodes for group in self.groups], self.lane)

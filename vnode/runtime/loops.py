@@ -46,13 +46,11 @@ class Sum:
       monoid: how contributions combine.
       shape: of the value.
       dtype: in which they are combined.
-      away: whether what waits to be added is in the host's memory.
     """
 
     monoid: Monoid
     shape: tuple[int, ...]
     dtype: Any
-    away: bool = False
 
     @property
     def exact(self) -> bool:
@@ -69,10 +67,6 @@ class Sum:
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
         return jnp.where(total == 0, jnp.zeros((), self.dtype), total) if self.monoid is Monoid.SUM else total
-
-    def waiting(self, value: Any) -> Any:
-        """A value where it is to wait."""
-        return jax.device_put(value, jax.memory.Space.Host) if self.away else value
 
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
@@ -168,66 +162,33 @@ def stacked(
       What partial_blocks, and the last state.
     """
 
-    def joined(
-        sums: Sequence[Sum], piece: list[Any], blocks: PartialBlocks, merges: jax.Array
-    ) -> tuple[list[Any], list[Any]]:
-        first, others, height = blocks
-        place = height - merges
-        bottom = (place == 0).astype(jnp.int32)
-
-        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
-            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
-            return add_all(sums, on_device(last), piece)
-
-        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
-            return waiting(sums, add_all(sums, on_device(first), piece))
-
-        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
-            return put(others, waiting(sums, piece), place - 1 + turn)
-
-        if depth > 1 and most:
-            piece = named_loop("merge", 0, merges - bottom, merge, piece)
-        first = named_loop("merge_first", 0, bottom, merge_first, first)
-        if depth > 1:
-            others = named_loop("push", 0, 1 - bottom, push, others)
-        return first, others
-
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
         (first, others, height), state = carry
         piece, state = pieces(index, state)
         if depth == 1 and not most:
             return PartialBlocks(piece, others, height + 1), state
-        first, others = list(first), list(others)
-        for members in separately(sums):
-            mine = PartialBlocks([first[i] for i in members], [others[i] for i in members if others], height)
-            values = joined([sums[i] for i in members], [piece[i] for i in members], mine, merges[index])
-            for target, made in zip((first, others), values, strict=True):
-                for i, value in zip(members, made, strict=False):
-                    target[i] = value
-        return PartialBlocks(first, others, height + 1 - merges[index]), state
+        place = height - merges[index]
+        bottom = (place == 0).astype(jnp.int32)
 
-    if depth == 1 and not most:
-        sums = [dataclasses.replace(s, away=False) for s in sums]  # nothing waits
-    first = waiting(sums, [s.identity() for s in sums])
-    others = waiting(sums, [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums]) if depth > 1 else []
-    return loop_of_nodes(count, sums, body, (PartialBlocks(first, others, jnp.int32(0)), state))
+        def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
+            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
+            return add_all(sums, last, piece)
 
+        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
+            return add_all(sums, first, piece)
 
-def waiting(sums: Sequence[Sum], values: Sequence[Any]) -> list[Any]:
-    """Values where they are to wait."""
-    return [s.waiting(value) for s, value in zip(sums, values, strict=True)]
+        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
+            return put(others, piece, place - 1 + turn)
 
+        if depth > 1 and most:
+            piece = named_loop("merge", 0, merges[index] - bottom, merge, piece)
+        first = named_loop("merge_first", 0, bottom, merge_first, first)
+        if depth > 1:
+            others = named_loop("push", 0, 1 - bottom, push, others)
+        return PartialBlocks(first, others, place + 1), state
 
-def on_device(values: Sequence[Any]) -> list[Any]:
-    """Values where they can be computed with."""
-    host, device = jax.memory.Space.Host, jax.memory.Space.Device
-    return [jax.device_put(v, device) if jax.typeof(v).memory_space == host else v for v in values]
-
-
-def separately(sums: Sequence[Sum]) -> list[list[int]]:
-    """Which sums are added in a loop of their own: each that waits elsewhere, so that one at a time is brought."""
-    here = [i for i, s in enumerate(sums) if not s.away]
-    return [*([here] if here else []), *([i] for i, s in enumerate(sums) if s.away)]
+    others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
+    return loop_of_nodes(count, sums, body, (PartialBlocks([s.identity() for s in sums], others, jnp.int32(0)), state))
 
 
 class PartialBlocks(NamedTuple):
@@ -246,18 +207,13 @@ class PartialBlocks(NamedTuple):
     def each(self, count: int) -> list[list[Any]]:
         """Of each sum so many blocks, one by one."""
         others = self.others or [[]] * len(self.first)
-        return [
-            on_device([block, *(rest[i] for i in range(count - 1))])
-            for block, rest in zip(self.first, others, strict=True)
-        ]
+        return [[block, *(rest[i] for i in range(count - 1))] for block, rest in zip(self.first, others, strict=True)]
 
     def blocks(self, most: int) -> list[Any]:
         """Of each sum the blocks, ``[most, *shape]``."""
-        first = [block[None] for block in on_device(self.first)]
         if most == 1:
-            return first
-        others = on_device([rest[: most - 1] for rest in self.others])
-        return [jnp.concatenate([block, rest]) for block, rest in zip(first, others, strict=True)]
+            return [block[None] for block in self.first]
+        return [jnp.concatenate([block[None], s[: most - 1]]) for block, s in zip(self.first, self.others, strict=True)]
 
 
 def in_tree_order(

@@ -58,7 +58,6 @@ class Options:
     reduction: str
     lanes: int | None
     accumulate_dtype: Any
-    pending_sums: str = "device"
     automatic: bool = False
     patterns: Patterns = ()
 
@@ -66,13 +65,6 @@ class Options:
     def lane(self) -> int:
         """Consecutive nodes that are added one after another."""
         return -(-self.virtual_nodes // (self.lanes or self.virtual_nodes))
-
-    @property
-    def mode(self) -> Mode:
-        """What is asked of an emission."""
-        if self.reduction == "fast":
-            return Mode.FAST
-        return Mode.OFFLOADED if self.pending_sums == "host" else Mode.INVARIANT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +167,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     made, options = analyse(flat, placement.devices), flat.options
     check_effects(made.program, placement)
     check_references(made.program, placement)
-    mode = Mode.DIFFERENTIABLE if differentiable else options.mode
+    mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
     plain = mode is Mode.FAST and placement.even and made.schedule.sums_only and not made.program.custom_derivatives
     values = [*flat.leaves, *made.traced.captured]
 
@@ -285,8 +277,9 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
                     remedies=["return the value instead", "or use devices of one kind: step.on(jax.devices()[:1])"],
                 )
             )
+    mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    return GroupProgram(made.schedule, placement, flat.options.mode, flat.options.lane, name, shared)
+    return GroupProgram(made.schedule, placement, mode, flat.options.lane, name, shared)
 
 
 def check_effects(program: Program, placement: Placement) -> None:
