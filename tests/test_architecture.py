@@ -27,10 +27,10 @@ ROOMS = {
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime spmd threads",
     "plan": "analysis errors placement report runtime show step",
-    "partition": "analysis errors operators placement plan report runtime show spmd step threads",
+    "transform": "errors placement plan step",
+    "partition": "analysis errors operators placement plan report runtime show spmd step threads transform",
     "data": "errors placement threads",
     "elastic": "analysis data errors placement plan show step",
-    "transform": "errors placement plan step",
     "integrations": "errors placement step transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""

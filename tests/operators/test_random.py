@@ -6,8 +6,10 @@ import numpy as np
 import pytest
 from jax.extend.random import threefry_2x32
 
+import vnode
 from vnode.operators import describe, evaluate
-from vnode.operators.random import counters
+from vnode.operators.counting import counters
+from vnode.operators.philox import PHILOX
 
 pytestmark = pytest.mark.quickly
 
@@ -99,3 +101,46 @@ def test_one_generator_for_many_keys_is_drawn_whole(impl):
     assert not np.array_equal(draw(keys)[1], draw(keys[1:])[0])
     (eqn,) = jax.make_jaxpr(draw)(keys).jaxpr.eqns
     assert describe(eqn).whole == {0, 1}
+
+
+@pytest.mark.parametrize("words", [2, 4])
+@pytest.mark.parametrize("x64", [False, True])
+def test_philox_is_that_of_jax(words, x64):
+    """The generator that compiles for several devices draws the bits that JAX's own draws on one."""
+    name, ours = PHILOX[f"key<phx{words}>"]
+    data = jax.random.key_data
+    draws = [
+        lambda key: jax.random.bits(key, (3, 5)),
+        lambda key: jax.random.bits(key, (), "uint8"),
+        lambda key: jax.random.bits(key, (7,), "uint16"),
+        lambda key: data(jax.random.split(key, (2, 3))),
+        lambda key: data(jax.random.fold_in(key, 2**32 - 9)),
+        *([lambda key: jax.random.bits(key, (5,), "uint64")] if x64 else []),
+    ]
+    with jax.enable_x64(x64):
+        for seed in (0, -1, np.int8(-3), 2**31 - 1, *([2**40 + 3] if x64 else [])):
+            theirs, same = (jax.random.key(seed, impl=impl) for impl in (name, ours))
+            np.testing.assert_array_equal(data(theirs), data(same))
+            for draw in draws:
+                np.testing.assert_array_equal(draw(theirs), draw(same))
+            gamma = [jax.random.gamma(key, jnp.array([0.3, 1.0, 7.5])) for key in (theirs, same)]
+            np.testing.assert_allclose(*gamma, rtol=1e-6)
+
+
+@pytest.mark.parametrize("impl", ["philox2x32", "philox4x32"])
+def test_philox_on_several_devices(impl):
+    """Draws for every node, with dropout's mask, keys that are split, and a gamma variate, beside the plain step."""
+
+    def step(w, x, key):
+        first, second = jax.random.split(jax.random.fold_in(key, 3))
+        keep = jax.random.bernoulli(first, 0.5, x.shape)
+        scale = jax.random.gamma(second, 2.0)
+        own = jax.vmap(lambda i: jax.random.normal(jax.random.fold_in(key, i)))(jnp.arange(x.shape[0]))
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.where(keep, x, 0) @ w * scale + own))(w)
+        return loss, grad, jax.random.key_data(second)
+
+    args = jnp.ones(4), jnp.arange(32.0).reshape(8, 4), jax.random.key(5, impl=impl)
+    placement = vnode.Placement(4, jax.devices()[:4])
+    got = vnode.virtualize(step, virtual_nodes=4, placement=placement, in_axes=(None, 0, None))(*args)
+    for a, b in zip(got, step(*args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -430,7 +430,7 @@ def test_a_route_is_what_is_sent(data: st.DataObject) -> None:
     local = jax.ShapeDtypeStruct(start.local(shape, axes), jnp.float32)
     program = over(lambda a: convert(a, start, end, shape, axes), local, **axes)
     sent = [transfer for eqn in program.equations if (transfer := transfer_of(eqn, axes)) is not None]
-    assert list(transfers_of_route(route(start, end, shape, axes), 4, axes)) == sent
+    assert list(transfers_of_route(route(start, end, shape, axes, "float32"), 4, axes)) == sent
 
 
 # Memory

@@ -21,7 +21,7 @@ from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe, kind
-from vnode.operators.control import Body, call_of, implementation_of
+from vnode.operators.control import Body, call_of, implementation_of, region_of
 from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
@@ -49,6 +49,7 @@ class Program:
     reverse_only: bool = False
     _descriptions: dict[int, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
     _kinds: dict[Hashable, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
+    _bodies: dict[int, tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
         """The description of one of the program's equations, made once for all of its kind."""
@@ -62,6 +63,15 @@ class Program:
                     self._kinds[of] = describe(eqn)
                 self._descriptions[key] = self._kinds[of]
         return self._descriptions[key]
+
+    def bodies(self, eqn: JaxprEqn) -> tuple[Program, ...]:
+        """The bodies of one of the program's loops or branches, always the same programs with the same variables."""
+        key = id(eqn)
+        if key not in self._bodies:
+            region = region_of(eqn)
+            found = () if region is None else region.bodies
+            self._bodies[key] = tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
+        return self._bodies[key]
 
     @functools.cached_property
     def definitions(self) -> dict[Var, JaxprEqn]:

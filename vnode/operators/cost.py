@@ -13,7 +13,7 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Literal
 
-from vnode.operators.description import Algebra, Dims, OperatorDescription, Role
+from vnode.operators.description import Algebra, Dims, OperatorDescription, Role, Sizes
 from vnode.operators.splits import LookedUp
 
 
@@ -78,25 +78,43 @@ def described_cost(eqn: JaxprEqn, description: OperatorDescription) -> Cost:
       eqn: no call, loop or branch.
       description: its description.
     """
-    counted, own = description.operations, {}
-    places = {f for f, x in enumerate(description.factors) if isinstance(x.split, LookedUp) and x.split.monoid is None}
-    results = sum(nbytes(var.aval) for var in eqn.outvars)
-    put = [i for i, dims in enumerate(description.operands) if places and not has_any(dims, places)]
-    terms = sum(nbytes(eqn.invars[i].aval) for i in put if description.roles.get(i) is not Role.INDEX)
-    for i, (atom, dims) in enumerate(zip(eqn.invars, description.operands, strict=True)):
-        looked_up = any(isinstance(description.factors[f].split, LookedUp) for dim in dims for f in dim)
-        moved = description.has(Algebra.MOVES) and not places  # and then each element of a result is one of an operand
-        found = terms if looked_up and places else results if looked_up or moved else nbytes(atom.aval)
-        key = i if isinstance(atom, Literal) else atom
-        own[key] = max(own.get(key, 0), min(found, nbytes(atom.aval)))
+    counted = description.operations
     contracts = description.has(Algebra.CONTRACTS)
+    read, written = bytes_of(eqn, description)
     return Cost(
         matrix={str(eqn.invars[0].aval.dtype): counted.operations} if contracts else {},
         vector=0 if contracts else counted.operations,
         transcendental=counted.transcendental,
-        read=sum(own.values()),
-        written=min(results, terms) if places else results,
+        read=read,
+        written=written,
     )
+
+
+def bytes_of(eqn: JaxprEqn, description: OperatorDescription, sizes: Sizes | None = None) -> tuple[int, int]:
+    """The bytes that an equation reads and writes, as `described_cost` counts them.
+
+    Args:
+      eqn: no call, loop or branch.
+      description: its description.
+      sizes: the factor sizes of a copy; by default of the whole equation.
+    """
+
+    def held(atom: Any, shape: tuple[int, ...]) -> int:
+        return math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+
+    own: dict[Any, int] = {}  # a value that is read twice is read once
+    operands = [held(atom, description.operand_shape(i, sizes)) for i, atom in enumerate(eqn.invars)]
+    results = sum(held(var, description.result_shape(i, sizes)) for i, var in enumerate(eqn.outvars))
+    places = {f for f, x in enumerate(description.factors) if isinstance(x.split, LookedUp) and x.split.monoid is None}
+    put = [i for i, dims in enumerate(description.operands) if places and not has_any(dims, places)]
+    terms = sum(operands[i] for i in put if description.roles.get(i) is not Role.INDEX)
+    for i, (atom, dims) in enumerate(zip(eqn.invars, description.operands, strict=True)):
+        looked_up = any(isinstance(description.factors[f].split, LookedUp) for dim in dims for f in dim)
+        moved = description.has(Algebra.MOVES) and not places  # and then each element of a result is one of an operand
+        found = terms if looked_up and places else results if looked_up or moved else operands[i]
+        key = i if isinstance(atom, Literal) else atom
+        own[key] = max(own.get(key, 0), min(found, operands[i]))
+    return sum(own.values()), min(results, terms) if places else results
 
 
 def has_any(dims: Dims, factors: Set[int]) -> bool:

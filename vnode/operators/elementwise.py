@@ -33,7 +33,7 @@ NONLINEAR = (
     "ceil", "clamp", "clz", "cos", "cosh", "digamma", "eq", "eq_to", "erf", "erf_inv", "erfc", "exp", "exp2",
     "expm1", "floor", "ge", "gt", "igamma", "igamma_grad_a", "igammac", "integer_pow", "is_finite", "le", "le_to",
     "lgamma", "log", "log1p", "log2", "logistic", "lt", "lt_to", "max", "min", "ne", "nextafter", "not",
-    "one_minus_square", "or", "philox2x32", "philox4x32", "polygamma", "polynomial", "population_count", "pow",
+    "one_minus_square", "or", "polygamma", "polynomial", "population_count", "pow",
     "reciprocal", "reduce_precision", "regularized_incomplete_beta", "rem", "round", "rsqrt",
     "shift_left", "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt", "square",
     "stochastic_round", "tan", "tanh", "threefry2x32", "threefry4x32", "xor", "zeta",

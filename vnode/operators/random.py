@@ -7,7 +7,7 @@ generators can only be drawn whole. Must not know what the draws are for.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +16,14 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn
 from jax.extend.random import threefry2x32_p
 
-from vnode.operators.description import Algebra, Dims, Factors, OperatorDescription, Positions, Sizes, Work
-from vnode.operators.elementwise import broadcast, high_product, shapes_of
+from vnode.operators.counting import counters
+from vnode.operators.description import Algebra, Dims, Emit, Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.elementwise import broadcast, shapes_of
+from vnode.operators.philox import OURS, PHILOX, philox, with_other_keys
 from vnode.operators.registry import rule
 from vnode.operators.splits import WHOLE
 
-COUNTER = {"key<fry>", "key<fry4>", "key<phx2>", "key<phx4>"}
+COUNTER = {"key<fry>", "key<fry4>", *PHILOX, *OURS}
 """Key types whose every operation, mapped over an array of keys, treats each key alone."""
 
 KEYWISE = {
@@ -41,6 +43,20 @@ def keywise(eqn: JaxprEqn, keys: Any) -> bool:
     return keys.aval.dtype.name in KEYWISE[eqn.primitive.name]
 
 
+def drawn_elsewhere(
+    d: OperatorDescription, eqn: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """An equation of Philox keys, by an implementation that compiles for several devices."""
+    (dtype,) = {atom.aval.dtype.name for atom in (*eqn.invars, *eqn.outvars)} & PHILOX.keys()
+    params = {key: PHILOX[dtype][1] if key == "impl" else value for key, value in eqn.params.items()}
+    return [with_other_keys(functools.partial(eqn.primitive.bind, **params), operands, dtype)]
+
+
+def replaced(keys: Any) -> dict[str, Emit]:
+    """On which platforms an equation that computes with keys such as `keys` is replaced, and by what."""
+    return dict.fromkeys(("cpu", "gpu", "tpu"), drawn_elsewhere) if keys.aval.dtype.name in PHILOX else {}
+
+
 def make_whole(f: Factors) -> None:
     f.change(*range(len(f.all)), split=WHOLE)
 
@@ -50,7 +66,8 @@ def each_key(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
     if not keywise(eqn, eqn.invars[0]):
         make_whole(f)
-    return OperatorDescription(factors=f.all, operands=operands, results=(result,))
+    replaced_on = replaced(eqn.invars[0])
+    return OperatorDescription(factors=f.all, operands=operands, results=(result,), replaced_on=replaced_on)
 
 
 @rule("random_seed")
@@ -58,7 +75,8 @@ def random_seed(eqn: JaxprEqn) -> OperatorDescription:
     f, operands, result = broadcast(*shapes_of(eqn))
     if not keywise(eqn, eqn.outvars[0]):
         make_whole(f)
-    return OperatorDescription(factors=f.all, operands=operands, results=(result,))
+    replaced_on = replaced(eqn.outvars[0])
+    return OperatorDescription(factors=f.all, operands=operands, results=(result,), replaced_on=replaced_on)
 
 
 @rule("random_wrap", "random_unwrap")
@@ -74,30 +92,6 @@ def key_data(eqn: JaxprEqn) -> OperatorDescription:
         results=(dims[: len(result)],),
         algebra=Algebra.MOVES,
     )
-
-
-def counters(shape: Sequence[int], positions: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """The row-major index of every element of a slice of an array, as the high and low word of 64 bits.
-
-    Args:
-      shape: of the whole array.
-      positions: for each dimension the global indices in the slice.
-
-    Returns:
-      Two uint32 arrays of the slice's shape.
-    """
-    local = tuple(p.shape[0] for p in positions)
-    high, low = jnp.zeros(local, jnp.uint32), jnp.zeros(local, jnp.uint32)
-    for d, position in enumerate(positions):
-        stride = math.prod(shape[d + 1 :])
-        index = jax.lax.broadcast_in_dim(position.astype(jnp.uint32), local, (d,))
-        lower = jnp.uint32(stride & 0xFFFFFFFF)
-        term = index * lower
-        low = low + term
-        if math.prod(shape) > 1 << 32:
-            upper = index * jnp.uint32(stride >> 32) + high_product(index, lower)
-            high = high + upper + (low < term).astype(jnp.uint32)
-    return high, low
 
 
 def slice_counters(dims: Dims, shape: Sequence[int], sizes: Sizes, positions: Positions) -> tuple[jax.Array, jax.Array]:
@@ -141,6 +135,7 @@ def per_key(eqn: JaxprEqn, emit: Any) -> OperatorDescription:
         results=((*keys, *drawn),),
         emit=emit if counted else None,
         work=Work(20),  # rounds of mixing for every word
+        replaced_on=replaced(eqn.invars[0]),
     )
 
 
@@ -198,7 +193,30 @@ def random_gamma(eqn: JaxprEqn) -> OperatorDescription:
     f.change(*(factor for dim in dims[len(keys) :] for factor in dim), split=WHOLE)
     if not keywise(eqn, eqn.invars[0]):
         make_whole(f)
-    return OperatorDescription(factors=f.all, operands=(dims[: len(keys)], dims), results=(dims,), work=Work(200))
+    return OperatorDescription(
+        factors=f.all,
+        operands=(dims[: len(keys)], dims),
+        results=(dims,),
+        work=Work(200),
+        replaced_on=replaced(eqn.invars[0]),
+    )
+
+
+@rule("philox2x32", "philox4x32")
+def block_of_words(eqn: JaxprEqn) -> OperatorDescription:
+    """The generator itself; only seen where a draw has been expanded."""
+    f, operands, result = broadcast(*shapes_of(eqn))
+    key = len(operands) // 3
+
+    def emit(
+        d: OperatorDescription, e: JaxprEqn, values: Sequence[Any], sizes: Sizes, positions: Positions
+    ) -> list[jax.Array]:
+        words = jnp.broadcast_arrays(*values)
+        return list(philox(words[:key], words[key:]))
+
+    replaced_on: dict[str, Emit] = dict.fromkeys(("cpu", "gpu", "tpu"), emit)
+    results = (result,) * len(eqn.outvars)
+    return OperatorDescription(factors=f.all, operands=operands, results=results, replaced_on=replaced_on)
 
 
 @rule("rng_bit_generator", "rng_uniform")

@@ -1,8 +1,9 @@
-"""Splitting a step over a machine: the machine, and what a plan would take on it."""
+"""Splitting a step over a machine: the machine, the search for a plan, and what a plan would take."""
 
 from vnode.partition.accept import Acceptance, accept
 from vnode.partition.cost import Cache, Compiler, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
+from vnode.partition.plan import Figures, Plan, search
 
 __all__ = [
     "Acceptance",
@@ -10,6 +11,7 @@ __all__ = [
     "Cache",
     "Compiler",
     "Device",
+    "Figures",
     "Kind",
     "Link",
     "Machine",
@@ -17,6 +19,7 @@ __all__ = [
     "Measured",
     "Memory",
     "Pairs",
+    "Plan",
     "ProgramCost",
     "Roofline",
     "Switch",
@@ -24,4 +27,5 @@ __all__ = [
     "Torus",
     "accept",
     "program_cost",
+    "search",
 ]

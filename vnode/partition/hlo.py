@@ -148,7 +148,7 @@ def parse(text: str) -> Module:
 
 def members(instruction: Instruction) -> int:
     """How many devices a group of a collective has: of three notations."""
-    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\] *\{(.*?)\})", instruction.rest)
+    found = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\]|mesh\[(.*?)\][^{]*\{(.*?)\})", instruction.rest)
     if found is None:
         raise ValueError(f"{instruction.name} does not say which devices take part: {instruction.rest[:200]}")
     listed, size, mesh, axes = found.groups()

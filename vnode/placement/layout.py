@@ -29,6 +29,11 @@ class Layout:
         return sum(self.counts)
 
     @property
+    def together(self) -> int:
+        """Devices that compute a node together."""
+        return 1
+
+    @property
     def names(self) -> list[str]:
         """What to call the devices."""
         return [f"device {d}" for d in range(len(self.counts))]

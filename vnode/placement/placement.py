@@ -175,6 +175,11 @@ class Placement(Drawn):
         return len(self.counts)
 
     @property
+    def together(self) -> int:
+        """Devices that compute a node together: those along the mesh's other axes."""
+        return len(self.devices) // self.size
+
+    @property
     def waves(self) -> int:
         """Nodes that the fullest device computes one after another."""
         return max(self.counts)

@@ -93,7 +93,7 @@ class Report(Drawn):
     @property
     def when_sent(self) -> str:
         """When devices exchange what is counted, and what is not."""
-        if len(self.placement.devices) > self.placement.size:
+        if self.placement.together > 1:
             return "for sums over nodes of a state that is whole; what goes over other axes of the mesh is not counted"
         return "after the loop of each pass, never inside it" if len(self.counts) > 1 else ""
 

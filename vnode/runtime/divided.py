@@ -6,22 +6,26 @@ Knows the partitioner, and how functions are traced. Must not know schedules, pl
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from vnode.analysis.meshless import meshless
-from vnode.analysis.program import inline, message_about
-from vnode.errors import PartitionError
+from vnode.analysis.program import Program, inline, message_about
+from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
 from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
+from vnode.spmd.record import RecordedFlow, digest_of
 from vnode.spmd.run import run
+
+Records = Mapping[str, RecordedFlow]
+"""How programs are divided, by their digests."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +37,13 @@ class Division:
         have whole.
       over_nodes: whether inputs are sharded over the nodes' axis, too.
       automatic: all is left to XLA's partitioner.
+      records: how programs are divided of which somebody has decided that, by their digests.
     """
 
     layouts: Sequence[Layout | None] = ()
     over_nodes: bool = False
     automatic: bool = False
+    records: Records | None = None
 
 
 class Divided:
@@ -51,8 +57,10 @@ class Divided:
       platform: what is compiled for.
       pieces: for each of the first results a monoid, by which the caller combines them further, so that pieces of them
         may be left uncombined; None for others.
+      records: how programs are divided of which somebody has decided that; if given, this must be one of them.
 
     Attributes:
+      inputs: how the arguments have to lie.
       results: how the results lie; those that may be pieces, perhaps partial.
     """
 
@@ -64,17 +72,14 @@ class Divided:
         axes: Axes,
         platform: str,
         pieces: Sequence[Monoid | None] = (),
+        records: Records | None = None,
     ) -> None:
-        names = tuple(axes)
-        mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
-        with jax.sharding.use_abstract_mesh(mesh):  # what asks for layouts over its axes goes on asking
-            made = jax.make_jaxpr(lambda *values: fun(values))(*shapes)
+        made = traced(fun, shapes, axes)
         self.captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         program = inline(meshless(made.jaxpr), made.consts)
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
-        flow = follow(program, given, axes)
-        wishes = wished(flow, axes)
-        flow = follow(program, given, axes, wishes=wishes) if wishes else flow
+        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes)
+        self.inputs = list(flow.inputs[: len(shapes)])
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
@@ -91,6 +96,45 @@ class Divided:
     def completed(self, value: Any, i: int) -> Any:
         """One device's array of a result, its pieces combined."""
         return convert(value, self.results[i], self.results[i].complete, self.shapes[i], self.axes)
+
+
+def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes) -> Any:
+    """A function as a closed jaxpr; what asks in it for layouts over the axes goes on asking.
+
+    Args:
+      fun: from a list of arrays to a list of arrays.
+      shapes: of its arguments.
+      axes: of the mesh, those that arrays may be sharded over, each with its size.
+    """
+    names = tuple(axes)
+    mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.make_jaxpr(lambda *values: fun(values))(*shapes)
+
+
+def followed(program: Program, given: Sequence[Layout], axes: Axes) -> Flow:
+    """Layouts through a program, as those of its inputs lead them."""
+    flow = follow(program, given, axes)
+    wishes = wished(flow, axes)
+    return follow(program, given, axes, wishes=wishes) if wishes else flow
+
+
+def recorded(program: Program, records: Records, axes: Axes) -> Flow:
+    """Layouts through a program of which somebody has decided how it is divided.
+
+    Raises:
+      PartitionError: nobody has.
+    """
+    record = records.get(digest_of(program))
+    if record is None:
+        raise PartitionError(
+            layout_message(
+                "the plan is for another step: it does not know one of this step's passes.",
+                facts=[f"the pass has {len(program.equations)} equations", f"the plan is of {len(records)} passes"],
+                remedies=["search a plan for this step, these shapes, and this number of virtual nodes"],
+            )
+        )
+    return record.flow(program, axes)
 
 
 def shape_of(value: Any) -> jax.ShapeDtypeStruct:

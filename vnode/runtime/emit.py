@@ -34,6 +34,7 @@ from vnode.runtime import collectives, loops
 from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.node import Node, Once, arrange
+from vnode.spmd.exchange import in_step
 from vnode.spmd.layout import Layout, replicated
 from vnode.spmd.program import long_axes, spec_of
 
@@ -107,7 +108,8 @@ class Emission:
         self.slotted = slotted is not None
         self.known = Known(program)
         self.arguments: set[Var] = set()  # of the step, in memory as they are
-        self.once = Once(placement.devices[0].platform)
+        self.platform: str = placement.devices[0].platform
+        self.once = Once(self.platform)
         self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
         self.axes = inner_axes(placement) if division is not None else {}
@@ -179,7 +181,7 @@ class Emission:
             return [as_array(held[var], var) for var in wanted]
 
         shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype, weak_type=v.aval.weak_type) for v in reads]
-        divided = Divided(run, shapes, layouts, self.axes, self.once.platform)
+        divided = Divided(run, shapes, layouts, self.axes, self.platform)
         refuse_windows(divided.flow)
         for var, layout in zip(wanted, divided.results, strict=True):
             if layout.whole:
@@ -207,6 +209,18 @@ class Emission:
     def layout(self, var: Var) -> Layout:
         """How a whole value, or one that is kept for all nodes, lies."""
         return self.layouts.get(var) or replicated(len(var.aval.shape))
+
+    def layout_in_node(self, var: Var, form: Slice) -> Layout:
+        """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
+        layout = self.layout(var)
+        return layout if var in self.collected else whole_along(form.dim, layout)
+
+    def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
+        """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
+        entries = [*spec_of(layout)] if self.divides else [None] * (form.dim + 1)
+        return PartitionSpec(
+            *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
+        )
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
@@ -283,7 +297,7 @@ class Emission:
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts) if self.axes else self.division
-            outputs = emit(made, self.placement, values, self.mode, self.lane, arguments, in_slots, division)
+            outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
@@ -298,6 +312,17 @@ class Emission:
                     self.stacked.add(var)
             elif form is not None:
                 self.whole[var] = value
+
+    def emit_body(
+        self,
+        made: Schedule,
+        values: Sequence[Any],
+        arguments: Collection[int],
+        slotted: Collection[int] | None,
+        division: Division,
+    ) -> list[Any]:
+        """A body that has passes of its own."""
+        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
@@ -418,6 +443,7 @@ class Emission:
         shards = [self.shard(var) for var, _ in sliced]
         slots = [var in self.collected for var, _ in sliced]
         divided = self.divided_pass(nodes, wholes, sliced)
+        lying = divided.inputs if divided else self.lying(wholes, sliced)
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -442,7 +468,8 @@ class Emission:
                 return parts
 
             def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
-                values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
+                with in_step(everywhere=placement.even, in_branches=placement.size == 1):
+                    values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, waves == 1)
@@ -477,10 +504,10 @@ class Emission:
             spec(axis),
             spec(axis),
             spec(axis),
-            [spec_of(self.layout(var)) if self.divides else spec() for var in wholes],
+            [spec_of(layout) if self.divides else spec() for layout in lying[1 + len(sliced) :]],
             [
-                sharded(self.layout(var), dim, axis) if slot else spec(*[None] * dim, axis)
-                for (var, _), (_, dim), slot in zip(sliced, shards, slots, strict=True)
+                sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
+                for layout, (_, form), (_, dim), slot in zip(lying[1:], sliced, shards, slots, strict=False)
             ],
         )
         totals_in = [divided.results[i].complete for i in range(len(sums))] if divided else None
@@ -519,29 +546,32 @@ class Emission:
         placement = self.placement
         env: Env = {(var, form): value for (var, form), value in zip(sliced, values[: len(sliced)], strict=True)}
         env.update(((var, WHOLE), value) for var, value in zip(wholes, values[len(sliced) :], strict=True))
-        node = Node(
-            number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, placement.devices[0].platform
-        )
+        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, self.platform)
         return evaluate_recipe(nodes.recipe, env, node)
+
+    def given_shapes(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[jax.ShapeDtypeStruct]:
+        """What a node is given in a pass: its number, its parts of batched values, and whole values."""
+        return [
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
+            *(shape_of(self.read(var)) for var in wholes),
+        ]
+
+    def lying(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[Layout]:
+        """How it lies."""
+        parts = (self.layout_in_node(var, form) for var, form in sliced)
+        return [replicated(1), *parts, *(self.layout(var) for var in wholes)]
 
     def divided_pass(self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> Divided | None:
         """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
         if not self.axes:
             return None
-        shapes = [
-            jax.ShapeDtypeStruct((1,), jnp.int32),
-            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
-            *(shape_of(self.read(var)) for var in wholes),
-        ]
-        layouts = [
-            replicated(1),
-            *(self.layout(var) for var, _ in sliced),
-            *(self.layout(var) for var in wholes),
-        ]
+        shapes = self.given_shapes(wholes, sliced)
+        layouts = self.lying(wholes, sliced)
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         pieces = [a.monoid for a in nodes.accumulators]
         try:
-            divided = Divided(run, shapes, layouts, self.axes, self.placement.devices[0].platform, pieces)
+            divided = Divided(run, shapes, layouts, self.axes, self.platform, pieces, self.division.records)
         except UnsupportedPrimitiveError:
             if self.divides:
                 raise
@@ -570,6 +600,11 @@ def read_by(action: Evaluation) -> list[Var]:
 def inner_axes(placement: Placement) -> dict[str, int]:
     """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
     return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
+
+
+def whole_along(dim: int, layout: Layout) -> Layout:
+    """A layout of which one dimension is not cut."""
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
 
 
 def runs_apart(value: Any, form: Slice) -> Any:

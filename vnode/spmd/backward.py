@@ -10,10 +10,16 @@ from __future__ import annotations
 
 from jax.extend.core import Literal, Var
 
-from vnode.spmd.choice import Given, by_element, carried_out, ways_to
+from vnode.operators import OperatorDescription, Prefix
+from vnode.spmd.choice import Given, carried_out, ways_to
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.route import route
+
+
+def in_parts(description: OperatorDescription) -> bool:
+    """Whether parts of a result are computed of whole operands without any exchange."""
+    return not any(isinstance(factor.split, Prefix) for factor in description.factors)
 
 
 def wished(flow: Flow, axes: Axes) -> dict[Var, Layout]:
@@ -38,12 +44,12 @@ def wished(flow: Flow, axes: Axes) -> dict[Var, Layout]:
     for step in reversed(flow.steps):
         operands = step.operands
         description = flow.program.describe(step.eqn) if step.region is None else None
-        if description is not None and len(step.eqn.outvars) == 1 and not step.anyhow and by_element(description):
+        if description is not None and len(step.eqn.outvars) == 1 and not step.anyhow and in_parts(description):
             (var,), (layout,) = step.eqn.outvars, step.results
             wanted = reads.get(var, set())
             if len(wanted) == 1 and description.layout is None:
                 (target,) = wanted
-                moves = route(layout, target, var.aval.shape, axes) if not target.partial else ()
+                moves = route(layout, target, var.aval.shape, axes, var.aval.dtype) if not target.partial else ()
                 ways = ways_to(description, 0, target, axes)
                 if moves and ways and all(move.kind == "cut" for move in moves):
                     given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]

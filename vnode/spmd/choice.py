@@ -322,11 +322,12 @@ def total_cost(
     total = 0.0
     for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
         if not each.anyhow:
-            moves = route(each.layout, want, atom.aval.shape, axes)
+            moves = route(each.layout, want, atom.aval.shape, axes, atom.aval.dtype)
             total += sum(move.sent(axes) for move in moves) * itemsize(atom.aval.dtype)
     for var, layout in zip(eqn.outvars, choice.results, strict=True):
-        size = math.prod(layout.local(var.aval.shape, axes)) * itemsize(var.aval.dtype)
-        total += sum(2 * size * (axes[name] - 1) / axes[name] for name, _ in layout.partial)
+        for piece in layout.partial:  # what combines them later, along each axis for itself
+            moves = route(Layout(layout.dims, (piece,)), Layout(layout.dims), var.aval.shape, axes, var.aval.dtype)
+            total += sum(move.sent(axes) for move in moves) * itemsize(var.aval.dtype)
     parts = count([name for way in choice.ways for name in way.axes], axes)
     return total + description.flops / parts / OPERATIONS_PER_BYTE
 

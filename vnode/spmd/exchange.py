@@ -5,8 +5,10 @@ Knows layouts and jax's collectives. Must not know equations, nor why values mov
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any
 
 import jax
@@ -17,7 +19,29 @@ from jax import lax
 from vnode.operators import Monoid
 from vnode.operators.splits import Interval
 from vnode.spmd.layout import Axes, Cut, Layout, count
-from vnode.spmd.route import Move, route
+from vnode.spmd.route import ORDERED, Move, in_one, route
+
+APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
+"""Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
+
+BRANCHES: contextvars.ContextVar[bool] = contextvars.ContextVar("branches", default=False)
+"""Whether they may take different branches, and different numbers of turns of a loop."""
+
+
+@contextlib.contextmanager
+def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
+    """Says in what follows which devices of the mesh are at the same place of the program.
+
+    Args:
+      everywhere: all of them, outside of branches and of loops whose number of turns is computed.
+      in_branches: also inside of these.
+    """
+    before = APART.set(APART.get() or not everywhere), BRANCHES.set(BRANCHES.get() or not in_branches)
+    try:
+        yield
+    finally:
+        APART.reset(before[0])
+        BRANCHES.reset(before[1])
 
 
 def index_along(names: Sequence[str]) -> jax.Array:
@@ -36,7 +60,7 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
       axes: of the mesh.
     """
     before = start
-    for move in route(start, end, shape, axes):
+    for move in route(start, end, shape, axes, jnp.result_type(value)):
         value = carry_out(value, before, move, shape, axes)
         before = move.after
     return value
@@ -45,7 +69,7 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
     """One move."""
     match move.kind:
-        case "all-reduce":
+        case "all-reduce" | "all-gather" if move.monoid is not None:
             return combine(value, move.axes, move.monoid)
         case "reduce-scatter":
             return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
@@ -62,28 +86,18 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
     """The pieces of a value on all devices along axes, combined. A sum of minus zeros may be zero."""
-    match monoid:
-        case Monoid.SUM:
-            return lax.psum(value, names)
-        case Monoid.MAX | Monoid.MIN if jnp.issubdtype(value.dtype, np.integer):
-            return (lax.pmax if monoid is Monoid.MAX else lax.pmin)(value, names)
-        case Monoid.MAX | Monoid.MIN if value.dtype in ORDERED:  # among floats, some collectives lose NaN
-            return of_order(combine(order(value, monoid), names, monoid), value.dtype)
-        case Monoid.MAX | Monoid.MIN | Monoid.AND | Monoid.OR if value.dtype == np.bool_:
-            most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
-            return most(value.astype(jnp.int8), names).astype(np.bool_)
-    pieces = lax.all_gather(value, names)
-    result = pieces[0]
-    for piece in range(1, pieces.shape[0]):
-        result = monoid.combine(result, pieces[piece])
-    return result.astype(value.dtype)
-
-
-ORDERED = {
-    np.dtype(kind): np.dtype(bits)
-    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
-}
-"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
+    if not in_one(monoid, value.dtype):
+        pieces = lax.all_gather(value, names)
+        result = pieces[0]
+        for piece in range(1, pieces.shape[0]):
+            result = monoid.combine(result, pieces[piece])
+        return result.astype(value.dtype)
+    if monoid is Monoid.SUM:
+        return lax.psum(value, names)
+    if value.dtype in ORDERED:  # among floats, some collectives lose NaN
+        return of_order(combine(order(value, monoid), names, monoid), value.dtype)
+    most = lax.pmin if monoid in (Monoid.AND, Monoid.MIN) else lax.pmax
+    return most(value.astype(jnp.int8), names).astype(np.bool_) if value.dtype == np.bool_ else most(value, names)
 
 
 def order(value: Any, monoid: Monoid) -> Any:
@@ -201,16 +215,7 @@ def _neighbourhood(
     What is needed of a block at some distance is sent by one permutation, cut to what any device needs of it.
     """
     parts = len(index)
-    needed: dict[int, tuple[int, int]] = {}  # of blocks at a distance: the first and last element that anyone needs
-    pairs: dict[int, set[tuple[int, int]]] = {}
-    for part in range(parts):
-        wanted = index[part][index[part] >= 0]
-        for source in np.unique(wanted // block):
-            inside = wanted[wanted // block == source] - source * block
-            distance = int(source) - part
-            low, high = needed.get(distance, (block, -1))
-            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
-            pairs.setdefault(distance, set()).add((int(source), part))
+    needed, pairs = neighbours(index, block)
     first, last = min(needed, default=0), max(needed, default=0)
     pieces = []
     begin = 0
@@ -228,12 +233,40 @@ def _neighbourhood(
     return near, (np.arange(parts) + first) * block + begin
 
 
+def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]], dict[int, set[tuple[int, int]]]]:
+    """Of blocks at each distance the first and last element that anyone needs, and who needs some of whose.
+
+    Args:
+      index: what each part needs, int ``[part, element]``; -1 for nothing.
+      block: indices of a block.
+    """
+    needed: dict[int, tuple[int, int]] = {}
+    pairs: dict[int, set[tuple[int, int]]] = {}
+    for part in range(len(index)):
+        wanted = index[part][index[part] >= 0]
+        for source in np.unique(wanted // block):
+            inside = wanted[wanted // block == source] - source * block
+            distance = int(source) - part
+            low, high = needed.get(distance, (block, -1))
+            needed[distance] = min(low, int(inside.min())), max(high, int(inside.max()))
+            pairs.setdefault(distance, set()).add((int(source), part))
+    return needed, pairs
+
+
 def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
     """Sends values from parts to parts, ``(source, destination)``.
 
     Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
-    the order in which these are given.
+    the order in which these are given; and it takes all devices of the mesh at once, not group by group. Where groups
+    may be at different places of the program, each gathers what its devices send, and everyone takes what is his.
     """
+    if APART.get():
+        source = np.full(count(names, axes), -1)
+        source[[destination for _, destination in pairs]] = [start for start, _ in pairs]
+        mine = jnp.asarray(source, jnp.int32)[index_along(names)]
+        everything = lax.all_gather(value, names)
+        sent = lax.dynamic_index_in_dim(everything, jnp.maximum(mine, 0), 0, keepdims=False)
+        return jnp.where(mine < 0, jnp.zeros((), value.dtype), sent)
     ordered = [name for name in axes if name in names]
     parts = np.arange(count(names, axes)).reshape([axes[name] for name in names])
     place = parts.transpose([names.index(name) for name in ordered]).reshape(-1).argsort()

@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Program, inline, message_about
+from vnode.analysis.program import Atom, Program, message_about
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.control import Region, region_of
-from vnode.spmd.choice import Choice, Given, Way, choose, chosen, passing, reached
+from vnode.spmd.choice import Choice, Given, Way, carried_out, choose, passing, reached
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 
 Path = tuple[int, ...]
@@ -35,13 +35,29 @@ CHEAP = 30
 
 
 @dataclasses.dataclass(frozen=True)
+class Asked:
+    """How an equation shall be cut.
+
+    Attributes:
+      ways: the axes that divide it.
+      given: how each operand lies when it is read; what the equation lacks of it is fetched from there.
+      passed: axes over which operands are in pieces, and so are the results.
+    """
+
+    ways: tuple[Way, ...]
+    given: tuple[Layout, ...]
+    passed: tuple[tuple[str, Monoid], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
 class Step:
     """How one equation is carried out.
 
     Attributes:
       eqn: the equation.
       operands: how each operand has to lie; None for one that is not read.
-      results: how each result lies.
+      made: how each result lies where it is made.
+      results: how each result lies for who reads it.
       choice: how the equation is cut; None for a loop or branch, and for what every device evaluates whole.
       region: the loop or branch that it is.
       bodies: layouts through each body.
@@ -50,6 +66,7 @@ class Step:
 
     eqn: JaxprEqn
     operands: tuple[Layout, ...]
+    made: tuple[Layout, ...]
     results: tuple[Layout, ...]
     choice: Choice | None = None
     region: Region | None = None
@@ -83,7 +100,7 @@ def follow(
     *,
     outputs: Sequence[Layout | None] | None = None,
     wishes: Mapping[Var, Layout] | None = None,
-    ways: Mapping[Path, tuple[Way, ...]] | None = None,
+    asked: Mapping[Path, Asked] | None = None,
 ) -> Flow:
     """Finds how every value of a program lies.
 
@@ -92,20 +109,21 @@ def follow(
       inputs: how each of its inputs lies.
       axes: of the mesh, those longer than one.
       outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
-      wishes: how single variables shall lie.
-      ways: how single equations shall be cut, whatever their operands.
+      wishes: how single variables shall lie, those of loops' and branches' bodies (`Program.bodies`) among them. What
+        begins as zero, and is carried by a loop, may be wished in pieces of a sum.
+      asked: how single equations shall be cut.
 
     Returns:
       The flow.
 
     Raises:
-      PartitionError: an equation cannot be cut as `ways` say.
+      PartitionError: an equation cannot be cut as is asked.
       UnsupportedPrimitiveError: an equation has an effect, which every device would have.
     """
-    made = _Follower(program, axes, wishes or {}, ways or {}).follow([Given(layout) for layout in inputs])
-    asked = outputs if outputs is not None else [None] * len(program.outputs)
+    made = _Follower(program, axes, wishes or {}, asked or {}).follow([Given(layout) for layout in inputs])
+    wanted = outputs if outputs is not None else [None] * len(program.outputs)
     ends = tuple(state.layout for state in made.ends)
-    handed_on = tuple(end.complete if ask is None else ask for end, ask in zip(ends, asked, strict=True))
+    handed_on = tuple(end.complete if want is None else want for end, want in zip(ends, wanted, strict=True))
     return Flow(program, tuple(inputs), tuple(made.steps), handed_on, ends)
 
 
@@ -117,11 +135,12 @@ class _Follower:
         program: Program,
         axes: Axes,
         wishes: Mapping[Var, Layout],
-        ways: Mapping[Path, tuple[Way, ...]],
+        asked: Mapping[Path, Asked],
         path: Path = (),
     ) -> None:
-        self.program, self.axes, self.wishes, self.ways, self.path = program, axes, wishes, ways, path
+        self.program, self.axes, self.wishes, self.asked, self.path = program, axes, wishes, asked, path
         self.states: dict[Var, Given] = {}
+        self.pieces: dict[Var, Layout] = {}  # how what lies complete was made, if in pieces
         self.steps: list[Step] = []
         self.ends: list[Given] = []
 
@@ -161,12 +180,13 @@ class _Follower:
         if description is not None and description.layout is not None:
             return self.constraint_step(eqn, description.layout, given[0])
         wishes = [self.wishes.get(var) for var in eqn.outvars]
-        if path in self.ways and description is not None and description.layout is None:
-            return self.given_step(eqn, description, given, path)
+        if path in self.asked and description is not None:
+            return self.asked_step(eqn, description, given, self.asked[path])
         if description is None or (all(each.layout.whole for each in given) and not any(wishes)):
             anyhow = description is not None and self.from_nothing(eqn, given)
             operands = tuple(replicated(len(each.layout.dims)) for each in given)
-            results = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
+            made = tuple(replicated(len(getattr(var.aval, "shape", ()))) for var in eqn.outvars)
+            results = made if description is not None else wished(made, wishes)
             zero = (
                 description is not None
                 and anyhow
@@ -175,10 +195,10 @@ class _Follower:
                 and bool(given)
             )
             self.states.update((var, Given(r, anyhow, zero)) for var, r in zip(eqn.outvars, results, strict=True))
-            return Step(eqn, operands, results, anyhow=anyhow)
+            return Step(eqn, operands, made, results, anyhow=anyhow)
         choice = choose(eqn, description, given, self.axes, wishes)
-        results = reached(eqn, choice)
-        results = tuple(r if wish is None else wish for r, wish in zip(results, wishes, strict=True))
+        made = reached(eqn, choice)
+        results = wished(made, wishes)
         for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
             if isinstance(atom, Var) and each.layout.partial and not want.partial:
                 self.states[atom] = Given(want)  # from here on it is at hand like this
@@ -186,7 +206,7 @@ class _Follower:
             (var, Given(r, settled=bool(r.partial) and self.is_combined(var, r)))
             for var, r in zip(eqn.outvars, results, strict=True)
         )
-        return Step(eqn, choice.operands, results, choice)
+        return Step(eqn, choice.operands, made, results, choice)
 
     def is_combined(self, var: Var, layout: Layout) -> bool:
         """Whether some equation that reads a variable needs its pieces combined."""
@@ -208,23 +228,29 @@ class _Follower:
                 readers.setdefault(var, []).append(eqn)
         return readers
 
-    def given_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], path: Path) -> Step:
+    def asked_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], asked: Asked) -> Step:
         """What shall be cut in some ways is cut in these, or refused."""
-        ways = self.ways[path]
-        choice = chosen(eqn, description, given, self.axes, ways)
-        if choice is None:
+        choice = carried_out(eqn, description, asked.ways, [Given(x) for x in asked.given], self.axes, asked.passed)
+        several = zip(eqn.invars, given, () if choice is None else choice.operands, strict=False)
+        if choice is None or not all(self.has_pieces(*each) for each in several):
             raise PartitionError(
                 message_about(
                     eqn,
                     f"{eqn.primitive.name!r} cannot be cut as it is asked for.",
-                    facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in ways],
+                    facts=[f"factors {way.lead} over {', '.join(way.axes)}" for way in asked.ways],
                     remedies=["take the ways from this program's own equations"],
                 )
             )
-        wishes = [self.wishes.get(var) for var in eqn.outvars]
-        results = tuple(r if wish is None else wish for r, wish in zip(reached(eqn, choice), wishes, strict=True))
+        made = reached(eqn, choice)
+        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        self.pieces.update((var, x) for var, x in zip(eqn.outvars, made, strict=True) if x.partial)
         self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
-        return Step(eqn, choice.operands, results, choice)
+        return Step(eqn, choice.operands, made, results, choice)
+
+    def has_pieces(self, atom: Atom, given: Given, want: Layout) -> bool:
+        """Whether what is read in pieces is at hand in these: nothing else may be added more than once."""
+        made = self.pieces.get(atom, given.layout) if isinstance(atom, Var) else given.layout
+        return given.zero or any(set(want.partial) <= set(layout.partial) for layout in (made, given.layout))
 
     def constraint_step(self, eqn: JaxprEqn, asked: Sequence[tuple[str, ...] | None], given: Given) -> Step:
         """What asks for a layout gets it, over the axes that there are."""
@@ -240,7 +266,7 @@ class _Follower:
                 dims[d] = None
         layout = Layout(tuple(dims))
         self.states[var] = Given(layout)
-        return Step(eqn, (layout,), (layout,))
+        return Step(eqn, (layout,), (layout,), (layout,))
 
     def from_nothing(self, eqn: JaxprEqn, given: Sequence[Given]) -> bool:
         """Whether a value is made of so little, by so few operations, that it is made where it is needed."""
@@ -255,7 +281,7 @@ class _Follower:
     # Loops and branches
 
     def region_step(self, eqn: JaxprEqn, region: Region, given: Sequence[Given], path: Path) -> Step:
-        programs = [inline(body.jaxpr, body.constants, eqn) for body in region.bodies]
+        programs = self.program.bodies(eqn)
         layouts = [each.layout.complete for each in given]
         for i in range(len(layouts)):
             if i == region.chooser:
@@ -263,6 +289,9 @@ class _Follower:
             elif i in region.scanned:
                 layouts[i] = Layout((None, *layouts[i].dims[1:]))
         carried = list(region.carried)
+        held = self.held(region, programs, given)
+        for i, layout in held.items():
+            layouts[i] = layout
         # Where elements of the carry stop for themselves, the loop must turn equally often on all devices.
         stopping = max((len(a.aval.shape) for program in programs[: region.tests] for a in program.outputs), default=0)
         for i in carried:
@@ -271,7 +300,9 @@ class _Follower:
         for turn in range(TURNS):
             before = [layouts[i] for i in carried]
             after = [
-                end.layout
+                layouts[i]
+                if i in held
+                else end.layout
                 if region.stacks and self.may_be_partial(end.layout, given[i])
                 else whole_along(stopping, end.layout.complete)
                 for i, end in zip(carried, ends[-1], strict=False)
@@ -281,7 +312,13 @@ class _Follower:
             for i, layout in zip(carried, after, strict=True):
                 layouts[i] = layout
             flows, ends = self.bodies(region, programs, layouts, path)
-        results = self.results_of(region, ends[region.tests :], [layouts[i] for i in carried])
+        made = self.results_of(region, ends[region.tests :], [layouts[i] for i in carried])
+        wishes = [self.wishes.get(var) for var in eqn.outvars]
+        for j in range(len(carried), len(made)):
+            wish = wishes[j]
+            if wish is not None:  # bodies hand it on so; of a stack, each turn its piece
+                made[j] = Layout((None, *wish.dims[1:])) if region.stacks else wish
+        results = wished(made, wishes)
         bodies = []
         for k, flow in enumerate(flows):
             if k < region.tests:
@@ -289,11 +326,22 @@ class _Follower:
             else:
                 outputs = tuple(
                     Layout(layout.dims[1:], layout.partial) if region.stacks and j >= len(carried) else layout
-                    for j, layout in enumerate(results)
+                    for j, layout in enumerate(made)
                 )
             bodies.append(dataclasses.replace(flow, outputs=outputs))
         self.states.update((var, Given(layout)) for var, layout in zip(eqn.outvars, results, strict=True))
-        return Step(eqn, tuple(layouts), results, region=region, bodies=tuple(bodies))
+        return Step(eqn, tuple(layouts), tuple(made), results, region=region, bodies=tuple(bodies))
+
+    def held(self, region: Region, programs: Sequence[Program], given: Sequence[Given]) -> dict[int, Layout]:
+        """How operands shall lie, by what is wished of the bodies' inputs."""
+        found = dict[int, Layout]()
+        for program, inputs in zip(programs, region.inputs, strict=True):
+            for i, var in zip(inputs, program.inputs, strict=False):
+                wish = self.wishes.get(var)
+                if wish is not None:
+                    kept = wish if i in region.carried and self.may_be_partial(wish, given[i]) else wish.complete
+                    found[i] = Layout((None, *kept.dims)) if i in region.scanned else kept
+        return found
 
     @staticmethod
     def may_be_partial(layout: Layout, given: Given) -> bool:
@@ -307,14 +355,12 @@ class _Follower:
         flows, ends = [], []
         for number, (program, inputs) in enumerate(zip(programs, region.inputs, strict=True)):
             given = [Given(Layout(layouts[i].dims[1:]) if i in region.scanned else layouts[i]) for i in inputs]
-            follower = _Follower(program, self.axes, self.wishes, self.ways, (*path, number)).follow(given)
+            follower = _Follower(program, self.axes, self.wishes, self.asked, (*path, number)).follow(given)
             flows.append(Flow(program, tuple(g.layout for g in given), tuple(follower.steps), ()))
             ends.append(follower.ends)
         return flows, ends
 
-    def results_of(
-        self, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]
-    ) -> tuple[Layout, ...]:
+    def results_of(self, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]) -> list[Layout]:
         """How a region's results lie: what is carried as it is carried, others as the bodies agree."""
         results = list(carried)
         for several in list(zip(*ends, strict=True))[len(carried) :]:
@@ -323,7 +369,12 @@ class _Follower:
             if len({end.layout for end in several}) > 1:
                 layout = layout.complete
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)
-        return tuple(results)
+        return results
+
+
+def wished(made: Sequence[Layout], wishes: Sequence[Layout | None]) -> tuple[Layout, ...]:
+    """Layouts, with what is wished in their places."""
+    return tuple(layout if wish is None else wish for layout, wish in zip(made, wishes, strict=True))
 
 
 def whole_along(dims: int, layout: Layout) -> Layout:

@@ -10,6 +10,7 @@ divide `size`, the last blocks reach beyond the end, and hold anything there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -35,6 +36,13 @@ class Cut:
     outer: int
     size: int
 
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.axes, self.outer, self.size))
+
+    def __hash__(self) -> int:  # layouts are looked up often, and hashing what they are made of takes long
+        return self._hash
+
     def block(self, axes: Axes) -> int:
         """Indices of one device's block."""
         return -(-self.size // count(self.axes, axes))
@@ -56,6 +64,13 @@ class Layout:
 
     dims: tuple[Cut | None, ...]
     partial: tuple[tuple[str, Monoid], ...] = ()
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.dims, self.partial))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def cut_axes(self) -> dict[str, int]:

@@ -11,9 +11,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
 
 from vnode.operators import Monoid
 from vnode.spmd.layout import Axes, Cut, Layout, count
+
+ORDERED = {
+    np.dtype(kind): np.dtype(bits)
+    for kind, bits in ((jnp.bfloat16, "int16"), ("float16", "int16"), ("float32", "int32"), ("float64", "int64"))
+}
+"""Floating-point types whose bits are ordered as their values once those of negative numbers are turned around."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +35,8 @@ class Move:
       axes: along which devices exchange.
       dim: the dimension that gets or loses axes.
       other: for an all-to-all, the dimension that the axis goes to.
-      monoid: of a reduction.
+      monoid: of a reduction; of an all-gather, by which every device then combines pieces, None where blocks are put
+        together.
       after: the layout that is reached.
       elements: of one device's array before it.
     """
@@ -36,7 +47,7 @@ class Move:
     elements: int
     dim: int = 0
     other: int = 0
-    monoid: Monoid = Monoid.SUM
+    monoid: Monoid | None = None
 
     def sent(self, axes: Axes) -> float:
         """Elements that each device sends, by the algorithms that move least.
@@ -77,7 +88,24 @@ def even(cut: Cut | None, axes: Axes) -> bool:
     return cut is None or (cut.outer == 1 and cut.size % count(cut.axes, axes) == 0)
 
 
-def route(start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> tuple[Move, ...]:
+def in_one(monoid: Monoid, dtype: Any) -> bool:
+    """Whether a collective combines pieces of a type on the way; if not, every device is given all, and combines them.
+
+    >>> in_one(Monoid.MAX, "bfloat16"), in_one(Monoid.PROD, "float32"), in_one(Monoid.AND, "int32")
+    (True, False, False)
+    """
+    kind = np.dtype(dtype)
+    match monoid:
+        case Monoid.SUM:
+            return True
+        case Monoid.MAX | Monoid.MIN:
+            return kind == np.bool_ or jnp.issubdtype(kind, np.integer) or kind in ORDERED
+        case Monoid.AND | Monoid.OR:
+            return kind == np.bool_
+    return False
+
+
+def route(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
     """The moves from one layout of a value to another.
 
     Args:
@@ -85,6 +113,7 @@ def route(start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> tuple
       end: how it shall lie; partial over no axis over which it is not.
       shape: of the whole value.
       axes: of the mesh.
+      dtype: of its elements.
 
     Returns:
       The moves in order; their `after` shows each layout on the way.
@@ -109,14 +138,14 @@ def route(start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> tuple
         target = next((d for d, cut in enumerate(end.dims) if extends_by(dims[d], cut, name, axes)), None)
         if target is not None and monoid is Monoid.SUM and even(cut_to(dims[target], end.dims[target], name), axes):
             dims[target] = cut_to(dims[target], end.dims[target], name)
-            add("reduce-scatter", (name,), before, dim=target)
+            add("reduce-scatter", (name,), before, dim=target, monoid=monoid)
         else:
-            together = [move for move in moves if move.kind == "all-reduce" and move.monoid is monoid]
-            if together and moves[-1] is together[-1]:  # several axes at once
-                moves.pop()
-                moves.append(dataclasses.replace(together[-1], axes=(*together[-1].axes, name), after=here()))
+            kind = "all-reduce" if in_one(monoid, dtype) else "all-gather"
+            if moves and (moves[-1].kind, moves[-1].monoid) == (kind, monoid):  # several axes at once
+                last = moves.pop()
+                moves.append(dataclasses.replace(last, axes=(*last.axes, name), after=here()))
             else:
-                add("all-reduce", (name,), before, monoid=monoid)
+                add(kind, (name,), before, monoid=monoid)
     for d, target in enumerate(end.dims):
         cut = dims[d]
         if cut is None or extends(cut, target, axes) is not None:

@@ -30,8 +30,8 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, reached, ways_to
-from vnode.spmd.exchange import combine, convert, fetch, index_along
+from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, ways_to
+from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
 from vnode.spmd.route import route
@@ -72,8 +72,11 @@ class _Run:
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
-            for var, value, layout in zip(step.eqn.outvars, results, step.results, strict=True):
-                self.held[var] = {layout: value}
+            several = zip(step.eqn.outvars, results, step.made, step.results, strict=True)
+            for var, value, made, layout in several:
+                self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+                if layout != made:
+                    self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
 
     def read(self, atom: Atom, layout: Layout) -> Any:
@@ -90,9 +93,10 @@ class _Run:
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
                 return self.read(atom, layout.complete)  # zero is a piece of zero
+            dtype = atom.aval.dtype
             start = min(
                 (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes)),
+                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = convert(held[start], start, layout, shape, self.axes)
         return held[layout]
@@ -123,13 +127,7 @@ class _Run:
             if description is not None and self.platform in description.replaced_on:
                 return evaluate(description, step.eqn, operands, description.sizes, {}, self.platform)
             return bind(step.eqn, operands)
-        results = self.evaluated(step.eqn, step.choice)
-        return [
-            convert(value, have, want, var.aval.shape, self.axes)
-            for value, var, have, want in zip(
-                results, step.eqn.outvars, reached(step.eqn, step.choice), step.results, strict=True
-            )
-        ]
+        return self.evaluated(step.eqn, step.choice)
 
     def evaluated(self, eqn: JaxprEqn, choice: Choice) -> list[Any]:
         """A device's copy of an equation."""
@@ -232,7 +230,9 @@ class _Run:
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]
-        return list(region.run(InProgram(eqn), bodies, operands))
+        decided = region.chooser is not None or region.tests  # by what may be another value in another node
+        with in_step(everywhere=not (decided and BRANCHES.get()), in_branches=True):
+            return list(region.run(InProgram(eqn), bodies, operands))
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform)

@@ -9,7 +9,7 @@ shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 from jax import lax
@@ -86,20 +86,36 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
     """
     if not specs:
         return results
+    lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
+    leaves, treedef = jax.tree.flatten(results)
+    before = successors(results, args, [spec is not None for spec in specs])
+    placed = [
+        leaf if i is None else lay(leaf, NamedSharding(mesh, cast(PartitionSpec, specs[i])))
+        for leaf, i in zip(leaves, before, strict=True)
+    ]
+    return jax.tree.unflatten(treedef, placed)
+
+
+def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> list[int | None]:
+    """For each leaf of a step's results, the number of the arguments' leaf that it succeeds; None for most.
+
+    Args:
+      results: a pytree of arrays, or of what stands for them.
+      args: the arguments of the step, likewise.
+      counting: whether a leaf of the arguments can have a successor.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args), is_leaf=is_sharded_batch)
     given = {
-        (path[1:], leaf.shape, leaf.dtype): spec
-        for (path, leaf), spec in zip(leaves, specs, strict=True)
-        if spec is not None
+        (path[1:], leaf.shape, leaf.dtype): i
+        for i, ((path, leaf), counts) in enumerate(zip(leaves, counting, strict=True))
+        if counts
     }
 
-    lay: Any = reshard if AxisType.Explicit in mesh.axis_types else lax.with_sharding_constraint
-
-    def place(path: Any, leaf: Any) -> Any:
+    def before(path: Any, leaf: Any) -> int | None:
         for start in range(len(path) + 1):
-            spec = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
-            if spec is not None:
-                return lay(leaf, NamedSharding(mesh, spec))
-        return leaf
+            found = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
+            if found is not None:
+                return found
+        return None
 
-    return jax.tree_util.tree_map_with_path(place, results)
+    return [before(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(results)]

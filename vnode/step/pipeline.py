@@ -38,7 +38,7 @@ from vnode.placement.patterns import Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
-from vnode.runtime.divided import Division
+from vnode.runtime.divided import Division, Records
 from vnode.runtime.emit import Mode, emit, inner_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
@@ -60,6 +60,7 @@ class Options:
     accumulate_dtype: Any
     automatic: bool = False
     patterns: Patterns = ()
+    records: Records | None = None
 
     @property
     def lane(self) -> int:
@@ -172,7 +173,9 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     values = [*flat.leaves, *made.traced.captured]
 
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
-    division = Division(layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic)
+    division = Division(
+        layouts_of(flat, made.traced.captured, placement), over_nodes, options.automatic, options.records
+    )
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
@@ -210,7 +213,8 @@ def with_derivative(
         flat.size,
         flat.specs,
     )  # not `flat`: jax keeps what is kept here
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf)  # the step itself was accepted
+    # The step itself was accepted; of its derivative no plan knows.
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None)
     step = jax.custom_jvp(step)
 
     @step.defjvp

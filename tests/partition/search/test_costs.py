@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import JaxprEqn
 
-from vnode.analysis.program import inline
+from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
-from vnode.partition.machine import Machine
-from vnode.partition.search.costs import Estimate
-from vnode.spmd.choice import Way
-from vnode.spmd.flow import follow
+from vnode.partition.cost import Piece, Time, Times, program_cost
+from vnode.partition.cost.time import LAUNCH, TRANSCENDENTAL
+from vnode.partition.machine import Kind, Machine
+from vnode.partition.search.costs import Estimate, fetched, of_machine
+from vnode.partition.search.flows import seconds_of
+from vnode.spmd.choice import Choice, Way
+from vnode.spmd.flow import Asked, follow
 from vnode.spmd.layout import Cut, Layout, replicated
 
 AXES = {"x": 2, "y": 4}
@@ -21,17 +28,81 @@ MACHINE = Machine.tpu("v5e:2x4")
 KIND = MACHINE.devices[0].kind
 
 
+def traced(function: Callable[..., Any], *arguments: Any) -> Program:
+    jaxpr = jax.make_jaxpr(function)(*arguments)
+    return inline(jaxpr.jaxpr, jaxpr.consts)
+
+
 def test_a_product_takes_its_operations_or_its_bytes() -> None:
-    model = Estimate(MACHINE, AXES)
+    model = of_machine(MACHINE, MACHINE.mesh(AXES))
     for m, n in ((4096, 4096), (8, 8192)):
-        jaxpr = jax.make_jaxpr(jnp.dot)(jnp.zeros((m, n), jnp.bfloat16), jnp.zeros((n, n), jnp.bfloat16))
-        program = inline(jaxpr.jaxpr, jaxpr.consts)
+        program = traced(jnp.dot, jnp.zeros((m, n), jnp.bfloat16), jnp.zeros((n, n), jnp.bfloat16))
         rows = Layout((Cut(("y",), 1, m), None))
         flow = follow(program, [rows, replicated(2)], AXES)
         choice = flow.steps[0].choice
         assert choice is not None
         by_hand = max(2 * m / 4 * n * n / KIND.rate("bfloat16"), 2 * (n * n + 2 * m / 4 * n) / KIND.bandwidth)
-        assert model.compute_time(program.equations[0], choice) == pytest.approx(by_hand)
+        assert model.compute_time(program.equations[0], choice) == pytest.approx(by_hand + LAUNCH)
+
+
+def test_what_is_fused_takes_its_operations_or_what_it_writes() -> None:
+    model = Estimate(MACHINE, AXES)
+    program = traced(lambda x: jnp.exp(x) + x, jnp.zeros((64, 128)))
+    flow = follow(program, [Layout((Cut(("y",), 1, 64), None))], AXES)
+    for step, operations in zip(flow.steps, (TRANSCENDENTAL, 1), strict=True):
+        assert step.choice is not None
+        by_hand = 64 * 128 / 4 * max(operations / KIND.vector, 4 / KIND.bandwidth)
+        assert model.compute_time(step.eqn, step.choice) == pytest.approx(by_hand)
+
+
+def test_times_of_kernels_are_asked_for_at_local_sizes() -> None:
+    asked: list[Piece] = []
+
+    class Told:
+        def time(self, piece: Piece, kind: Kind) -> Time:
+            asked.append(piece)
+            return Time(0.25, "measured")
+
+    model = of_machine(MACHINE, MACHINE.mesh(AXES), Times((Told(),)))
+    program = traced(lambda a, b: jnp.tanh(a @ b), jnp.zeros((64, 32)), jnp.zeros((32, 16)))
+    flow = follow(program, [Layout((Cut(("y",), 1, 64), None)), replicated(2)], AXES)
+    times = [model.compute_time(step.eqn, step.choice) for step in flow.steps * 2 if step.choice is not None]
+    assert times[0] == times[2] == 0.25 and times[1] < 1e-3  # what is fused is not asked for
+    assert [[s.shape for s in piece.shapes] for piece in asked] == [[(16, 32), (32, 16)]]
+
+
+@pytest.mark.parametrize("dimension", [0, 1, 2])
+@pytest.mark.parametrize("case", ["conv", "strided", "pool", "cumsum", "roll"])
+def test_what_neighbours_send_is_what_the_devices_program_sends(case: str, dimension: int) -> None:
+    """Against the traced program of one device, whose collectives are explicit."""
+
+    def conv(x: jax.Array, w: jax.Array, stride: int) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=numbers)
+
+    step = {
+        "conv": lambda x, w: conv(x, w, 1),
+        "strided": lambda x, w: conv(x, w, 2),
+        "pool": lambda x, w: jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 3, 3, 1), (1, 1, 1, 1), "SAME"),
+        "cumsum": lambda x, w: jnp.cumsum(x, axis=1),
+        "roll": lambda x, w: jnp.roll(x, 3, axis=2),
+    }[case]
+    shape = (8, 16, 32, 4)
+    program = traced(step, jnp.zeros(shape), jnp.zeros((5, 5, 4, 8)))
+    lies = Layout(tuple(Cut(("y",), 1, n) if d == dimension else None for d, n in enumerate(shape)))
+    flow = follow(program, [lies, replicated(4)], AXES)
+
+    class Sent(Estimate):
+        def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
+            return sum(each.sent for each in fetched(eqn, choice, self.axes))
+
+        def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
+            return sum(each.sent for each in self.transfers(start, end, shape, dtype))
+
+    mesh = MACHINE.mesh(AXES)
+    expected = program_cost(flow, MACHINE, mesh).sent
+    assert seconds_of(flow, Sent(MACHINE, mesh)) == pytest.approx(expected)
+    assert (expected > 0) == (dimension == (2 if case == "roll" else 1 if case == "cumsum" else dimension) > 0)
 
 
 def test_moves_take_what_the_machine_says_of_their_collectives() -> None:
@@ -53,4 +124,4 @@ def test_ways_of_another_equation_are_refused() -> None:
     (lead, split), *_ = description.leads
     twice = (Way(lead, split, ("x",)), Way(lead, split, ("y",)))
     with pytest.raises(PartitionError, match="cumsum"):
-        follow(program, [replicated(1)], AXES, ways={(number,): twice})
+        follow(program, [replicated(1)], AXES, asked={(number,): Asked(twice, (replicated(2),))})

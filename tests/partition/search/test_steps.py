@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.extend.core import JaxprEqn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh
 
 from vnode.analysis.program import inline
@@ -20,7 +23,7 @@ from vnode.partition.search.experts import experts
 from vnode.partition.search.flows import seconds_of
 from vnode.partition.search.steps import Search, as_problem
 from vnode.spmd.choice import Choice, Way
-from vnode.spmd.flow import Flow
+from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Layout
 from vnode.spmd.program import over_mesh
 from vnode.spmd.route import route
@@ -43,7 +46,7 @@ class Counted:
         return (choice.description.flops + 1) / devices
 
     def move_time(self, start: Layout, end: Layout, shape: Sequence[int], dtype: Any) -> float:
-        return self.price * sum(move.sent(AXES) for move in route(start, end, shape, AXES))
+        return self.price * sum(move.sent(AXES) for move in route(start, end, shape, AXES, dtype))
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         return 4.0 * math.prod(layout.local(shape, AXES))
@@ -102,6 +105,37 @@ def layers(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
 
+def recurrent(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    """Weights whose gradients a loop adds up from turn to turn, beginning with zeros."""
+
+    def loss(params: Any) -> jax.Array:
+        def cell(carry: tuple[jax.Array, jax.Array], x: jax.Array) -> tuple[tuple[jax.Array, jax.Array], jax.Array]:
+            h, c = carry
+            gates = x @ params["input"] + h @ params["hidden"] + params["bias"]
+            i, f = jnp.split(gates, 2, axis=-1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(i)
+            return (jnp.tanh(c), c), c
+
+        zeros = jnp.zeros((x.shape[1], params["hidden"].shape[0]))
+        _, made = jax.lax.scan(cell, (zeros, zeros), x)
+        return jnp.mean((made @ params["out"] - y) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def branches(params: Any, x: jax.Array, y: jax.Array) -> tuple[Any, jax.Array]:
+    """A loop that stops by what it computes, and a branch by what that gives."""
+
+    def turn(state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        h, n = state
+        return jnp.tanh(h @ params["w"]), n + 1
+
+    h, n = jax.lax.while_loop(lambda state: (jnp.sum(state[0] ** 2) > 1e-3) & (state[1] < 4), turn, (x, 0))
+    h = jax.lax.cond(jnp.sum(h) > 0, lambda h: h @ params["u"], lambda h: jnp.sin(h) - y, h)
+    return {"w": params["w"] + jnp.sum(h), "u": params["u"] * n}, jnp.mean(h)
+
+
 def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
 
@@ -127,6 +161,15 @@ def steps() -> dict[str, tuple[Callable[..., Any], Any]]:
         ),
         "attention": (attention, (t, normal(8, 8, 16), normal(8, 8, 16))),
         "convolutions": (convolutions, (c, normal(8, 8, 8, 4), normal(8, 8))),
+        "recurrent": (
+            recurrent,
+            (
+                {"input": normal(8, 16), "hidden": normal(8, 16) / 3, "bias": normal(16), "out": normal(8, 8)},
+                normal(3, 8, 8),
+                normal(3, 8, 8),
+            ),
+        ),
+        "branches": (branches, ({"w": normal(8, 8) / 3, "u": normal(8, 8)}, normal(16, 8), normal(16, 8))),
         "layers": (
             layers,
             ({"up": normal(3, 16, 32) / 4, "down": normal(3, 32, 16) / 4}, normal(8, 16), normal(8, 16)),
@@ -179,22 +222,90 @@ def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
     """Drawn at random among those that can be."""
     search, arguments, plain = searched(name, tied=bool(seed % 2))
     generator = np.random.default_rng(seed)
-    drawn = [int(generator.choice(np.flatnonzero(np.isfinite(s)))) for s in search.problem.seconds]
-    assert_carried_out(search, drawn, arguments, plain)
+    assert_carried_out(search, possible(search, generator), arguments, plain)
 
 
-@pytest.mark.parametrize("name", ["mlp", "attention", "convolutions"])
+@functools.cache
+def once(name: str, price: float) -> Search:
+    return searched(name, Counted(price))[0]
+
+
+@pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("price", [1e-3, 10.0])
 def test_the_predicted_cost_is_that_of_what_is_carried_out(name: str, price: float) -> None:
-    """Of any choice it is an upper bound: a value may come from wherever it already lies."""
-    model = Counted(price)
-    search, _, _ = searched(name, model)
+    search, model = once(name, price), Counted(price)
     best = exact(search.problem)
-    assert seconds_of(search.flow(best.strategies), model) == pytest.approx(best.cost, rel=0.02)
-    generator = np.random.default_rng(1)
-    for _ in range(5):
-        drawn = [int(generator.choice(np.flatnonzero(np.isfinite(s)))) for s in search.problem.seconds]
-        assert seconds_of(search.flow(drawn), model) <= search.problem.cost(drawn) * (1 + 1e-9)
+    carried = seconds_of(search.flow(best.strategies), model)
+    assert best.cost * 0.98 <= carried <= best.cost * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", STEPS)
+@settings(max_examples=10, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_any_prediction_is_that_of_what_is_carried_out_but_for_values_that_are_already_there(
+    name: str, seed: int
+) -> None:
+    """The one difference: a value that somebody has brought into a layout need not be brought there again."""
+    search, model = once(name, 0.1), Counted(0.1)
+    drawn = possible(search, np.random.default_rng(seed))
+    flow, predicted = search.flow(drawn), search.problem.cost(drawn)
+    assert apart(search, flow, model) == pytest.approx(predicted, rel=1e-9)
+    assert seconds_of(flow, model) <= predicted * (1 + 1e-9)
+
+
+def possible(search: Search, generator: np.random.Generator) -> np.ndarray:
+    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
+    problem = search.problem
+    drawn = np.array([generator.choice(np.flatnonzero(np.isfinite(s))) for s in problem.seconds])
+    while not np.isfinite(problem.cost(drawn)):
+        for i in range(problem.operators):
+            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
+                drawn[i] = generator.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
+    return drawn
+
+
+def apart(search: Search, flow: Flow, model: Counted) -> float:
+    """Seconds of a flow in which each cluster brings what it reads where it needs it, whatever others brought there."""
+    cluster = {search.flat.nodes[n].path: k for k, each in enumerate(search.clusters) for n in each.nodes}
+
+    def priced(flow: Flow, at: tuple[int, ...]) -> float:
+        lies: dict[Any, tuple[Hashable, Layout, Layout]] = {}  # who made it, how, and how it is for others
+        brought: dict[tuple[Any, Hashable], set[Layout]] = {}
+
+        def read(atom: Any, want: Layout, reader: Hashable) -> float:
+            if isinstance(atom, Literal) or atom not in lies:
+                return 0.0
+            maker, made, result = lies[atom]
+            start = made if reader == maker else result
+            there = brought.setdefault((atom, reader), {start})
+            seconds = 0.0 if want in there else model.move_time(start, want, atom.aval.shape, atom.aval.dtype)
+            there.add(want)
+            return seconds
+
+        def moved(step: Step, before: Sequence[Layout], after: Sequence[Layout]) -> float:
+            several = zip(step.eqn.outvars, before, after, strict=True)
+            return sum(model.move_time(a, b, v.aval.shape, v.aval.dtype) for v, a, b in several)
+
+        lies.update((v, ("given", x, x)) for v, x in zip(flow.program.inputs, flow.inputs, strict=True))
+        total = 0.0
+        for number, step in enumerate(flow.steps):
+            path = (*at, number)
+            if step.anyhow:
+                continue
+            reader = cluster.get(path, path)
+            total += sum(read(*each, reader) for each in zip(step.eqn.invars, step.operands, strict=True))
+            if step.choice is not None:
+                total += model.compute_time(step.eqn, step.choice) + moved(step, step.choice.results, step.made)
+            if step.region is not None:
+                bodies = sum(priced(body, (*path, k)) for k, body in enumerate(step.bodies))
+                total += step.region.times * bodies
+            total += moved(step, step.made, step.results)
+            several = zip(step.eqn.outvars, step.made, step.results, strict=True)
+            lies.update((var, (reader, made, result)) for var, made, result in several)
+        ends = zip(flow.program.outputs, flow.outputs, strict=True)
+        return total + sum(read(*each, ("end", k)) for k, each in enumerate(ends))
+
+    return priced(flow, ())
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -292,3 +403,13 @@ def test_memory_leads_to_shards() -> None:
     best = exact(limited.problem)
     assert best.footprint <= free.footprint * 0.7 and best.cost >= free.cost
     assert_carried_out(limited, best.strategies, arguments, plain)
+
+
+def test_gradients_that_a_loop_adds_up_are_summed_over_devices_once() -> None:
+    """What the way back carries of a weight's gradient is in pieces until the loop ends."""
+    search, arguments, plain = searched("recurrent", Counted(100.0))
+    best = exact(search.problem)
+    back = [step for step in search.flow(best.strategies).steps if step.region is not None][-1]
+    pieces = {step.aval.shape for step, layout in zip(back.eqn.invars, back.operands, strict=True) if layout.partial}
+    assert pieces & {(8, 16), (16,)}
+    assert_carried_out(search, best.strategies, arguments, plain)

@@ -138,7 +138,7 @@ def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tupl
       >>> from vnode.spmd.layout import from_spec
       >>> from vnode.spmd.route import route
       >>> axes = {"x": 4}
-      >>> moves = route(from_spec(P("x"), (8, 8), axes), from_spec(P(None, "x"), (8, 8), axes), (8, 8), axes)
+      >>> moves = route(from_spec(P("x"), (8, 8), axes), from_spec(P(None, "x"), (8, 8), axes), (8, 8), axes, "float32")
       >>> [(t.kind, t.bytes) for t in transfers_of_route(moves, 4, axes)]
       [('all-to-all', 64)]
     """

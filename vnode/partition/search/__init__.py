@@ -1,7 +1,7 @@
 """Searches for the best strategies, all with one interface and one cost; and programs as what is searched."""
 
 from vnode.partition.search.bisection import bisection
-from vnode.partition.search.costs import CostModel, Estimate
+from vnode.partition.search.costs import CostModel, Estimate, of_machine
 from vnode.partition.search.exact import exact
 from vnode.partition.search.exhaustive import exhaustive
 from vnode.partition.search.experts import experts
@@ -28,6 +28,7 @@ __all__ = [
     "exhaustive",
     "experts",
     "metropolis",
+    "of_machine",
     "recursively",
     "seconds_of",
     "shared",

@@ -13,25 +13,16 @@ from collections.abc import Hashable, Mapping
 
 from jax.extend.core import Var
 
-from vnode.operators import Algebra, LookedUp, Prefix, Windowed
-from vnode.partition.search.flat import Flat, Names, Node, size_of, variables
+from vnode.partition.search.flat import Flat, Names, decides, size_of, variables
 
 SMALL = 0.5
 """A value is small if it has less than this share of the largest on either side."""
 
 
-def decides(node: Node) -> bool:
-    """Whether an equation has a strategy of its own."""
-    d = node.description
-    if d is None:
-        return True
-    return d.has(Algebra.CONTRACTS) or any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in d.factors)
-
-
 def clusters(program: Flat) -> list[list[int]]:
     """The numbers of the nodes that are cut together, in the order of the program."""
     nodes = program.nodes
-    alone = [decides(node) for node in nodes]
+    alone = [decides(node.description) for node in nodes]
     makers = {var: number for number, node in enumerate(nodes) for var in node.eqn.outvars}
     names = Names()
     largest: dict[Hashable, float] = {

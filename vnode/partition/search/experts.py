@@ -12,40 +12,40 @@ to step is divided over the same devices.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 
 from vnode.operators import Algebra, Windowed
+from vnode.partition.search.elimination import Elimination
 from vnode.partition.search.problem import Array
 from vnode.partition.search.steps import Search
+from vnode.partition.search.strategies import PIECES
 from vnode.spmd.layout import Layout
-
-SWEEPS = 4
-"""Over what an expert leaves open."""
 
 Wishes = Sequence[Sequence[Hashable]]
 """For each axis the named dimensions that it shall divide, the most wanted first."""
 
 
-def experts(search: Search, batch: Sequence[int]) -> dict[str, Array]:
+def experts(search: Search, batch: Sequence[int], examples: Collection[Hashable] = ()) -> dict[str, Array]:
     """What experts would choose.
 
     Args:
       search: a program as a problem.
       batch: numbers of the inputs whose first dimension counts examples.
+      examples: named dimensions that do so as well, of parts of the batch.
 
     Returns:
       By name, assignments of `search.problem`. Where a program has nothing to divide so, they may be the same.
     """
-    return _Experts(search, batch).all()
+    return _Experts(search, batch, examples).all()
 
 
 class _Experts:
-    def __init__(self, search: Search, batch: Sequence[int]) -> None:
+    def __init__(self, search: Search, batch: Sequence[int], examples: Collection[Hashable]) -> None:
         self.search, self.flat = search, search.flat
         inputs = search.program.inputs
-        self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape}
+        self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape} | set(examples)
         self.given = set(inputs)
         self.devices = math.prod(search.axes.values())
         self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for
@@ -127,13 +127,13 @@ class _Experts:
             slides = any(self.slides(n) for n in cluster.nodes)
             own = wishes if slides or not dense else [[*dense, *each] for each in wishes]
             has = {name for each in cluster.dimensions for name in each}
-            if kept == "cut" and not has & self.examples:
+            if PIECES in has or (kept == "cut" and not has & self.examples):
                 open_.append(operator)
             chosen[operator] = self.closest(operator, cluster.dimensions, own)
-        for _ in range(SWEEPS):
-            for operator in open_:
-                chosen[operator] = int(problem.marginal(operator, chosen).argmin())
-        return chosen
+        kept_ = [np.arange(n) if i in set(open_) else chosen[i : i + 1] for i, n in enumerate(problem.sizes)]
+        rest = problem.restricted(kept_)
+        _, best = Elimination(rest.sizes, rest.edges).least(rest.seconds)
+        return np.array([own[k] for own, k in zip(kept_, best, strict=True)], np.int64)
 
     def closest(self, operator: int, dimensions: Sequence[Sequence[Hashable]], wishes: Wishes) -> int:
         """The possible strategy that does most of what is wished, and nothing else."""

@@ -15,9 +15,10 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program
-from vnode.operators import OperatorDescription
+from vnode.operators import Algebra, LookedUp, OperatorDescription, Prefix, Windowed
+from vnode.operators.control import Region, region_of
 from vnode.spmd.choice import itemsize
-from vnode.spmd.flow import Flow, Path, follow
+from vnode.spmd.flow import Flow, Path, Step, follow
 from vnode.spmd.layout import Axes, replicated
 
 
@@ -84,12 +85,22 @@ class Flat:
       nodes: its equations, without those whose results are made of nothing wherever they are needed.
       links: between its parts.
       names: the named dimensions: of (variable, dimension), and of (number of a node, factor).
+      free: variables that are made of nothing wherever they are needed.
+      sums: what loops carry that begins as zero: it may be carried in pieces of a sum.
+      same: variables of several bodies that are one operand of their loop or branch, and lie alike.
+      whole: what every device needs whole, and how often: which branch is taken, whether a loop goes on.
+      uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
     """
 
     program: Program
     nodes: tuple[Node, ...]
     links: tuple[Link, ...]
     names: Names
+    free: frozenset[Var]
+    sums: frozenset[Var]
+    same: Mapping[Var, Var]
+    whole: tuple[tuple[Var, float], ...]
+    uncut: Mapping[Var, int]
 
     def named(self, var: Var, dim: int) -> Hashable:
         """The named dimension of a value's dimension."""
@@ -108,48 +119,111 @@ def flat(program: Program, axes: Axes) -> Flat:
       axes: of a mesh, those longer than one.
     """
     flow = follow(program, [replicated(len(getattr(var.aval, "shape", ()))) for var in program.inputs], axes)
-    nodes: list[Node] = []
-    links: list[Link] = []
-    free: set[Var] = set()
-    _walk(flow, (), 1.0, nodes, links, free)
+    walk = _Walk()
+    walk.all(flow, (), 1.0)
     names = Names()
-    for number, node in enumerate(nodes):
+    for number, node in enumerate(walk.nodes):
         _name(names, number, node)
-    for link in links:
+    for link in walk.links:
         skipped = max(link.dropped, 0)
         for d in range(skipped, len(link.source.aval.shape)):
             names.join((link.source, d), (link.target, d - link.dropped))
-    return Flat(program, tuple(nodes), tuple(links), names)
+    for one, other in walk.same.items():
+        for d in range(len(getattr(one.aval, "shape", ()))):
+            names.join((one, d), (other, d))
+    return Flat(
+        program,
+        tuple(walk.nodes),
+        tuple(walk.links),
+        names,
+        frozenset(walk.free),
+        frozenset(walk.sums),
+        walk.same,
+        tuple(walk.whole),
+        walk.uncut,
+    )
 
 
-def _walk(flow: Flow, at: Path, times: float, nodes: list[Node], links: list[Link], free: set[Var]) -> None:
-    free |= flow.program.constants.keys()
-    for number, step in enumerate(flow.steps):
-        path, eqn, region = (*at, number), step.eqn, step.region
-        if region is None:
-            if step.anyhow and all(isinstance(atom, Literal) or atom in free for atom in eqn.invars):
-                free.update(eqn.outvars)
+class _Walk:
+    """Goes through a program and its bodies; gathers what `Flat` holds."""
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.links: list[Link] = []
+        self.free: set[Var] = set()
+        self.zero: set[Var] = set()
+        self.sums: set[Var] = set()
+        self.same: dict[Var, Var] = {}
+        self.whole: list[tuple[Var, float]] = []
+        self.uncut: dict[Var, int] = {}
+
+    def all(self, flow: Flow, at: Path, times: float) -> None:
+        self.free |= flow.program.constants.keys()
+        for number, step in enumerate(flow.steps):
+            path, eqn = (*at, number), step.eqn
+            if step.region is not None:
+                self.region(step, step.region, path, times)
+            elif step.anyhow and all(self.is_free(atom) for atom in eqn.invars):
+                self.free.update(eqn.outvars)
+                description = flow.program.describe(eqn)
+                moves = description is not None and description.has(Algebra.MOVES)
+                if moves and eqn.invars and all(self.is_zero(atom) for atom in eqn.invars):
+                    self.zero.update(eqn.outvars)
             else:
-                nodes.append(Node(path, eqn, flow.program.describe(eqn), times))
-            continue
-        turns = times * region.times
+                self.nodes.append(Node(path, eqn, flow.program.describe(eqn), times))
+
+    def is_free(self, atom: Atom) -> bool:
+        return isinstance(atom, Literal) or atom in self.free
+
+    def is_zero(self, atom: Atom) -> bool:
+        if isinstance(atom, Literal):
+            return not getattr(atom.aval, "shape", ()) and atom.val == 0
+        return atom in self.zero
+
+    def link(self, source: Atom, target: Var, times: float, dropped: int = 0) -> None:
+        if not self.is_free(source):
+            assert isinstance(source, Var)
+            self.links.append(Link(source, target, times, dropped))
+
+    def region(self, step: Step, region: Region, path: Path, times: float) -> None:
+        eqn, turns, first = step.eqn, times * region.times, dict[int, Var]()
+        choosers = [] if region.chooser is None else [eqn.invars[region.chooser]]
+        self.whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
+        tested = [atom for body in step.bodies[: region.tests] for atom in body.program.outputs]
+        stopping = max((len(atom.aval.shape) for atom in tested), default=0)
         for k, (body, inputs) in enumerate(zip(step.bodies, region.inputs, strict=True)):
-            for i, var in zip(inputs, body.program.inputs, strict=True):
-                atom = eqn.invars[i]
-                if not isinstance(atom, Literal) and atom not in free:
-                    links.append(Link(atom, var, times, int(i in region.scanned)))
-            _walk(body, (*path, k), turns, nodes, links, free)
-            if k < region.tests:
-                continue
-            carried = len(region.carried)
-            into = dict(zip(inputs, body.program.inputs, strict=True))
-            for j, (atom, result) in enumerate(zip(body.program.outputs, eqn.outvars, strict=True)):
-                if isinstance(atom, Literal) or atom in free:
+            for i, var in zip(inputs, body.program.inputs, strict=False):
+                if i in first:
+                    self.same[var] = first[i]
                     continue
-                stacked = region.stacks and j >= carried
-                links.append(Link(atom, result, turns if stacked else times, -int(stacked)))
-                if j < carried:
-                    links.append(Link(atom, into[region.carried[j]], turns))
+                first[i] = var
+                self.link(eqn.invars[i], var, times, int(i in region.scanned))
+                if i in region.carried:
+                    self.uncut[var] = stopping
+                    if region.stacks and self.is_zero(eqn.invars[i]) and adds(body.program, var):
+                        self.sums.add(var)
+            self.all(body, (*path, k), turns)
+        self.whole += [(a, turns) for a in tested if not isinstance(a, Literal) and a not in self.free]
+        for body in step.bodies[region.tests :]:
+            for j, (atom, result) in enumerate(zip(body.program.outputs, eqn.outvars, strict=True)):
+                if j < len(region.carried):
+                    held = first[region.carried[j]]
+                    self.link(atom, held, turns)
+                    self.link(held, result, times)
+                elif region.stacks:
+                    self.uncut[result] = 1
+                    self.link(atom, result, turns, -1)
+                else:
+                    self.link(atom, result, times)
+
+
+def adds(program: Program, var: Var) -> bool:
+    """Whether all that reads a variable adds to it: pieces of it would be added to pieces of something else."""
+    reading = [eqn for eqn in program.equations if var in eqn.invars]
+    several = [None if region_of(eqn) is not None else program.describe(eqn) for eqn in reading]
+    return bool(reading) and all(
+        d is not None and any(len(group) == len(d.operands) for group in d.linear) for d in several
+    )
 
 
 def _name(names: Names, number: int, node: Node) -> None:
@@ -168,6 +242,15 @@ def _name(names: Names, number: int, node: Node) -> None:
         together = sorted(split.concerned(lead))
         for f in together[1:]:
             names.join((number, together[0]), (number, f))
+
+
+def decides(description: OperatorDescription | None) -> bool:
+    """Whether an equation is a kernel of its own, and has a strategy of its own: a contraction, a window, a look-up, a
+    running sum. What works element by element, or moves elements, is fused with its neighbours."""
+    if description is None:
+        return True
+    own = any(isinstance(x.split, LookedUp | Windowed | Prefix) for x in description.factors)
+    return own or description.has(Algebra.CONTRACTS)
 
 
 def size_of(atom: Atom) -> int:

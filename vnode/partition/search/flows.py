@@ -5,14 +5,13 @@ Knows flows and a cost model. Must not know problems, nor how layouts were found
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Atom
 from vnode.partition.search.costs import CostModel
-from vnode.spmd.choice import reached
-from vnode.spmd.flow import Flow
+from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Layout
 
 
@@ -47,15 +46,21 @@ def seconds_of(flow: Flow, model: CostModel) -> float:
             total += read(atom, want)
         if step.choice is not None:
             total += model.compute_time(step.eqn, step.choice)
-            several = zip(step.choice.results, reached(step.eqn, step.choice), step.results, strict=True)
-            for var, stages in zip(step.eqn.outvars, several, strict=True):
-                for before, after in itertools.pairwise(stages):
-                    if before != after:
-                        total += model.move_time(before, after, var.aval.shape, var.aval.dtype)
+            total += moved(step, step.choice.results, step.made, model)
         if step.region is not None:
             total += step.region.times * sum(seconds_of(body, model) for body in step.bodies)
-        for var, layout in zip(step.eqn.outvars, step.results, strict=True):
-            held[var] = {layout: None}
+        total += moved(step, step.made, step.results, model)
+        for var, several in zip(step.eqn.outvars, zip(step.made, step.results, strict=True), strict=True):
+            held[var] = dict.fromkeys(several)
     for atom, want in zip(flow.program.outputs, flow.outputs, strict=True):
         total += read(atom, want)
     return total
+
+
+def moved(step: Step, before: Sequence[Layout], after: Sequence[Layout], model: CostModel) -> float:
+    """Seconds of bringing the results of a step from some layouts to others."""
+    return sum(
+        model.move_time(a, b, var.aval.shape, var.aval.dtype)
+        for var, a, b in zip(step.eqn.outvars, before, after, strict=True)
+        if a != b
+    )

@@ -10,7 +10,6 @@ are layouts, so that bringing it into one is counted once for all who read it th
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 
@@ -18,12 +17,12 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Algebra
+from vnode.operators import Algebra, Monoid
 from vnode.partition.search.coarsen import clusters, members
 from vnode.partition.search.costs import CostModel
 from vnode.partition.search.flat import Flat, flat, readers, size_of
 from vnode.partition.search.problem import Array, Edge, Problem
-from vnode.partition.search.strategies import Cluster, Strategies, ways_by_path
+from vnode.partition.search.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even
@@ -101,14 +100,13 @@ class Search:
           strategies: int64 ``[operators]`` of the problem.
         """
         chosen, layouts = self.spread(strategies)
-        ways = {}
+        asked = {}
         for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):
-            ways.update(ways_by_path(self.flat, cluster, s))
+            asked.update(asked_by_path(self.flat, cluster, s))
         lies = {value.var: value.layouts[k] for value, k in zip(self.values, layouts.tolist(), strict=True)}
         inputs = [lies.get(var, replicated(len(getattr(var.aval, "shape", ())))) for var in self.program.inputs]
         outputs = [inputs[self.carried[j]] if j in self.carried else None for j in range(len(self.program.outputs))]
-        wishes = {var: lies[var] for node in self.flat.nodes for var in node.eqn.outvars if var in lies}
-        return follow(self.program, inputs, self.axes, outputs=outputs, ways=ways, wishes=wishes)
+        return follow(self.program, inputs, self.axes, outputs=outputs, asked=asked, wishes=lies)
 
 
 def as_problem(
@@ -120,6 +118,7 @@ def as_problem(
     memory: float = math.inf,
     tied: bool = True,
     backward: bool = False,
+    fixed: Mapping[int, Layout] | None = None,
 ) -> Search:
     """Makes a problem of a program.
 
@@ -132,11 +131,12 @@ def as_problem(
       tied: clusters that are alike, and whose neighbours are, share one strategy.
       backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
         that belong to it. Element-wise equations are together in any case.
+      fixed: how single inputs lie, by number.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}).build()
 
 
 class _Builder:
@@ -149,7 +149,9 @@ class _Builder:
         memory: float,
         tied: bool,
         backward: bool,
+        fixed: Mapping[int, Layout],
     ) -> None:
+        self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flat(program, axes)
@@ -165,7 +167,7 @@ class _Builder:
         for var, several in readers(self.flat.nodes).items():
             for n, i in several:
                 k, p = self.place[n]
-                if self.makers.get(var, (-1,))[0] != k:
+                if var not in self.flat.free and self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
         self.into: dict[Var, list[tuple[Var, float, int]]] = {}  # links by target
         self.tables: dict[Hashable, Array] = {}  # of moves
@@ -174,6 +176,8 @@ class _Builder:
             self.into.setdefault(link.target, []).append((link.source, link.times, link.dropped))
             self.out[link.source] = self.out.get(link.source, 0) + 1
         self.handed: dict[Var, list[int]] = {}  # inputs that a value becomes
+        for var, _ in self.flat.whole:
+            self.out[var] = self.out.get(var, 0) + 1
         for j, atom in enumerate(program.outputs):
             if not isinstance(atom, Literal):
                 self.out[atom] = self.out.get(atom, 0) + 1
@@ -228,6 +232,15 @@ class _Builder:
                 m, p, r = self.makers[atom]
                 made = self.made(m, p, r)
                 seconds[m] = seconds[m] + [self.strategies.move(x, x.complete, atom) for x in made]
+        for var, times in self.flat.whole:
+            whole = [replicated(len(var.aval.shape))]
+            if var in number:
+                at = number[var]
+                layouts = values[at - len(self.clusters)].layouts
+                seconds[at] = seconds[at] + self.table(layouts, whole, var, times)[:, 0]
+            elif var in self.makers:
+                m, p, r = self.makers[var]
+                seconds[m] = seconds[m] + self.table(self.made(m, p, r), whole, var, times)[:, 0]
         problem = Problem(
             tuple(seconds), tuple(edges), tuple(self.held(values)), self.memory, tuple(self.names(values))
         )
@@ -302,15 +315,18 @@ class _Builder:
         """Values that have a layout of their own."""
         found: list[Value] = []
         inputs = set(self.program.inputs)
-        everything = dict.fromkeys([*self.program.inputs, *self.into, *self.reads])
+        same = self.flat.same
+        everything = dict.fromkeys([*self.program.inputs, *self.into, *same.values(), *same, *self.reads])
         for var in everything:
             stands = len(self.reads.get(var, ())) + self.out.get(var, 0)
-            if not (var in inputs or var in self.into or stands > 1):
+            handed = var in inputs or var in self.into or var in same or var in same.values()
+            if not (handed or stands > 1):
                 continue
             layouts: dict[Layout, None] = {}
-            if var in inputs or var in self.into:
-                stacked = any(dropped < 0 for _, _, dropped in self.into.get(var, ()))
-                layouts.update(dict.fromkeys(self.possible(var, int(stacked))))
+            if var in self.fixed:
+                layouts[self.fixed[var]] = None
+            elif handed:
+                layouts.update(dict.fromkeys(self.possible(same.get(var, var))))
             else:
                 layouts[replicated(len(var.aval.shape))] = None
                 if var in self.makers:
@@ -321,17 +337,20 @@ class _Builder:
         self._values = found
         return found
 
-    def possible(self, var: Var, first: int) -> list[Layout]:
-        """Each axis on a dimension that it divides evenly, or on none."""
+    def possible(self, var: Var) -> list[Layout]:
+        """Each axis on a dimension that it divides evenly, or on none; or with pieces, where a loop adds up."""
         shape = getattr(var.aval, "shape", ())
         found = []
-        for where in itertools.product([None, *range(first, len(shape))], repeat=len(self.axes)):
+        places = [*range(self.flat.uncut.get(var, 0), len(shape)), *([-1] if var in self.flat.sums else [])]
+        for picks in picked(len(places), len(self.axes)):
+            where = [None if pick is None else places[pick] for pick in picks]
             dims = []
+            pieces = tuple((a, Monoid.SUM) for a, w in zip(self.axes, where, strict=True) if w == -1)
             for d, n in enumerate(shape):
                 names = tuple(a for a, w in zip(self.axes, where, strict=True) if w == d)
                 dims.append(cut_of(names, 1, n, n, self.axes) if names else None)
             if all(cut is None or (shape[d] > 1 and even(cut, self.axes)) for d, cut in enumerate(dims)):
-                found.append(Layout(tuple(dims)))
+                found.append(Layout(tuple(dims), pieces))
         return found
 
     def held(self, values: Sequence[Value]) -> list[Array]:
@@ -390,7 +409,8 @@ class _Builder:
 
         Source: Weisfeiler and Leman's refinement (1968).
         """
-        joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *(None for _ in values)])
+        same = [self.flat.same.get(value.var, value.var) for value in values]
+        joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *same])
         if not self.tied:
             return joined
         inputs = set(self.program.inputs)

@@ -10,18 +10,19 @@ together each gives an axis to the same named dimension, as far as it has it. Wh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 
 from jax.extend.core import Literal, Var
 
-from vnode.operators import Free, Shifted, kind
+from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
 from vnode.partition.search.costs import CostModel
 from vnode.partition.search.flat import Flat, Node, size_of, variables
 from vnode.spmd.choice import Choice, Given, Way, chosen, reached
-from vnode.spmd.flow import Path
+from vnode.spmd.flow import Asked, Path
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated
 
 MOST = 130
@@ -29,6 +30,12 @@ MOST = 130
 
 Pick = int | None
 """What an axis divides: the number of a way of an equation, or of a named dimension; None for nothing."""
+
+PIECES = "pieces of a sum"
+"""In place of a named dimension: devices along an axis have pieces of a sum, and add pieces to them."""
+
+ADDED = 4
+"""Equations of a cluster at most that adds pieces to pieces."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,14 +47,14 @@ class Strategy:
       seconds: on one device, in a step; infinite where it cannot be.
       made: how what others read lies, by (position of the node, result).
       wanted: how what others make must lie, by (position of the node, operand).
-      ways: of each node, in order; None for what every device evaluates whole.
+      asked: of each node, in order; None for what every device evaluates whole.
     """
 
     picks: tuple[Pick, ...]
     seconds: float
     made: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
     wanted: Mapping[tuple[int, int], Layout] = dataclasses.field(default_factory=dict)
-    ways: tuple[tuple[Way, ...] | None, ...] = ()
+    asked: tuple[Asked | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,11 +82,13 @@ class Done:
       operands: how each has to lie.
       results: how each lies then.
       seconds: on one device.
+      asked: how it is cut.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     seconds: float
+    asked: Asked
 
 
 class Strategies:
@@ -111,11 +120,19 @@ class Strategies:
             named = [self.program.factor(numbers[0], lead[0]) for lead, _ in leads]
         else:
             named = [] if len(nodes) == 1 else self.dimensions(numbers)
-        options: list[tuple[Pick, ...]] = list(itertools.product([None, *range(len(named))], repeat=len(self.axes)))
+        if self.adds_up(nodes):
+            shape, named = (shape, PIECES), [*named, PIECES]
+        options = picked(len(named), len(self.axes))
         if shape not in self._strategies:
             self._strategies[shape] = tuple(self.strategy(numbers, nodes, named, option) for option in options)
         dimensions = tuple(tuple(None if p is None else named[p] for p in option) for option in options)
         return Cluster(tuple(numbers), self._strategies[shape], shape, dimensions)
+
+    def adds_up(self, nodes: Sequence[Node]) -> bool:
+        """Whether a cluster adds to what a loop carries, so that it may be carried in pieces."""
+        read = {var for node in nodes for _, var in variables(node.eqn.invars)}
+        linear = all(node.description is not None and node.description.linear for node in nodes)
+        return linear and len(nodes) <= ADDED and not read.isdisjoint(self.program.sums)
 
     def shape_of(self, nodes: Sequence[Node]) -> Hashable:
         """What is the same for clusters that differ only in the values that they read."""
@@ -140,7 +157,8 @@ class Strategies:
 
     def most_picks(self) -> int:
         """How many things an axis may divide, so that strategies do not become too many."""
-        return max(round(MOST ** (1 / max(len(self.axes), 1)) - 0.5) - 1, 1)
+        several = (n for n in range(1, MOST) if len(picked(n + 1, len(self.axes))) > MOST)
+        return next(several, 1)
 
     def ways_of(self, node: Node, number: int) -> list[tuple[Lead, Split]]:
         """The ways to cut an equation that one axis at least divides, those of the largest factors first."""
@@ -181,23 +199,27 @@ class Strategies:
         seconds = 0.0
         made: dict[tuple[int, int], Layout] = {}
         wanted: dict[tuple[int, int], Layout] = {}
-        taken: list[tuple[Way, ...] | None] = []
+        taken: list[Asked | None] = []
         held: dict[tuple[Var, Layout], None] = {}
+        several = list(zip(self.axes, picks, strict=True))
+        pieces = tuple((axis, Monoid.SUM) for axis, p in several if p is not None and named[p] is PIECES)
+        divided = [(axis, p) for axis, p in several if p is not None and named[p] is not PIECES]
         for position, (number, node) in enumerate(zip(numbers, nodes, strict=True)):
             if len(nodes) == 1 and node.description is not None:
                 leads = self.ways_of(node, number)
-                ways = grouped([(a, leads[p]) for a, p in zip(self.axes, picks, strict=True) if p is not None])
+                ways = grouped([(axis, leads[p]) for axis, p in divided])
             else:
-                ways = self.ways_for(number, node, named, picks)
-            found = None if ways is None else self.choice(number, node, ways, states)
+                ways = self.ways_for(number, node, [(axis, named[p]) for axis, p in divided])
+            found = None if ways is None else self.choice(number, node, ways, states, pieces)
+            if pieces and (found is None or found.asked.passed != pieces):
+                return Strategy(picks, math.inf)
             if found is None and len(nodes) == 1 and node.description is not None:
                 return Strategy(picks, math.inf)
             if found is None and node.description is not None:
-                ways, found = (), self.choice(number, node, (), states)
+                found = self.choice(number, node, (), states, pieces)
             if found is None:  # every device evaluates it whole
                 operands = tuple(replicated(len(getattr(a.aval, "shape", ()))) for a in node.eqn.invars)
                 results = tuple(replicated(len(getattr(v.aval, "shape", ()))) for v in node.eqn.outvars)
-                ways = None
             else:
                 operands, results = found.operands, found.results
                 seconds += node.times * found.seconds
@@ -211,22 +233,18 @@ class Strategies:
                 states[var] = layout
                 held[var, layout] = None
                 made[position, j] = layout
-            taken.append(ways)
+            taken.append(None if found is None else found.asked)
         return Strategy(picks, seconds, made, wanted, tuple(taken))
 
-    def ways_for(
-        self, number: int, node: Node, named: Sequence[Hashable], picks: tuple[Pick, ...]
-    ) -> tuple[Way, ...] | None:
+    def ways_for(self, number: int, node: Node, divided: Sequence[tuple[str, Hashable]]) -> tuple[Way, ...] | None:
         """The ways of an equation that divide named dimensions as far as it has them, free ones rather than others."""
         d = node.description
         if d is None:
             return None
         found = []
-        for axis, pick in zip(self.axes, picks, strict=True):
-            if pick is None:
-                continue
+        for axis, wanted in divided:
             for name, lead, split in self.known(number, node)[1]:
-                if name == named[pick]:
+                if name == wanted:
                     found.append((axis, (lead, split)))
                     break
         return grouped(found)
@@ -246,8 +264,15 @@ class Strategies:
             self._known[number] = self._kinds.setdefault(of, len(self._kinds)), leads
         return self._known[number]
 
-    def choice(self, number: int, node: Node, ways: tuple[Way, ...], states: Mapping[Var, Layout]) -> Done | None:
-        """What an equation takes, cut in some ways; None if it cannot be cut so."""
+    def choice(
+        self,
+        number: int,
+        node: Node,
+        ways: tuple[Way, ...],
+        states: Mapping[Var, Layout],
+        pieces: tuple[tuple[str, Monoid], ...] = (),
+    ) -> Done | None:
+        """What an equation takes, cut in some ways, what others make being in pieces; None if it cannot be cut so."""
         d = node.description
         assert d is not None
         given = []
@@ -258,7 +283,7 @@ class Strategies:
             elif atom in states:
                 given.append(Given(states[atom]))
             else:
-                given.append(Given(self.expected(node, i, ways)))
+                given.append(Given(dataclasses.replace(self.expected(node, i, ways), partial=pieces)))
         key = self.known(number, node)[0], tuple(given), ways
         if key not in self._choices:
             choice = chosen(node.eqn, d, given, self.axes, ways)
@@ -266,7 +291,8 @@ class Strategies:
                 self._choices[key] = None
             else:
                 seconds = self.model.compute_time(node.eqn, choice) + self.rounding(node, choice)
-                self._choices[key] = Done(choice.operands, reached(node.eqn, choice), seconds)
+                asked = Asked(ways, tuple(each.layout for each in given), choice.passed)
+                self._choices[key] = Done(choice.operands, reached(node.eqn, choice), seconds, asked)
         return self._choices[key]
 
     def expected(self, node: Node, operand: int, ways: tuple[Way, ...]) -> Layout:
@@ -292,16 +318,32 @@ class Strategies:
         )
 
     def move(self, start: Layout, end: Layout, var: Var) -> float:
-        """Seconds of bringing a value from one layout to another."""
+        """Seconds of bringing a value from one layout to another; infinite into pieces that it is not in."""
         if start == end:
             return 0.0
+        if not set(end.partial) <= set(start.partial):
+            return math.inf
         shape, dtype = tuple(var.aval.shape), var.aval.dtype
         key = (start, end, shape, dtype)
         if key not in self._moves:
-            if not set(end.partial) <= set(start.partial):
-                end = end.complete
             self._moves[key] = self.model.move_time(start, end, shape, dtype)
         return self._moves[key]
+
+
+@functools.cache
+def picked(things: int, axes: int) -> tuple[tuple[Pick, ...], ...]:
+    """What axes may divide at once: up to two axes anything; of more, leading ones one thing and the others another.
+
+    So three axes of 2 are searched as meshes of 2 x 4, 4 x 2 and 8, each equation in the one that suits it.
+
+    >>> len(picked(2, 2)), len(picked(2, 4))
+    (9, 21)
+    """
+    one: list[Pick] = [None, *range(things)]
+    if axes <= 2:
+        return tuple(itertools.product(one, repeat=axes))
+    found = [(a,) * k + (b,) * (axes - k) for k in range(1, axes) for a in one for b in one]
+    return tuple(dict.fromkeys(found))
 
 
 def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Way, ...]:
@@ -312,7 +354,7 @@ def grouped(several: Sequence[tuple[str, tuple[Lead, Split]]]) -> tuple[Way, ...
     return tuple(Way(lead, split, tuple(axes)) for (lead, split), axes in found.items())
 
 
-def ways_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, tuple[Way, ...]]:
-    """What `vnode.spmd.flow.follow` is told of a cluster."""
-    ways = cluster.strategies[strategy].ways
-    return {program.nodes[n].path: w for n, w in zip(cluster.nodes, ways, strict=True) if w is not None}
+def asked_by_path(program: Flat, cluster: Cluster, strategy: int) -> dict[Path, Asked]:
+    """What `vnode.spmd.flow.follow` is asked for of a cluster."""
+    asked = cluster.strategies[strategy].asked
+    return {program.nodes[n].path: each for n, each in zip(cluster.nodes, asked, strict=True) if each is not None}

@@ -1,0 +1,317 @@
+"""Plans: found, carried out, saved, and refused, against the step as written.
+
+Knows steps, machines and plans. Must not know how a plan is searched for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+import vnode
+from tests.rounding import assert_same
+from vnode.partition import Machine, Plan, search
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.plan import Figures
+from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.partition.search.steps import Search
+from vnode.spmd.record import RecordedFlow
+
+V5E = Machine.tpu("v5e:2x4")
+OPTIMIZER = optax.adam(1e-2)
+
+
+def updated(loss: Any, state: Any, batch: Any) -> Any:
+    params, slots = state
+    value, grads = jax.value_and_grad(loss)(params, *batch)
+    updates, slots = OPTIMIZER.update(grads, slots, params)
+    return (optax.apply_updates(params, updates), slots), value
+
+
+def normal(key: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(key), shape) / np.sqrt(shape[0])
+
+
+def mlp(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    hidden = jax.nn.relu(x @ params["up"] + params["bias"])
+    return jnp.mean((hidden @ params["down"] - y) ** 2)
+
+
+def layers(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Blocks with attention over 8 positions, in a scan over layers."""
+
+    def block(h: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        q, k, v = jnp.einsum("btd,cdhe->cbthe", h, layer["qkv"])
+        weights = jax.nn.softmax(jnp.einsum("bthe,bshe->bhts", q, k))
+        h = h + jnp.einsum("bhts,bshe,hed->btd", weights, v, layer["out"])
+        return h + jax.nn.gelu(h @ layer["up"]) @ layer["down"], None
+
+    out, _ = jax.lax.scan(block, x, params)
+    return jnp.mean((out - y) ** 2)
+
+
+def images(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Convolutions with batch statistics, which take a pass of their own."""
+    h = jax.lax.conv_general_dilated(x, params["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    h = (h - h.mean((0, 1, 2))) / jnp.sqrt(h.var((0, 1, 2)) + 1e-3)
+    return jnp.mean((jax.nn.relu(h).mean((1, 2)) @ params["dense"] - y) ** 2)
+
+
+def cases() -> dict[str, tuple[Any, Any, Any]]:
+    d, h, t = 16, 32, 8
+    layer = {
+        "qkv": normal(1, 3, d, 4, 4),
+        "out": normal(2, 4, 4, d),
+        "up": normal(3, d, h),
+        "down": normal(4, h, d),
+    }
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w[::-1]]), layer)
+    x, y = normal(5, 16, d), normal(6, 16, d)
+    return {
+        "mlp": (mlp, {"up": normal(7, d, h), "bias": jnp.zeros(h), "down": normal(8, h, d)}, (x, y)),
+        "layers": (layers, stacked, (normal(9, 16, t, d), normal(10, 16, t, d))),
+        "images": (
+            images,
+            {"kernel": normal(11, 3, 3, 4, 8), "dense": normal(12, 8, 4)},
+            (normal(13, 16, 8, 8, 4), y[:, :4]),
+        ),
+    }
+
+
+CASES = cases()
+
+
+def example(name: str) -> tuple[Any, Any]:
+    """A step, and its arguments."""
+    loss, params, batch = CASES[name]
+
+    def step(state: Any, batch: Any) -> Any:
+        return updated(loss, state, batch)
+
+    return step, ((params, OPTIMIZER.init(params)), batch)
+
+
+def possible(search: Search, rng: np.random.Generator) -> np.ndarray:
+    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
+    problem = search.problem
+    drawn = np.array([rng.choice(np.flatnonzero(np.isfinite(seconds))) for seconds in problem.seconds])
+    while not np.isfinite(problem.cost(drawn)):
+        for i in range(problem.operators):
+            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
+                drawn[i] = rng.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
+    return drawn
+
+
+def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8) -> Plan:
+    """A plan at random on a mesh."""
+    step, args = example(name)
+    subject = subject_of(on_nodes(step, nodes, {}), args)
+    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    search = on.problem(np.inf)
+    drawn = possible(search, np.random.default_rng(seed))
+    made = on.candidate("random", search.flow(drawn), over_rows=bool(seed % 2))
+    figures = Figures.of(made.prediction)
+    return Plan(
+        subject.step,
+        subject.fingerprint,
+        V5E,
+        2**30,
+        nodes,
+        made.name,
+        made.mesh,
+        made.specs,
+        made.records,
+        figures,
+        {},
+        divisions=made.divisions,
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"vnode": 2, "model": 4}, {"vnode": 1, "model": 4, "model2": 2}], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_random_plans_are_carried_out(name: str, sizes: dict[str, int]) -> None:
+    step, (state, batch) = example(name)
+    for seed in range(3):
+        planned_step = planned(name, sizes, seed).step()
+        got = planned_step(planned_step.put(state), batch)
+        assert_same(got, jax.jit(step), state, batch)
+
+
+@settings(max_examples=6, deadline=None)
+@given(st.sampled_from(sorted(CASES)), st.integers(2, 10_000), st.sampled_from([3, 5, 16]))
+def test_random_plans_for_any_number_of_nodes(name: str, seed: int, nodes: int) -> None:
+    step, (state, batch) = example(name)
+    planned_step = planned(name, {"vnode": 2, "model": 4}, seed, nodes).step()
+    assert_same(planned_step(planned_step.put(state), batch), jax.jit(step), state, batch)
+
+
+def test_the_best_plan_is_carried_out_and_its_state_lies_as_planned() -> None:
+    step, (state, batch) = example("mlp")
+    plan = search(step, (state, batch), V5E, virtual_nodes=8)
+    planned_step = plan.step()
+    (params, slots), loss = planned_step(planned_step.put(state), batch)
+    assert_same(((params, slots), loss), jax.jit(step), state, batch)
+    for name, spec in plan.specs.items():
+        if name in ("0/up", "0/down", "0/bias"):
+            leaf = params[name[2:]]
+            assert leaf.sharding.is_equivalent_to(NamedSharding(leaf.sharding.mesh, spec), leaf.ndim)
+    assert set(plan.specs) >= {"0/up", "0/down", "1/0/mu/up"}
+
+
+def test_no_plan_is_worse_than_what_experts_do() -> None:
+    for name in CASES:
+        step, args = example(name)
+        plan = search(step, args, V5E, virtual_nodes=8)
+        assert set(plan.beside) | {plan.name} >= {"data parallel", "FSDP", "Megatron-style"}
+        fitting = [each.seconds for each in plan.beside.values() if each.memory <= plan.memory]
+        assert all(plan.figures.seconds <= seconds * (1 + 1e-9) for seconds in fitting)
+        assert plan.figures.memory <= plan.memory
+
+
+def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
+    _, (state, batch) = example("layers")
+    plan = planned("layers", {"vnode": 2, "model": 4}, 4)
+    wide = plan.step()
+    devices = np.array(jax.devices())
+    narrow = wide.on(jax.sharding.Mesh(devices[:4].reshape(1, 4), ("vnode", "model")))
+    one, other = (each(each.put(state), batch) for each in (wide, narrow))
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
+    step, args = example("mlp")
+    free = search(step, args, V5E, virtual_nodes=8)
+    most = max(each.memory for each in (free.figures, *free.beside.values()))
+    least = search(step, args, V5E, virtual_nodes=8, memory=most // 2)
+    assert least.figures.memory <= most // 2 == least.memory
+    with pytest.raises(vnode.MemoryLimitError, match=r"no plan fits in 100 B a device") as caught:
+        search(step, args, V5E, virtual_nodes=8, memory=100)
+    assert "the smallest found takes" in str(caught.value) and "more virtual nodes" in str(caught.value)
+
+
+def test_as_few_nodes_as_fit() -> None:
+    step, args = example("layers")
+    eight = search(step, args, V5E, virtual_nodes="auto")
+    assert eight.virtual_nodes == 8  # devices
+    allowed = eight.figures.memory - 1
+    more = search(step, args, V5E, virtual_nodes="auto", memory=allowed)
+    assert more.figures.memory <= allowed and more.virtual_nodes in (8, 16)
+
+
+def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:
+    step, (state, batch) = example("layers")
+    plan = planned("layers", {"vnode": 1, "model": 4, "model2": 2}, 3)
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json", step, (state, batch))
+    assert str(again) == str(plan) and again.specs == plan.specs
+    first, second = (each.step() for each in (plan, again))
+    for a, b in zip(
+        jax.tree.leaves(first(first.put(state), batch)), jax.tree.leaves(second(second.put(state), batch)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
+    step, (state, batch) = example("mlp")
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 1)
+    plan.save(tmp_path / "plan.json")
+
+    def other(state: Any, batch: Any) -> Any:
+        return updated(lambda params, x, y: 2 * mlp(params, x, y), state, batch)
+
+    with pytest.raises(vnode.PartitionError, match="is for another step"):
+        Plan.load(tmp_path / "plan.json", other, (state, batch))
+    with pytest.raises(vnode.PartitionError, match="is for another step"):
+        Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
+    with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
+        Plan.load(tmp_path / "plan.json", vnode.virtualize(step, virtual_nodes=4), (state, batch))
+    with pytest.raises(vnode.PartitionError, match="does not know one of this step's passes"):
+        plan.step()(state, jax.tree.map(lambda x: x[:8], batch))
+
+
+def damages() -> dict[str, Any]:
+    def without(key: str) -> Any:
+        return lambda content: {k: v for k, v in content.items() if k != key}
+
+    def other(key: str, value: Any) -> Any:
+        return lambda content: {**content, key: value}
+
+    def in_pass(key: str, value: Any) -> Any:
+        return lambda content: {**content, "passes": [{**each, key: value} for each in content["passes"]]}
+
+    return {
+        "no machine": without("machine"),
+        "no passes": without("passes"),
+        "another format": other("format", "vnode machine"),
+        "a later version": other("version", 99),
+        "mesh of no nodes": other("mesh", {"model": 8}),
+        "mesh of other devices": other("mesh", {"vnode": 3, "model": 2}),
+        "specs of numbers": other("specs", {"0/up": 3}),
+        "figures of another kind": other("figures", {"speed": 1}),
+        "a layout that is not there": in_pass("inputs", [10_000]),
+        "no layouts": in_pass("layouts", []),
+        "layouts of another kind": in_pass("layouts", [["x"]]),
+        "passes of words": other("passes", ["pass"]),
+    }
+
+
+@pytest.mark.parametrize("damage", damages())
+def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
+    step, args = example("mlp")
+    path = tmp_path / "plan.json"
+    planned("mlp", {"vnode": 2, "model": 4}, 1).save(path)
+    path.write_text(json.dumps(damages()[damage](json.loads(path.read_text()))))
+    with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
+        Plan.load(path, step, args)
+    path.write_text(path.read_text()[:-20])
+    with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
+        Plan.load(path, step, args)
+
+
+def test_wrong_use_reads_well() -> None:
+    step, args = example("mlp")
+    with pytest.raises(vnode.PartitionError, match=r"a vnode\.partition\.Machine, not 'v5e'"):
+        search(step, args, "v5e", virtual_nodes=8)  # type: ignore[arg-type]
+    with pytest.raises(vnode.PartitionError, match="budget: expected seconds"):
+        search(step, args, V5E, virtual_nodes=8, budget=0)
+    with pytest.raises(vnode.PartitionError, match="in a tuple"):
+        search(step, args[0][0], V5E, virtual_nodes=8)
+    with pytest.raises(vnode.PartitionError, match="a plan decides about partition"):
+        search(step, args, V5E, virtual_nodes=8, partition="xla")
+    with pytest.raises(vnode.PartitionError, match="come too late"):
+        search(vnode.virtualize(step, virtual_nodes=8), args, V5E, reduction="fast")
+    with pytest.raises(vnode.PlacementError, match="the plan is for 8 devices, and there are 4"):
+        planned("mlp", {"vnode": 2, "model": 4}, 0).step(jax.devices()[:4])
+    wide = planned("mlp", {"vnode": 2, "model": 4}, 0).step()
+    devices = np.array(jax.devices()).reshape(4, 2)
+    with pytest.raises(vnode.PartitionError, match="the mesh that it was made for"):
+        wide.on(jax.sharding.Mesh(devices, ("vnode", "model")))(*args)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.sampled_from(sorted(CASES)), st.integers(0, 10_000))
+def test_recorded_flows_are_the_flows(name: str, seed: int) -> None:
+    plan = planned(name, {"vnode": 2, "model": 4}, seed)
+    for record in plan.records.values():
+        again = RecordedFlow.from_json(json.loads(json.dumps(record.to_json())))
+        assert dataclasses.astuple(again) == dataclasses.astuple(record)
+
+
+def test_the_page_says_what_is_divided() -> None:
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 4)
+    text = str(plan)
+    assert "vnode 2 x model 4" in " ".join(text.split()) and "beside others" in text and "dot_general" in text
+    assert any(spec != PartitionSpec() for spec in plan.specs.values())
+    assert "<table" in plan._repr_html_()

@@ -1,0 +1,182 @@
+"""One way to carry out a step on a machine, with what it would take: on one mesh, with one flow through a row.
+
+Knows rows, searches, and predictions. Must not know which candidates there are, nor files.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Hashable, Mapping
+
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from vnode.partition.cost.time import Times
+from vnode.partition.machine import Machine
+from vnode.partition.plan.divisions import Division, divisions_of
+from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
+from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
+from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.subject import Subject
+from vnode.partition.search.exact import exact
+from vnode.partition.search.experts import experts
+from vnode.partition.search.steps import Search, as_problem
+from vnode.placement.placement import even_counts
+from vnode.runtime.collectives import ReductionPlan
+from vnode.spmd.flow import Flow, follow
+from vnode.spmd.layout import replicated
+from vnode.spmd.program import at_the_border, spec_of
+from vnode.spmd.record import RecordedFlow
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Candidate:
+    """A plan that could be chosen.
+
+    Attributes:
+      name: what it is called in the field, or "searched".
+      mesh: sizes of axes, that of the nodes first.
+      specs: how the leaves of the state lie, by name.
+      records: how passes are divided, by digest; empty where rows are single devices.
+      prediction: what it takes.
+      gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
+      divisions: of the dear operations.
+    """
+
+    name: str
+    mesh: Mapping[str, int]
+    specs: Mapping[str, PartitionSpec]
+    records: Mapping[str, RecordedFlow]
+    prediction: Prediction
+    gap: float | None = None
+    divisions: tuple[Division, ...] = ()
+
+
+class OnMesh:
+    """A step on one mesh of a machine.
+
+    Args:
+      subject: the step.
+      machine: on which.
+      sizes: of the mesh's axes, that of the nodes first.
+      platform: what is compiled for.
+      times: of kernels; by default the roofline of each kind.
+    """
+
+    def __init__(
+        self, subject: Subject, machine: Machine, sizes: Mapping[str, int], platform: str, times: Times | None
+    ) -> None:
+        self.subject, self.machine, self.sizes, self.platform, self.times = subject, machine, sizes, platform, times
+        self.rows = sizes[NODES]
+        self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
+        self.mesh = machine.mesh(sizes)
+        options = subject.step.options
+        counts = even_counts(options.virtual_nodes, self.rows, options.lane)
+        self.row: RowProgram = row_program(
+            subject.schedule, options.virtual_nodes, max(counts), self.rows, self.axes, platform
+        )
+        invariant = options.reduction == "invariant"
+        self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
+
+    @property
+    def whole(self) -> Flow:
+        """Nothing is divided."""
+        inputs = [replicated(len(getattr(var.aval, "shape", ()))) for var in self.row.program.inputs]
+        return follow(self.row.program, inputs, self.axes)
+
+    def problem(self, memory: float) -> Search:
+        """The program of a row as what is searched."""
+        inputs = self.row.program.inputs
+        fixed = {
+            i: replicated(len(getattr(var.aval, "shape", ())))
+            for i, var in enumerate(inputs)
+            if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
+        }
+        model = RowCost(self.machine, self.mesh, self.times, self.platform)
+        return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, memory=memory, fixed=fixed)
+
+    def examples(self, search: Search) -> set[Hashable]:
+        """The named dimensions that count examples in what nodes compute."""
+        at = {node.path: node for node in search.flat.nodes}
+        found: set[Hashable] = set()
+        for each in self.row.flows(self.whole):
+            dims = dict(zip(each.node.program.inputs[1:], each.node.examples, strict=False))
+            for var, k, i in each.readers():
+                reader = at.get((*each.path, each.start + k))
+                atom = reader.eqn.invars[i] if reader is not None else None
+                if var in dims and isinstance(atom, Var):
+                    found.add(search.flat.named(atom, dims[var]))
+        return found
+
+    def candidate(self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None) -> Candidate:
+        """What a flow through the row's program makes of the step.
+
+        Args:
+          name: of the candidate.
+          flow: through the row's program.
+          over_rows: whether the state is sharded over the rows as well.
+          gap: of the search.
+        """
+        subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
+        prediction = predicted(
+            self.row,
+            flow,
+            self.machine,
+            self.mesh,
+            platform=self.platform,
+            state=subject.state,
+            batch=subject.batch,
+            donated=subject.donated,
+            sharded=sharded,
+            pending=self.pending,
+            times=self.times,
+        )
+        specs = specs_of(subject, flow, self.axes, sharded, NODES)
+        records = records_of(self.row, flow, self.axes) if self.axes else {}
+        divisions = divisions_of(self.row, flow) if self.axes else ()
+        return Candidate(name, dict(self.sizes), specs, records, prediction, gap, divisions)
+
+    def sharded(self, flow: Flow) -> dict[int, int]:
+        """The leaves of the state that rows can divide among themselves."""
+        found = {}
+        for i in self.subject.state if self.rows > 1 else ():
+            spec = spec_of(at_the_border(flow.inputs[i], self.axes))
+            shape = tuple(self.subject.inputs[i].aval.shape)
+            if math.prod(shape) > 1 and over_rows_too(spec, shape, self.rows, self.axes, NODES) is not None:
+                found[i] = self.rows
+        return found
+
+    def searched(self, memory: float, budget: float, gap: float, progress: bool | None) -> list[Candidate]:
+        """What the exact search finds within a memory limit, and what experts would choose.
+
+        Raises:
+          MemoryLimitError: nothing fits.
+        """
+        search = self.problem(memory)
+        by_experts = experts(search, sorted(self.subject.batch), self.examples(search))
+        names = [name for name in by_experts if name.startswith("Megatron")]
+        over_all = names[-1] if names else None
+        found: list[Candidate] = []
+        if over_all is not None:
+            found.append(self.candidate("Megatron-style", search.flow(by_experts[over_all])))
+        solution = exact(
+            search.problem, gap=gap, budget=budget, candidates=list(by_experts.values()), progress=progress
+        )
+        found.append(self.candidate("searched", search.flow(solution.strategies), gap=solution.gap))
+        if solution.interrupted:
+            raise Interrupted(found)
+        return found
+
+
+class Interrupted(Exception):
+    """Ctrl-C was pressed; holds what had been found."""
+
+    def __init__(self, found: list[Candidate]) -> None:
+        super().__init__("interrupted")
+        self.found = found
+
+
+def fitting(candidates: Collection[Candidate], memory: float) -> list[Candidate]:
+    """Those that fit, the fastest first."""
+    return sorted((c for c in candidates if c.prediction.memory <= memory), key=lambda c: c.prediction.seconds)

@@ -1,0 +1,108 @@
+"""What of a flow through the program of a row a step is told: layouts of its state, and how its passes are divided.
+
+Knows rows, flows and records. Must not know machines, costs, nor how flows were found.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+from jax.sharding import PartitionSpec
+
+from vnode.errors import PartitionError
+from vnode.partition.plan.row import NodeFlow, RowProgram
+from vnode.partition.plan.subject import Subject
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.program import at_the_border, spec_of
+from vnode.spmd.record import RecordedFlow, digest_of, recorded
+
+
+def records_of(row: RowProgram, flow: Flow, axes: Axes) -> dict[str, RecordedFlow]:
+    """How every pass is divided, by the digest of what a node computes in it.
+
+    Args:
+      row: the program of a row.
+      flow: through it.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+    """
+    records = [record_of(each, axes) for each in row.flows(flow)]
+    return {record.digest: record for record in records}
+
+
+def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
+    """The part of a loop body's flow that is one node's, as a flow through the node's own program."""
+    node, program, body, steps = flow.node, flow.node.program, flow.body, flow.steps
+    lies: dict[Any, Layout] = dict(zip(body.program.inputs, body.inputs, strict=True))
+    for step in body.steps[: flow.start]:
+        lies.update(zip(step.eqn.outvars, step.results, strict=True))
+    there: dict[Any, Layout] = {}  # by the node's own variables
+    for var, k, i in flow.readers():
+        atom = steps[k].eqn.invars[i]
+        if not isinstance(atom, Literal) and atom in lies:
+            there.setdefault(var, lies[atom])
+    for eqn, step in zip(program.equations, steps, strict=True):
+        there.update(zip(eqn.outvars, step.results, strict=True))
+    inputs = []
+    for i, var in enumerate(program.inputs):
+        none = replicated(len(getattr(var.aval, "shape", ())))
+        apart = i == 0 or i - 1 in node.given  # its number, and what each device is given whole
+        inputs.append(none if apart else at_the_border(there.get(var, none), axes))
+    there.update(zip(program.inputs, inputs, strict=True))
+    for var, k, i in flow.readers():
+        if not set(steps[k].operands[i].partial) <= set(there[var].partial):
+            raise PartitionError(f"{steps[k].eqn.primitive.name!r} reads pieces of a value that nodes are given whole")
+    ends = tuple(
+        replicated(len(getattr(atom.aval, "shape", ()))) if isinstance(atom, Literal) else there[atom]
+        for atom in program.outputs
+    )
+    return RecordedFlow(digest_of(program), tuple(axes.items()), tuple(inputs), tuple(map(recorded, steps)), ends, ends)
+
+
+def specs_of(
+    subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, int], nodes: str
+) -> dict[str, PartitionSpec]:
+    """How the leaves of a step's arguments lie that are not split among nodes, by name.
+
+    Args:
+      subject: the step.
+      flow: through the program of a row.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      sharded: inputs that are sharded over the rows as well, by number.
+      nodes: the axis over which rows are numbered.
+
+    Returns:
+      A spec for each name. Two leaves of one name that cannot lie alike are whole on every device.
+    """
+    found: dict[str, PartitionSpec] = {}
+    for i, (name, layout) in enumerate(zip(subject.names, flow.inputs, strict=False)):
+        if name is None:
+            continue
+        spec = spec_of(at_the_border(layout, axes))
+        if i in sharded:
+            shape = tuple(subject.inputs[i].aval.shape)
+            spec = over_rows_too(spec, shape, sharded[i], axes, nodes) or spec
+        if found.setdefault(name, spec) != spec:
+            found[name] = PartitionSpec()
+    return found
+
+
+def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Axes, nodes: str) -> PartitionSpec | None:
+    """A spec that divides the largest dimension that rows divide evenly, of one device's array, among these as well."""
+    entries = [*spec, *[None] * (len(shape) - len(spec))]
+    cut = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in entries]
+    local = [n // math.prod(axes[name] for name in names) for n, names in zip(shape, cut, strict=True)]
+    fitting = [d for d, n in enumerate(local) if n % rows == 0 and n > 1]
+    if not fitting:
+        return None
+    d = max(fitting, key=lambda d: (not cut[d], local[d]))
+    return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
+
+
+def patterns(specs: Mapping[str, PartitionSpec]) -> tuple[tuple[str, PartitionSpec], ...]:
+    """Specs by name as patterns, each of which means that name only."""
+    return tuple((f"^{re.escape(name)}$", spec) for name, spec in specs.items())

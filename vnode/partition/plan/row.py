@@ -1,0 +1,292 @@
+"""What the devices of one row of a mesh compute in a step: a share of its nodes, one after another, and what is once.
+
+Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
+
+A mesh has one axis that nodes are spread over; the devices that share a place on it are a row, and divide each node's
+computation among them. A row's program has whole values at their global shapes. Each pass is a loop over as many nodes
+as a row has; what it sums is then added up over the rows, which is an equation of its own (`OVER_ROWS`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+import functools
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+
+from vnode.analysis.forms import Slice, Whole
+from vnode.analysis.meshless import meshless
+from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.program import Program, inline
+from vnode.errors import PartitionError
+from vnode.operators import OperatorDescription
+from vnode.operators.description import Factors
+from vnode.operators.registry import rule
+from vnode.placement.placement import Placement
+from vnode.runtime import loops
+from vnode.runtime.divided import Division, traced
+from vnode.runtime.emit import Emission, Mode, sums_of
+from vnode.runtime.node import Once
+from vnode.spmd.flow import Flow, Path, Step
+from vnode.spmd.layout import Axes
+
+ROWS: contextvars.ContextVar[str | None] = contextvars.ContextVar("rows", default=None)
+
+
+class OverRows(Primitive):
+    """A total over all rows, of what one row has; where it is known what rows are, the collective that makes it."""
+
+    def bind(self, *args: Any, **params: Any) -> Any:
+        axis = ROWS.get()
+        if axis is None:
+            return super().bind(*args, **params)
+        return jax.lax.psum(args[0], axis) if axis else args[0]
+
+
+OVER_ROWS = OverRows("over_rows")
+
+
+@contextlib.contextmanager
+def over_axis(name: str) -> Iterator[None]:
+    """In this context rows are an axis of a mesh; or there is one only, if that has no name."""
+    before = ROWS.set(name)
+    try:
+        yield
+    finally:
+        ROWS.reset(before)
+
+
+@OVER_ROWS.def_abstract_eval
+def _(value: Any) -> Any:
+    return value
+
+
+@rule("over_rows")
+def over_rows(eqn: JaxprEqn) -> OperatorDescription:
+    """Element by element, and linear."""
+    f = Factors()
+    dims = f.dims(eqn.invars[0].aval.shape)
+    return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=(frozenset({0}),))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Node:
+    """What a node computes in a pass.
+
+    Attributes:
+      program: of its number, its parts of batched values, and whole values.
+      examples: for each part of a batched value that it reads the dimension that counts examples.
+      given: of these, those that are arguments of the step, and not kept by an earlier pass.
+    """
+
+    program: Program
+    examples: tuple[int, ...]
+    given: frozenset[int]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class NodeFlow:
+    """Layouts through what a node computes, as part of those through a loop.
+
+    Attributes:
+      node: what it computes.
+      body: the flow through the loop's body.
+      start: the number of the node's first equation in it.
+      path: where the body is in the program of the row.
+    """
+
+    node: Node
+    body: Flow
+    start: int
+    path: Path
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those of the node."""
+        return self.body.steps[self.start : self.start + len(self.node.program.equations)]
+
+    def readers(self) -> Iterator[tuple[Var, int, int]]:
+        """For each operand that is an input of the node: the input, the equation's number, and which operand it is."""
+        inputs = set(self.node.program.inputs)
+        for k, eqn in enumerate(self.node.program.equations):
+            for i, atom in enumerate(eqn.invars):
+                if not isinstance(atom, Literal) and atom in inputs:
+                    yield atom, k, i
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowProgram:
+    """What a row computes.
+
+    Attributes:
+      program: the whole, with calls inlined.
+      nodes: what a node computes, for each pass in the order in which they are emitted.
+      accumulated: bytes of what passes sum, all of the pass that sums most.
+    """
+
+    program: Program
+    nodes: tuple[Node, ...]
+    accumulated: int
+
+    def flows(self, flow: Flow) -> list[NodeFlow]:
+        """The part of a flow that is one node's, for each pass.
+
+        Args:
+          flow: through `program`.
+
+        Raises:
+          PartitionError: it is through another program.
+        """
+        found: list[NodeFlow] = []
+        bodies = loop_bodies(flow)
+        for node in self.nodes:
+            wanted = [signature(eqn) for eqn in node.program.equations]
+            for path, body in bodies:
+                start = position(wanted, [signature(step.eqn) for step in body.steps])
+                if start is not None:
+                    found.append(NodeFlow(node, body, start, path))
+                    break
+            else:
+                raise PartitionError("a flow is not through the program of a row: one of its passes is missing")
+        return found
+
+
+class Row(Emission):
+    """The emission of one row."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        inputs: Sequence[Any],
+        turns: int,
+        platform: str,
+        axes: Axes,
+        rows: int,
+        slotted: Collection[int] | None = None,
+    ) -> None:
+        super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True))
+        self.axes, self.turns, self.rows, self.mesh_axes = {}, turns, rows, axes
+        self.platform, self.once = platform, Once(platform)
+        self.nodes: list[Node] = []
+        self.accumulated = 0
+
+    def everywhere(self, value: Any) -> Any:
+        return value
+
+    def of_nodes(self, var: Var) -> Any:
+        value = jnp.moveaxis(self.collected[var], int(var in self.stacked), 0)
+        copies = -(-self.placement.nodes // self.turns)  # what other rows have is as large
+        return jnp.tile(value, (copies, *[1] * (value.ndim - 1)))[: self.placement.nodes]
+
+    def emit_body(
+        self,
+        made: Schedule,
+        values: Sequence[Any],
+        arguments: Collection[int],
+        slotted: Collection[int] | None,
+        division: Division,
+    ) -> list[Any]:
+        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, self.rows, slotted)
+        outputs = inner.run()
+        self.nodes += inner.nodes
+        self.accumulated = max(self.accumulated, inner.accumulated)
+        return outputs
+
+    def run_pass(self, nodes: Pass) -> Any:
+        wholes = [var for var, form in nodes.recipe.leaves if isinstance(form, Whole)]
+        sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
+        kept = [var in self.collected for var, _ in sliced]
+        shards = [self.shard(var) for var, _ in sliced]
+        sums = sums_of(nodes)
+        whole = [self.read(var) for var in wholes]
+        run = functools.partial(self.as_node, nodes, wholes, sliced)
+        made = traced(run, self.given_shapes(wholes, sliced), self.mesh_axes)
+        program = inline(meshless(made.jaxpr), made.consts)
+        given = frozenset(i for i, there in enumerate(kept) if not there)
+        self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given))
+        self.accumulated = max(self.accumulated, sum(s.nbytes for s in sums))
+
+        def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
+            """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
+            if there:
+                return jnp.moveaxis(value, dim, 0)
+            n = int(self.flow.node_size * form.ratio)
+            value = jax.lax.slice_in_dim(value, 0, self.turns * n, axis=dim)
+            value = jnp.moveaxis(value.reshape(*value.shape[:dim], self.turns, n, *value.shape[dim + 1 :]), dim, 0)
+            return value.reshape(self.turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
+
+        def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
+            values = jaxpr_as_fun(made)(given[0][None], *given[1:], *whole)
+            return loops.add_all(sums, totals, values[: len(sums)]), values[len(sums) :]
+
+        several = [parts(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)]
+        numbers = jnp.arange(self.turns, dtype=jnp.int32)
+        totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
+        self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
+        return [OVER_ROWS.bind(total) for total in totals]
+
+
+def row_program(schedule: Schedule, virtual_nodes: int, turns: int, rows: int, axes: Axes, platform: str) -> RowProgram:
+    """Traces what a row computes.
+
+    Args:
+      schedule: of the step.
+      virtual_nodes: V.
+      turns: nodes of the fullest row.
+      rows: how many there are.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+      platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+
+    Returns:
+      The program. Its inputs and outputs are those of the step, whole.
+    """
+    made: list[Row] = []
+    stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
+
+    def whole(*values: Any) -> list[Any]:
+        row = Row(schedule, stands_for_all, values, turns, platform, axes, rows)
+        row.arguments = set(schedule.flow.program.inputs)
+        made.append(row)
+        outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
+        return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
+
+    shapes = [
+        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
+        for var in schedule.flow.program.inputs
+    ]
+    closed = traced(lambda values: whole(*values), shapes, axes)
+    (row,) = made
+    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(row.nodes), row.accumulated)
+
+
+def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:
+    """The flows through all bodies of a program's loops and branches, outer ones first, with their places."""
+    found: list[tuple[Path, Flow]] = []
+    for number, step in enumerate(flow.steps):
+        for k, body in enumerate(step.bodies):
+            path = (*at, number, k)
+            found += [(path, body), *loop_bodies(body, path)]
+    return found
+
+
+def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
+    """What an equation is, as far as it says where a program begins in another."""
+    return (
+        eqn.primitive.name,
+        *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in eqn.outvars),
+    )
+
+
+def position(wanted: Sequence[Any], several: Sequence[Any]) -> int | None:
+    """Where a sequence is found in another."""
+    for start in range(len(several) - len(wanted) + 1):
+        if all(several[start + k] == each for k, each in enumerate(wanted)):
+            return start
+    return None

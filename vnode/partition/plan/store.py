@@ -1,0 +1,154 @@
+"""Plans as JSON files.
+
+Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
+
+A file holds the machine (as `Machine.save` writes it), the fingerprint of the step, specs by name, how passes are
+divided, and what was predicted. Reading it analyses the step again, and refuses it where the step is another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+from vnode.analysis.fingerprint import Fingerprint
+from vnode.errors import MachineError, PartitionError, layout_message
+from vnode.partition.machine import Machine
+from vnode.partition.plan.divisions import Division
+from vnode.partition.plan.plan import Figures, Plan
+from vnode.partition.plan.predict import NODES
+from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.spmd.record import RecordedFlow
+
+FORMAT = "vnode plan"
+VERSION = 1
+
+
+def write(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes a plan; what was there before stays until the whole is written.
+
+    Args:
+      plan: the plan.
+      path: of the file.
+    """
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": plan.fingerprint.to_json(),
+        "machine": described(plan.machine),
+        "memory": plan.memory,
+        "virtual_nodes": plan.virtual_nodes,
+        "name": plan.name,
+        "mesh": dict(plan.mesh),
+        "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
+        "passes": [record.to_json() for record in plan.records.values()],
+        "figures": dataclasses.asdict(plan.figures),
+        "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
+        "gap": plan.gap,
+        "divisions": [dataclasses.asdict(each) for each in plan.divisions],
+    }
+    target = Path(path)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        beside.write_text(json.dumps(content, separators=(",", ":")))
+        beside.replace(target)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def described(machine: Machine) -> Any:
+    """A machine as `Machine.save` writes it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.json"
+        machine.save(path)
+        return json.loads(path.read_text())
+
+
+def machine_of(content: Any) -> Machine:
+    """What `described` gave."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "machine.json"
+        path.write_text(json.dumps(content))
+        return Machine.load(path)
+
+
+def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
+    """See `Plan.load`."""
+    with damaged(path):
+        content = json.loads(Path(path).read_text())
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise ValueError(f"it is no {FORMAT}")
+        if content.get("version") != VERSION:
+            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads {VERSION}")
+        fingerprint = Fingerprint.from_json(content["step"])
+        nodes = int(content["virtual_nodes"])
+        mesh = {str(name): int(n) for name, n in content["mesh"].items()}
+        if NODES not in mesh or any(n < 1 for n in mesh.values()):
+            raise ValueError(f"mesh: {mesh}")
+        machine = machine_of(content["machine"])
+        machine.mesh(mesh)
+        specs = {
+            str(name): PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in spec])
+            for name, spec in content["specs"].items()
+        }
+        records = [RecordedFlow.from_json(each) for each in content["passes"]]
+        figures = Figures(**content["figures"])
+        beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
+        divisions = tuple(Division(**each) for each in content["divisions"])
+        memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
+    step = on_nodes(step, nodes, options)
+    subject = subject_of(step, args)
+    facts = subject.fingerprint.differences(fingerprint)
+    if step.options.virtual_nodes != nodes:
+        facts = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"]
+    if facts:
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} is for another step.",
+                facts=facts[:12],
+                remedies=["search a plan for this step", "or give the step and the shapes that it was made for"],
+            )
+        )
+    return Plan(
+        step,
+        fingerprint,
+        machine,
+        memory,
+        nodes,
+        name,
+        mesh,
+        specs,
+        {record.digest: record for record in records},
+        figures,
+        beside,
+        gap,
+        divisions,
+    )
+
+
+@contextlib.contextmanager
+def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
+    """What goes wrong here is said of the file.
+
+    Raises:
+      PartitionError: something does.
+    """
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, MachineError) as error:
+        said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} cannot be read.",
+                facts=[said or type(error).__name__],
+                remedies=["plans are written by plan.save(path)"],
+            )
+        ) from error

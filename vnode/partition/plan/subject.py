@@ -1,0 +1,119 @@
+"""A step as a search sees it: its schedule, what its inputs are called, and which of them are handed on.
+
+Knows steps, calls and how they are analysed. Must not know machines, layouts nor costs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import jax
+
+from vnode.analysis.fingerprint import Fingerprint, Writer
+from vnode.analysis.passes import Schedule
+from vnode.errors import PartitionError
+from vnode.placement.leaves import shapes_of
+from vnode.placement.patterns import name_of
+from vnode.placement.placement import node_count
+from vnode.step.call import OutputTree, wrap
+from vnode.step.layouts import successors
+from vnode.step.pipeline import analyse
+from vnode.step.virtual import VirtualStep
+from vnode.transform import virtualize
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """A step for arguments of some shapes.
+
+    Attributes:
+      step: a `VirtualStep`.
+      schedule: what it computes.
+      fingerprint: of the user's function.
+      names: what the inputs of its program are called in patterns; None for those that no pattern can mean.
+      batch: inputs of which every node has its own part.
+      donated: inputs that are given away.
+      carried: for outputs, by number, the input that they become in the next step.
+      examples: of the whole batch.
+    """
+
+    step: Any
+    schedule: Schedule
+    fingerprint: Fingerprint
+    names: tuple[str | None, ...]
+    batch: frozenset[int]
+    donated: frozenset[int]
+    carried: Mapping[int, int]
+    examples: int
+
+    @property
+    def state(self) -> tuple[int, ...]:
+        """The inputs that are handed on from step to step."""
+        return tuple(sorted(set(self.carried.values())))
+
+    @property
+    def virtual_nodes(self) -> int:
+        return self.step.options.virtual_nodes
+
+    @property
+    def inputs(self) -> Sequence[Any]:
+        """The variables of the program's inputs."""
+        return self.schedule.flow.program.inputs
+
+
+def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> Any:
+    """A step on a number of virtual nodes.
+
+    Args:
+      fun: a function, or a step that is virtualized already.
+      virtual_nodes: V.
+      options: of `virtualize`.
+
+    Raises:
+      PartitionError: options are given of a step that is virtualized already, or such as a plan decides about.
+    """
+    decided = options.keys() & {"partition", "placement", "memory"}
+    if decided:
+        raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
+    if isinstance(fun, VirtualStep):
+        if options:
+            raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
+        return fun
+    return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
+
+
+def subject_of(step: Any, args: Sequence[Any]) -> Subject:
+    """Analyses a step.
+
+    Args:
+      step: the step, a `VirtualStep`.
+      args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+
+    Raises:
+      VnodeError: as calling the step does.
+    """
+    spec = step.spec
+    shapes, _ = shapes_of((tuple(args), {}), sharding="drop")
+    call, output = spec.call(shapes, {}), OutputTree()
+    made = analyse(spec.flat(call, output))
+    program = made.program
+    given, _ = spec.with_static(shapes, {})
+    placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    wholes = set(spec.wholes(len(placed)))
+    leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
+    named = [name_of(path) if i in wholes else None for i, path in leaves]
+    results = output.merge([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
+    before = successors(results, placed, [i in wholes for i, _ in leaves])
+    more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
+    return Subject(
+        step,
+        made.schedule,
+        Writer().write(program),
+        (*named, *[None] * more),
+        frozenset(i for i, axis in enumerate(call.axes) if axis is not None and call.size > 1),
+        frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
+        {j: i for j, i in enumerate(before) if i is not None},
+        call.size,
+    )
