@@ -500,11 +500,15 @@ def test_numbers_of_a_comparison_are_those_counted_by_hand() -> None:
     assert rows["inputs per device"] == tuple(kib(waves * 4 * example) for waves in (3, 12, 3, 1))
     total = FLOAT * (parameters + 1)
     assert rows["accumulators per device"] == (kib(total),) * 4
-    # The 12 leaves of one device: entries of the stack before node 7 is 4+2+1, before 11 8+2+1. Of three: 2+1.
+    # Of the 12 nodes of one device the sum of those before waits while four are added.
     buffers = dict(zip(("now", 1, 5, 64), rows["buffers per device"], strict=True))
-    assert buffers[1] == kib(3 * total)
+    assert buffers[1] == kib(total)
     assert buffers[64] == "0 B"
-    blocks = {4: 2, 1: 1, 64: 1}  # 0..2 is 0..1 and 2; then everything, or a single node
+    blocks = {
+        4: 3,
+        1: 1,
+        64: 1,
+    }  # 9, 10 and 11 are added to the sum of 8, one by one; then everything, or a single node
     sent = dict(zip((4, 1, 5, 64), rows["sent per device"], strict=True))
     for devices, held in blocks.items():
         assert sent[devices] == kib(int((devices - 1) / devices * total * (1 + held)))
