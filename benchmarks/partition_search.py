@@ -29,7 +29,7 @@ from benchmarks.report import Sheet
 from vnode.analysis.program import inline
 from vnode.errors import MemoryLimitError
 from vnode.partition.machine import Machine
-from vnode.partition.search import (
+from vnode.partition.searches import (
     Edge,
     Estimate,
     Problem,

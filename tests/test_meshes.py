@@ -294,6 +294,35 @@ def test_windows_over_space(partition: str) -> None:
         virtual(kernel, x)
 
 
+@pytest.mark.parametrize("counts", [(4, 0, 0, 0), (2, 1, 1, 0), (1, 1, 1, 1)], ids=str)
+def test_halos_where_nodes_are_at_different_places(counts: tuple[int, ...]) -> None:
+    """Devices that compute other nodes have more of them, or take another branch: halos wait for the node's own."""
+    rng = np.random.default_rng(0)
+    kernel, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 3, 4, 4), (8, 16, 8, 4)))
+
+    def loss(kernel: jax.Array, x: jax.Array, over: Any = None) -> jax.Array:
+        images = x if over is None else jax.lax.with_sharding_constraint(x, over)
+
+        def convolved(image: jax.Array) -> jax.Array:
+            return jax.lax.conv_general_dilated(
+                image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+
+        def each(image: jax.Array) -> jax.Array:
+            turns = jnp.where(image.sum() > 0, 3, 1)
+            final, _ = jax.lax.while_loop(
+                lambda state: state[1] < turns, lambda state: (jnp.tanh(convolved(state[0])), state[1] + 1), (image, 0)
+            )
+            return final
+
+        return jnp.mean(jnp.tanh(convolved(images)) ** 2) + jnp.mean(jax.lax.map(lambda i: each(i[None]), images) ** 2)
+
+    space = NamedSharding(mesh(), PartitionSpec("data", "model"))
+    placement = vnode.Placement(4, mesh=mesh(), axis="data", counts=counts)
+    virtual = vnode.virtualize(lambda kernel, x: loss(kernel, x, space), virtual_nodes=4, placement=placement)
+    assert_same(virtual(kernel, x), loss, kernel, x)
+
+
 def test_explain_counts_what_goes_along_the_nodes() -> None:
     """And does not say of a mesh with other axes that nothing is sent inside the loop."""
     state, x = arguments()

@@ -25,7 +25,7 @@ from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.plan import Figures
 from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.partition.search.steps import Search
+from vnode.partition.searches.steps import Search
 from vnode.spmd.record import RecordedFlow
 
 V5E = Machine.tpu("v5e:2x4")

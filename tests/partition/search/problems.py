@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from vnode.partition.search import Edge, Problem
+from vnode.partition.searches import Edge, Problem
 
 
 @st.composite

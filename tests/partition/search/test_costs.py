@@ -17,8 +17,8 @@ from vnode.operators import Monoid
 from vnode.partition.cost import Piece, Time, Times, program_cost
 from vnode.partition.cost.time import LAUNCH, TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
-from vnode.partition.search.costs import Estimate, fetched, of_machine
-from vnode.partition.search.flows import seconds_of
+from vnode.partition.searches.costs import Estimate, fetched, of_machine
+from vnode.partition.searches.flows import seconds_of
 from vnode.spmd.choice import Choice, Way
 from vnode.spmd.flow import Asked, follow
 from vnode.spmd.layout import Cut, Layout, replicated

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.partition.search.problems import by_hand, problems
 from vnode.errors import MemoryLimitError, SearchError
-from vnode.partition.search import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
-from vnode.partition.search.elimination import Elimination
-from vnode.partition.search.metropolis import Sums
+from vnode.partition.searches import Edge, Problem, Solution, bisection, exact, exhaustive, metropolis
+from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.metropolis import Sums
 
 SEARCHES: dict[str, Callable[..., Solution]] = {
     "exact": exact,

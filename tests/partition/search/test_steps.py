@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from vnode.analysis.program import inline
 from vnode.operators import Algebra
-from vnode.partition.search import exact
-from vnode.partition.search.experts import experts
-from vnode.partition.search.flows import seconds_of
-from vnode.partition.search.steps import Search, as_problem
+from vnode.partition.searches import exact
+from vnode.partition.searches.experts import experts
+from vnode.partition.searches.flows import seconds_of
+from vnode.partition.searches.steps import Search, as_problem
 from vnode.spmd.choice import Choice, Way
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Layout

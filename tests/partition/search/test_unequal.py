@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vnode.partition.search.unequal import Cut, SharedEdge, balanced, recursively, shared
+from vnode.partition.searches.unequal import Cut, SharedEdge, balanced, recursively, shared
 
 GRID = np.linspace(0, 1, 401)
 

@@ -19,9 +19,9 @@ from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Prediction, RowCost, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.subject import Subject
-from vnode.partition.search.exact import exact
-from vnode.partition.search.experts import experts
-from vnode.partition.search.steps import Search, as_problem
+from vnode.partition.searches.exact import exact
+from vnode.partition.searches.experts import experts
+from vnode.partition.searches.steps import Search, as_problem
 from vnode.placement.placement import even_counts
 from vnode.runtime.collectives import ReductionPlan
 from vnode.spmd.flow import Flow, follow

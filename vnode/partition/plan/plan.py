@@ -21,6 +21,7 @@ from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import Division
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.predict import NODES, Prediction
+from vnode.partition.simulator import Timeline
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
@@ -78,6 +79,7 @@ class Plan(Drawn):
       beside: the same of other plans, by name; those that do not fit too.
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
+      timeline: what a device does when, as predicted; None of a plan from a file.
     """
 
     pattern: Any
@@ -93,6 +95,7 @@ class Plan(Drawn):
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[Division, ...] = ()
+    timeline: Timeline | None = None
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
         """The step, to be run as planned.
@@ -157,6 +160,10 @@ class Plan(Drawn):
         from vnode.partition.plan.store import read
 
         return read(path, step, args, options)
+
+    def _repr_html_(self) -> str:
+        drawn = super()._repr_html_()
+        return drawn if self.timeline is None else f"{drawn}<figure>{self.timeline.svg()}</figure>"
 
     def page(self) -> Page:
         """What there is to see."""

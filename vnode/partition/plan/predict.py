@@ -25,7 +25,7 @@ from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.row import OVER_ROWS, RowProgram, over_axis
-from vnode.partition.search.costs import Estimate
+from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.flow import Flow
@@ -66,7 +66,7 @@ class RowCost(Estimate):
     """A cost model for the program of a row, which knows of other rows; its mesh has the axis of the nodes."""
 
     def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
-        """See `vnode.partition.search.CostModel`; what is summed over rows takes an exchange."""
+        """See `vnode.partition.searches.CostModel`; what is summed over rows takes an exchange."""
         if eqn.primitive is not OVER_ROWS:
             return super().compute_time(eqn, choice)
         if NODES not in self.axes:

@@ -44,7 +44,7 @@ def search(
     """Finds how a step runs fastest on a machine, within its memory.
 
     Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer programme
-    (`vnode.partition.search.exact`) divides what a node computes, and the state, over the other axes. Data parallel,
+    (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes. Data parallel,
     with the state on every device or sharded over all (FSDP, ZeRO), and Megatron's splits are candidates in any case.
     Ctrl-C ends the search with the best so far.
 
@@ -210,6 +210,7 @@ class _Search:
             beside,
             chosen.gap,
             chosen.divisions,
+            chosen.prediction.timeline,
         )
 
     def nothing_fits(self, subject: Subject) -> MemoryLimitError:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.search.problem import Array, Cost, Problem
+from vnode.partition.searches.problem import Array, Cost, Problem
 from vnode.show.progress import Display, display
 
 STEPS = 1000

@@ -17,10 +17,10 @@ from collections.abc import Collection, Hashable, Mapping, Sequence
 import numpy as np
 
 from vnode.operators import Algebra, Windowed
-from vnode.partition.search.elimination import Elimination
-from vnode.partition.search.problem import Array
-from vnode.partition.search.steps import Search
-from vnode.partition.search.strategies import PIECES
+from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.problem import Array
+from vnode.partition.searches.steps import Search
+from vnode.partition.searches.strategies import PIECES
 from vnode.spmd.layout import Layout
 
 Wishes = Sequence[Sequence[Hashable]]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from vnode.partition.search.problem import SLACK, Array, Problem
+from vnode.partition.searches.problem import SLACK, Array, Problem
 
 SWEEPS = 20
 """Over all operators at most."""

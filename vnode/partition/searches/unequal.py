@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.search.elimination import Elimination
-from vnode.partition.search.problem import Array, Edge
+from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.problem import Array, Edge
 
 TURNS = 20
 """How often dimensions and share follow each other at most."""

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vnode.partition.search.problem import Array, Edge
+from vnode.partition.searches.problem import Array, Edge
 
 Scope = tuple[int, ...]
 

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.search.elimination import Elimination
-from vnode.partition.search.problem import Array, Problem
-from vnode.partition.search.solution import Solution, Watch, search
+from vnode.partition.searches.elimination import Elimination
+from vnode.partition.searches.problem import Array, Problem
+from vnode.partition.searches.solution import Solution, Watch, search
 
 STATES = 2_000_000
 """Of the dynamic programme at a time; beyond it operators' readers choose for themselves."""

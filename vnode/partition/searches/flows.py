@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Atom
-from vnode.partition.search.costs import CostModel
+from vnode.partition.searches.costs import CostModel
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Layout
 

@@ -19,7 +19,7 @@ import numpy as np
 import scipy.optimize
 import scipy.sparse
 
-from vnode.partition.search.problem import Array, Problem
+from vnode.partition.searches.problem import Array, Problem
 from vnode.threads import background
 
 SCALE = 1e4

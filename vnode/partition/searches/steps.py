@@ -18,11 +18,11 @@ from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, Monoid
-from vnode.partition.search.coarsen import clusters, members
-from vnode.partition.search.costs import CostModel
-from vnode.partition.search.flat import Flat, flat, readers, size_of
-from vnode.partition.search.problem import Array, Edge, Problem
-from vnode.partition.search.strategies import Cluster, Strategies, asked_by_path, picked
+from vnode.partition.searches.coarsen import clusters, members
+from vnode.partition.searches.costs import CostModel
+from vnode.partition.searches.flat import Flat, flat, readers, size_of
+from vnode.partition.searches.problem import Array, Edge, Problem
+from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even

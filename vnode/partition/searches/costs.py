@@ -19,7 +19,7 @@ from vnode.operators import Algebra, Prefix, kind
 from vnode.operators.cost import Cost, bytes_of
 from vnode.partition.cost import Roofline, Times, Transfer, copy_of, transfers_of_route
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.search.flat import decides
+from vnode.partition.searches.flat import decides
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.exchange import neighbours
 from vnode.spmd.layout import Axes, Cut, Layout, count

@@ -19,8 +19,8 @@ from jax.extend.core import Literal, Var
 
 from vnode.operators import Free, Monoid, Shifted, kind
 from vnode.operators.splits import Lead, Split
-from vnode.partition.search.costs import CostModel
-from vnode.partition.search.flat import Flat, Node, size_of, variables
+from vnode.partition.searches.costs import CostModel
+from vnode.partition.searches.flat import Flat, Node, size_of, variables
 from vnode.spmd.choice import Choice, Given, Way, chosen, reached
 from vnode.spmd.flow import Asked, Path
 from vnode.spmd.layout import Axes, Cut, Layout, cut_along, replicated

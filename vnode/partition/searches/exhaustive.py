@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.search.problem import Array, Cost, Problem
-from vnode.partition.search.solution import Solution, Watch, search
+from vnode.partition.searches.problem import Array, Cost, Problem
+from vnode.partition.searches.solution import Solution, Watch, search
 
 MOST = 20_000_000
 """Assignments that are looked at at most."""

@@ -17,9 +17,9 @@ from typing import Protocol
 import numpy as np
 
 from vnode.errors import SearchError
-from vnode.partition.search.descent import excess, fitted
-from vnode.partition.search.problem import SLACK, Array, Cost, Problem
-from vnode.partition.search.solution import Solution, Watch, search
+from vnode.partition.searches.descent import excess, fitted
+from vnode.partition.searches.problem import SLACK, Array, Cost, Problem
+from vnode.partition.searches.solution import Solution, Watch, search
 
 COLD = 20.0
 """The default of `beta` for each operator."""

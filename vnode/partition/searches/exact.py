@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import numpy as np
 import scipy.optimize
 
-from vnode.partition.search.descent import descended, fitted
-from vnode.partition.search.elimination import ENTRIES, Elimination
-from vnode.partition.search.problem import SLACK, Array, Problem
-from vnode.partition.search.programme import least_memory, least_time, variables
-from vnode.partition.search.solution import Solution, Watch, search
+from vnode.partition.searches.descent import descended, fitted
+from vnode.partition.searches.elimination import ENTRIES, Elimination
+from vnode.partition.searches.problem import SLACK, Array, Problem
+from vnode.partition.searches.programme import least_memory, least_time, variables
+from vnode.partition.searches.solution import Solution, Watch, search
 
 PROVEN = 1e-9
 """A gap that is rounding."""
@@ -59,7 +59,7 @@ def exact(
       SearchError: no assignment has a finite cost.
 
     Example:
-      >>> from vnode.partition.search.problem import Edge
+      >>> from vnode.partition.searches.problem import Edge
       >>> move = np.array([[0.0, 3.0], [3.0, 0.0]])
       >>> times, held = np.array([4.0, 2.0]), np.array([[1.0, 2.0]])
       >>> problem = Problem((times, times), (Edge(0, 1, move),), (held, held), limit=3.0)
