@@ -217,25 +217,19 @@ class PartialBlocks(NamedTuple):
 
 
 def in_tree_order(
-    program: NodeProgram,
-    sums: Sequence[Sum],
-    count: jax.Array,
-    merges: jax.Array,
-    depth: int,
-    most: int,
-    lane: int,
-    buffers: list[Any],
+    program: NodeProgram, sums: Sequence[Sum], runs: Runs, depth: int, most: int, buffers: list[Any]
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
-    """Adds what nodes contribute in the order of a tree over lanes.
+    """Adds what nodes contribute in the order of a tree.
+
+    The nodes of a run are added one after another as they are computed, into one sum. A node's piece of it needs no
+    memory of its own for longer than in any accumulation.
 
     Args:
       program: of a node.
       sums: what nodes contribute to.
-      count: nodes of this device, int32 scalar.
-      merges: int32 ``[at least the device's lanes]``, as in `Fold`.
+      runs: of this device's nodes.
       depth: entries of the stack.
-      most: blocks that any lane is joined by.
-      lane: consecutive nodes that are added one after another.
+      most: blocks that any run is joined by.
       buffers: for what nodes keep.
 
     Returns:
@@ -245,30 +239,64 @@ def in_tree_order(
     others = [i for i, s in enumerate(sums) if s.exact]
     exact = [sums[i] for i in others]
     rest = [sums[i] for i in ordered]
+    nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
         pieces, kept = program.compute(state.parts)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
-        pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
+        pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
-            parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
+            parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
 
-    def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
+    def run(number: jax.Array, state: State) -> tuple[list[Any], State]:
+        start = runs.starts[number]
+
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
-            pieces, state = node(index * lane + k, carry[1])
+            pieces, state = node(start + k, carry[1])
             return add_all(rest, carry[0], pieces), state
 
-        length = jnp.minimum(lane, count - index * lane)
-        with jax.named_scope("lane"):
-            return loop_of_nodes(length, rest, body, ([s.identity() for s in rest], state))
+        with jax.named_scope("run"):
+            return loop_of_nodes(runs.starts[number + 1] - start, rest, body, ([s.identity() for s in rest], state))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
-    piece = node if lane == 1 else lane_of_nodes
     with jax.named_scope("nodes"):
-        remaining, last = stacked(piece, rest, -(-count // lane), merges, depth, most, first)
-    return remaining, last.totals, put(last.buffers, last.kept, count - 1)
+        remaining, last = stacked(run, rest, runs.count, runs.merges, depth, most, first)
+    return remaining, last.totals, put(last.buffers, last.kept, nodes - 1)
+
+
+class Runs(NamedTuple):
+    """A device's nodes, as runs that are added one after another.
+
+    Attributes:
+      count: of runs, int32 scalar that the compiler does not know.
+      starts: of each run the position of its first node on the device, and then how many nodes there are, int32
+        ``[at least the runs and one]``.
+      merges: of each run, int32 ``[at least the runs]``, as in `Fold`.
+    """
+
+    count: jax.Array
+    starts: jax.Array
+    merges: jax.Array
+
+
+def rounded(piece: jax.Array, index: jax.Array) -> jax.Array:
+    """A piece as it is in memory, also where it is added to something by the loop that makes it.
+
+    A compiler would else contract a multiplication and that addition, or keep more bits of the piece than its type has:
+    where the same piece is the first of a run, and is added later, it would not. No compiler looks through an
+    operation on the bits with a number that is zero because no position is negative.
+
+    Args:
+      piece: a node's, inexact.
+      index: the position of a node, int32 scalar, not negative.
+    """
+    if jnp.issubdtype(piece.dtype, jnp.complexfloating):
+        return lax.complex(rounded(lax.real(piece), index), rounded(lax.imag(piece), index))
+    bits = jnp.dtype(f"uint{8 * piece.dtype.itemsize}")
+    zero = lax.convert_element_type(index < 0, bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(piece, bits) ^ zero, piece.dtype)
 
 
 class State(NamedTuple):
