@@ -195,12 +195,13 @@ def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...]
     own = max(plan.own, key=lambda fold: sum(fold.merges))
     turns: dict[tuple[str, ...], float] = {("nodes", "run"): nodes / devices / len(own.merges), ("materialized",): 1}
     for name, merges in (("nodes", own.merges), ("blocks", plan.across.merges)):
-        heights = accumulate(merges, lambda height, gone: height + 1 - gone, initial=0)
-        first = sum(height == gone for height, gone in zip(heights, merges, strict=False))
+        heights = list(accumulate(merges, lambda height, gone: height + 1 - gone, initial=0))[1:]
+        into_first = sum(height == 1 and gone > 0 for height, gone in zip(heights, merges, strict=True))
         turns[name,] = len(merges)
-        turns[name, "merge"] = (sum(merges) - (first - 1)) / len(merges)  # what reaches the first block merges that
-        turns[name, "merge_first"] = first / len(merges)
-        turns[name, "push"] = 1 - first / len(merges)
+        turns[name, "merge"] = (sum(merges) - into_first) / len(merges)  # what reaches the first block merges that
+        turns[name, "merge_first"] = heights[:-1].count(1) / len(merges)
+        turns[name, "push"] = sum(height > 1 for height in heights[:-1]) / len(merges)
+    turns["merge_first",] = 1  # the last one, after the loop
     return turns
 
 

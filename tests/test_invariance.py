@@ -230,21 +230,26 @@ def test_sums_without_elements() -> None:
 
 
 def test_the_order_is_that_of_the_tree() -> None:
-    """Of eight numbers, one per node: (((0+1)+2)+3) + (((4+5)+6)+7), which is not their sum in order."""
-    rng = np.random.default_rng(1)
+    """Of eight numbers, one per node: (((0+1)+(2+3))+(4+5))+(6+7), which is not their sum in order."""
+    rng = np.random.default_rng(11)
     x = (rng.normal(size=8) * 10.0 ** rng.integers(-4, 5, 8)).astype(np.float32)
-    want = (((x[0] + x[1]) + x[2]) + x[3]) + (((x[4] + x[5]) + x[6]) + x[7])
+    want = (((x[0] + x[1]) + (x[2] + x[3])) + (x[4] + x[5])) + (x[6] + x[7])
     assert np.add.accumulate(x)[-1] != want  # or the test could not fail
     step = vnode.virtualize(lambda w, x: w * x.sum(), virtual_nodes=8)
     for devices in range(1, 9):
         assert step.on(jax.devices()[:devices])(jnp.float32(1), x) == want
 
 
+BRANCHES = {8: (2, 4), 12: (2, 3, 2), 16: (2, 4, 2)}
+"""Of the tree over so many nodes, the lowest level first."""
+
+
 def in_tree_order(pieces: list[np.ndarray]) -> np.ndarray:
-    """Of one node's piece after another, in NumPy: four neighbours in order, then four of such sums, and so on."""
-    while len(pieces) > 1:
-        pieces = [functools.reduce(np.add, pieces[i : i + 4]) for i in range(0, len(pieces), 4)]
-    return pieces[0]
+    """Of one node's piece after another, in NumPy: two neighbours, then as many of such sums, and so on."""
+    for branches in BRANCHES[len(pieces)]:
+        pieces = [functools.reduce(np.add, pieces[i : i + branches]) for i in range(0, len(pieces), branches)]
+    (total,) = pieces
+    return total
 
 
 SIZES = [(), (3,), (129, 64), (70, 90), (257, 129), (64, 512), (3, 5, 7), (512, 100), (11,)]
@@ -300,7 +305,7 @@ def test_lanes_are_not_divided() -> None:
 def test_pieces_are_rounded_before_they_are_added() -> None:
     """Products, which a compiler would contract with an addition in the same loop, on devices where they are first.
 
-    Of 16 nodes on 8 devices, every second one begins with the third of four.
+    Of 16 nodes on 3 devices, the third begins with the second of two.
     """
     rng = np.random.default_rng(3)
     x, y = (rng.normal(size=(16, 150, 120)).astype(np.float32) for _ in range(2))

@@ -34,8 +34,7 @@ class Reduction:
         """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
-        plan = ReductionPlan.of(counts, self.lane, True)
-        return plan.depth if plan.depth > 1 or plan.most else 0  # else what a device adds is one sum
+        return ReductionPlan.of(counts, self.lane, True).depth
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""

@@ -23,7 +23,7 @@ from jax import lax
 
 from vnode.operators import Monoid
 from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, materialized, opaque, stacked
-from vnode.runtime.tree import ARITY, Fold, Tree
+from vnode.runtime.tree import Fold, Tree
 
 BUCKET = 1 << 20
 """Bytes up to which values travel together."""
@@ -91,16 +91,18 @@ class ReductionPlan:
       starts: of each device's runs their first nodes, as positions on the device, and then how many nodes it has.
       across: the fold of what partial_blocks of them.
       flat: whether values may be flattened to travel together: not if they are sharded over other axes of the mesh.
+      branches: of the tree.
     """
 
     own: tuple[Fold, ...]
     starts: tuple[tuple[int, ...], ...]
     across: Fold
     flat: bool
+    branches: tuple[int, ...]
 
     @functools.cached_property
     def depth(self) -> int:
-        """Entries of a device's stack."""
+        """Sums that wait on any device, at most, while it forms another."""
         return max(fold.depth for fold in self.own)
 
     @functools.cached_property
@@ -115,20 +117,31 @@ class ReductionPlan:
 
     @functools.cached_property
     def groups(self) -> tuple[int, ...]:
-        """Devices that add at a time, then as many of such groups, and so on; if they add as the leaves of a tree do.
+        """Devices that add at a time, then as many of such groups, and so on; if they add as a tree's upper levels do.
 
         So they do where each has one sum, these are one after another in the tree, and values may be divided.
         """
-        devices, sizes = len(self.own), []
-        as_leaves = Tree(devices).fold([(d, d + 1) for d in range(devices)]).merges
-        if not self.flat or self.across.merges != as_leaves:
+        devices = len(self.own)
+        if not self.flat or any(len(fold.rest) != 1 for fold in self.own):
             return ()
-        while devices > 1:
-            sizes.append(min(devices, ARITY))
-            devices, rest = divmod(devices, sizes[-1])
-            if rest:
-                return ()
-        return tuple(sizes)
+        one_each = [(d, d + 1) for d in range(devices)]
+        for level in range(len(self.branches)):
+            above = self.branches[level:]
+            if math.prod(above) >= devices and Tree(devices, above).fold(one_each).merges == self.across.merges:
+                return groups_of(devices, above)
+        return ()
+
+    @property
+    def left_at(self) -> list[int]:
+        """Of the blocks that remain on the devices, in order, where they are if every device's are as many as `left`.
+
+        The last of several is the last there, too.
+        """
+        rows = []
+        for d, fold in enumerate(self.own):
+            own = list(range(len(fold.rest)))
+            rows += [d * self.left + (self.left - 1 if i and i == own[-1] else i) for i in own]
+        return rows
 
     @property
     def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -147,19 +160,27 @@ class ReductionPlan:
         counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
     ) -> ReductionPlan:
         """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
-        tree = tree_of(sum(counts) if nodes is None else nodes, lane)
+        tree = Tree.over(sum(counts) if nodes is None else nodes, lane)
         own, across = tree.folds(counts, first)
         bounds = np.cumsum([first, *counts]).tolist()
         starts = [
             (*(run[0] - start for run in tree.runs(start, stop)), stop - start)
             for start, stop in itertools.pairwise(bounds)
         ]
-        return ReductionPlan(tuple(own), tuple(starts), across, one_axis)
+        return ReductionPlan(tuple(own), tuple(starts), across, one_axis, tree.branches)
 
 
-def tree_of(nodes: int, lane: int) -> Tree:
-    """The tree over so many nodes, in lanes of `lane`."""
-    return Tree(nodes, lane if lane > 1 else ARITY)
+def groups_of(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
+    """So many devices as groups of as many as a tree has branches, groups of such groups and so on; none if they do not
+    fill these."""
+    sizes = []
+    for size in branches:
+        if devices > 1:
+            sizes.append(min(devices, size))
+            devices, rest = divmod(devices, sizes[-1])
+            if rest:
+                return ()
+    return tuple(sizes)
 
 
 def totals(sums: Sequence[Sum], rest: PartialBlocks, exact: Sequence[Any], plan: ReductionPlan, axis: str) -> list[Any]:
@@ -218,7 +239,7 @@ def across_programs(
       The totals.
     """
     rest = [s for s in sums if not s.exact]
-    _, fold = tree_of(sum(nodes), lane).folds(nodes)
+    _, fold = Tree.over(sum(nodes), lane).folds(nodes)
     sums_of_all: list[Any] = []
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
@@ -248,9 +269,8 @@ def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan,
         return []
     if len(plan.own) == 1:
         return rest.each(count)
-    most = plan.left
-    rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
-    blocks = rest.blocks(most)
+    rows = plan.left_at
+    blocks = rest.blocks(plan.left)
     results: list[list[Any]] = [[] for _ in sums]
     for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
@@ -287,7 +307,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
         return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
     order = jnp.asarray(rows, jnp.int32)
 
-    def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
+    def piece(index: jax.Array, state: None, after: jax.Array) -> tuple[list[Any], None]:
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
     merges = jnp.asarray(fold.merges, jnp.int32)

@@ -79,7 +79,7 @@ class OnMesh:
         counts = even_counts(options.virtual_nodes, self.rows, options.lane)
         self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, max(counts), self.axes, platform)
         invariant = options.reduction == "invariant"
-        self.pending = max(ReductionPlan.of(tuple(counts), options.lane, True).depth - 1, 0) if invariant else 0
+        self.pending = ReductionPlan.of(tuple(counts), options.lane, True).depth if invariant else 0
 
     @property
     def whole(self) -> Flow:
