@@ -79,7 +79,7 @@ shapes = {"a": (128, 256), "b": (256, 8)}  # which travel by halves between pair
 w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 devices = tpu.topology("v5e:2x4")
 for count in (1, 2, 8):
-    placed = vnode.virtualize(step, virtual_nodes=32).on(devices[:count])
+    placed = vnode.virtualize(step, virtual_nodes=16).on(devices[:count])
     text = placed.lower(w, jax.ShapeDtypeStruct((64, 128), jnp.float32)).compile().as_text()
     module = hlo.parse(text)
     has_node = lambda name: any(
@@ -139,9 +139,9 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert any("convolution" in text for text in nodes[0])
     assert any("tanh" in text for text in nodes[0])
     assert nodes == [nodes[0]] * 3
-    # A device that holds four nodes, one run, merges nothing by itself. Else: the first block, which is the left one
-    # and which the loop carries, plus the one that comes, which stays as it is; and, of more than sixteen nodes, a
-    # block from the stack plus the one that comes, which that loop carries.
+    # A device that holds two nodes, one run, merges nothing by itself. Else: the first block, which is the left one
+    # and which the loop carries, plus the one that comes, which stays as it is; and, of sixteen nodes, a block from the
+    # stack plus the one that comes, which that loop carries.
     assert [row["firsts"] for row in found] == [[[True, True]] * 2] * 2 + [[]]
     assert [len(arithmetic(row["merges"])) for row in found] == [2, 0, 0]
     for text in [text for row in found for text in arithmetic(row["merges"])]:
