@@ -48,7 +48,7 @@ from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
 
 BESIDE = Primitive("beside")
-"""What a loop holds besides one of its results, from before its first turn on: an array as large as that, and so many."""
+"""What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
 
 BESIDE.multiple_results = True
 
