@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.models import Model, Tree, initial_state, optimizer, plain_step
-from vnode.runtime.tree import fold
+from vnode.runtime.collectives import ReductionPlan
 
 HAND = "scan by hand"
 VNODE = "vnode"
@@ -190,17 +190,18 @@ def invariant_in_lanes(model: Model, nodes: int, devices: Sequence[jax.Device]) 
 
 
 def turns_of_trees(nodes: int, devices: int, lanes: int) -> dict[tuple[str, ...], float]:
-    """The turns of the loops that add in the order of a tree, where devices hold whole subtrees."""
-    own = fold(lanes, [(0, i) for i in range(lanes // devices)])
-    ((level, _),) = own.rest
-    across = fold(lanes, [(level, i) for i in range(devices)])
-    turns: dict[tuple[str, ...], float] = {("nodes", "lane"): nodes / lanes, ("materialized",): 1}
-    for name, merges in (("nodes", own.merges), ("blocks", across.merges)):
-        first = sum(i == gone for i, gone in enumerate(accumulate(merges)))
+    """The turns of the loops that add in the order of a tree, on the device that adds most."""
+    plan = ReductionPlan.of((nodes // devices,) * devices, nodes // lanes, True)
+    own = max(plan.own, key=lambda fold: sum(fold.merges))
+    turns: dict[tuple[str, ...], float] = {("nodes", "run"): nodes / devices / len(own.merges), ("materialized",): 1}
+    for name, merges in (("nodes", own.merges), ("blocks", plan.across.merges)):
+        heights = list(accumulate(merges, lambda height, gone: height + 1 - gone, initial=0))[1:]
+        into_first = sum(height == 1 and gone > 0 for height, gone in zip(heights, merges, strict=True))
         turns[name,] = len(merges)
-        turns[name, "merge"] = (sum(merges) - (first - 1)) / len(merges)  # what reaches the first block merges that
-        turns[name, "merge_first"] = first / len(merges)
-        turns[name, "push"] = 1 - first / len(merges)
+        turns[name, "merge"] = (sum(merges) - into_first) / len(merges)  # what reaches the first block merges that
+        turns[name, "merge_first"] = heights[:-1].count(1) / len(merges)
+        turns[name, "push"] = sum(height > 1 for height in heights[:-1]) / len(merges)
+    turns["merge_first",] = 1  # the last one, after the loop
     return turns
 
 

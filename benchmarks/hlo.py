@@ -62,24 +62,23 @@ def additions(module: Module, devices: int) -> list[str]:
     Blocks are brought by an all-to-all, by an all-gather of what is no sum yet, or added by reduce-scatters.
 
     Args:
-        module: The module.
-        devices: How many of them hold a block.
+      module: The module.
+      devices: How many of them hold a block.
 
     Returns:
-        Sums of numbers of blocks, such as ``((0 + 1) + (2 + 3))``.
+      Sums of numbers of blocks, such as ``(((0 + 1) + 2) + 3)``.
     """
     passing = {"bitcast", "copy", "copy-start", "copy-done", "slice-done", "reshape", "reduce"}
-    blocks_of_all = [str(k) for k in range(devices)]
+    own = [[str(d)] for d in range(devices)]
 
-    def scattered(held: list[str], groups: str) -> list[str]:
-        sums = list(held)
-        for own in [[int(d) for d in group.split(",")] for group in re.findall(r"{([\d,]+)}", groups)]:
-            for d in own:
-                sums[d] = f"({' + '.join(held[m] for m in own)})"
-        return sums
+    def groups(rest: str) -> dict[int, list[int]]:
+        """Of every device those with which it exchanges."""
+        found = re.findall(r"replica_groups={(.*?})}", rest)
+        lists = [[int(d) for d in group.split(",")] for each in found[:1] for group in re.findall(r"{([\d,]+)}", each)]
+        return {d: members for members in lists or [[*range(devices)]] for d in members}
 
     def values(computation: str, given: list[Any]) -> dict[str, Any]:
-        """Blocks in arrays, sums of every device, lists of such for tuples, or None, by name, the result last."""
+        """Of every device the blocks and sums in an array, lists of such for tuples, or None; the result last."""
         here: dict[str, Any] = {}
         types = {i.name: i.type for i in module.computations[computation]}
         for instruction in module.computations[computation]:
@@ -91,13 +90,14 @@ def additions(module: Module, devices: int) -> list[str]:
         match instruction.opcode:
             case "parameter" if given:
                 return given[int(instruction.rest.split(")")[0])]
-            case "all-to-all":
-                return blocks_of_all
-            case "reduce-scatter":
-                groups = re.findall(r"replica_groups={(.*?})}", instruction.rest)[0]
-                return scattered(operands[0] or blocks_of_all, groups)
+            case "all-to-all" | "reduce-scatter":
+                held, members = operands[0] or own, groups(instruction.rest)
+                arrived = [[each for m in members[d] for each in held[m]] for d in range(devices)]
+                if instruction.opcode == "all-to-all":
+                    return arrived
+                return [[f"({' + '.join(each)})"] for each in arrived]
             case "all-gather":
-                return operands[0] or blocks_of_all
+                return operands[0] or [[str(d) for d in range(devices)]] * devices
             case "fusion":
                 return [*values(instruction.called()["calls"][0], operands).values()][-1]
             case "tuple":
@@ -106,10 +106,12 @@ def additions(module: Module, devices: int) -> list[str]:
                 return operands[0][int(re.findall(r"index=(\d+)", instruction.rest)[0])]
             case "slice" | "slice-start" if operands[0]:
                 bounds = re.findall(r"\[(\d+):(\d+)", instruction.rest.split("slice={")[1])
-                start, stop = bounds[_dimensions(types[instruction.operands[0]]).index(len(operands[0]))]
-                return operands[0][int(start) : int(stop)]
+                shape, length = _dimensions(types[instruction.operands[0]]), len(operands[0][0])
+                start, stop = map(int, bounds[shape.index(length)]) if length > 1 else (0, 1)
+                return [each[start:stop] for each in operands[0]]
             case "add" if all(operands):
-                return [f"({' + '.join(pair)})" for pair in zip(*operands, strict=True)]
+                pairs = zip(*operands, strict=True)
+                return [[f"({a} + {b})" for a, b in zip(left, right, strict=True)] for left, right in pairs]
             case "select":
                 return operands[2]
             case "dynamic-update-slice":
@@ -122,7 +124,7 @@ def additions(module: Module, devices: int) -> list[str]:
     sums = values(module.entry, [])
 
     def complete(name: str) -> set[str]:
-        found = sums.get(name) or []
+        found = [each for held in sums.get(name) or [] if held for each in held]
         return {s for s in found if isinstance(s, str) and len(re.findall(r"\d+", s)) == devices > 1}
 
     return [

@@ -20,6 +20,7 @@ import pytest
 
 import vnode
 from vnode.report.sources import near
+from vnode.show.units import size
 
 FLOAT = 4
 LARGE = {"recompute_budget": 10.0}
@@ -90,35 +91,58 @@ def test_mlp_work_is_that_of_its_products() -> None:
 @pytest.mark.parametrize("devices", [1, 2, 4])
 def test_bytes_sent_are_those_of_a_ring(devices: int) -> None:
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
-    report = explain(mlp, *mlp_arguments(), devices=devices)
+    report = explain(mlp, *mlp_arguments(), nodes=2 * devices, devices=devices)
     assert report.passes[0].sent == 2 * (devices - 1) * total // devices
 
 
+def test_bytes_sent_of_the_second_half_of_a_block() -> None:
+    """The sums of nodes 4, 5 and of 6, 7 are added to that of 0 to 3 one by one: the second device sends both."""
+    total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
+    assert explain(mlp, *mlp_arguments(), nodes=8, devices=2).passes[0].sent == (2 + 1) * total // 2
+
+
 def test_bytes_sent_by_devices_that_hold_several_blocks() -> None:
-    """Of 7 nodes on two devices the first has 0..3; the second 4, 5 and 6, one block at the end of the tree."""
+    """Of 7 nodes on two devices the first has 0..3, the second 4..5 and 6, which are added to them one by one."""
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
     args = mlp_arguments(14)
     step = vnode.virtualize(mlp, virtual_nodes=7)
     devices = jax.devices()[:2]
-    assert step.on(devices).explain(*args).passes[0].sent == 2 * total // 2
-    # 0, 1..2 (which is 1 and 2: two blocks) | 3 and 4..6: two blocks on a device.
-    assert step.on(devices, counts=[3, 4]).explain(*args).passes[0].sent == 3 * total // 2
+    assert step.on(devices).explain(*args).passes[0].sent == 3 * total // 2
+    # 3 is to be added to 2 first: the second device has 3, 4..5, and 6.
+    assert step.on(devices, counts=[3, 4]).explain(*args).passes[0].sent == 4 * total // 2
 
 
 @pytest.mark.parametrize(
-    ("options", "text", "buffers"),
+    ("options", "devices", "text", "pending", "cheaper"),
     [
-        ({"reduction": "fast"}, "fast each device in node order, then across devices in any order", 0),
-        ({}, "invariant in the order of a tree over the nodes", 2),
-        ({"lanes": 4}, "invariant in the order of a tree over 4 lanes of 2", 1),
+        ({"reduction": "fast"}, 1, "fast each device in node order, then across devices in any order", 0, ""),
+        ({}, 8, "invariant in the order of a tree over the nodes", 0, ""),
+        ({"lanes": 1}, 1, "invariant in the order of a tree over 1 lanes of 16", 0, ""),
+        (
+            {},
+            1,
+            "invariant in the order of a tree over the nodes",
+            2,
+            "none with lanes=1, which keeps the bits of one device only; 1 on 2 devices",
+        ),
+        (
+            {"lanes": 8},
+            4,
+            "invariant in the order of a tree over 8 lanes of 2",
+            1,
+            "none with lanes=4, which keeps the bits of up to 4 devices; none on 8 devices",
+        ),
     ],
 )
-def test_reduction_is_said(options: dict[str, Any], text: str, buffers: int) -> None:
+def test_reduction_is_said(options: dict[str, Any], devices: int, text: str, pending: int, cheaper: str) -> None:
+    """Of 16 nodes: two, or the two of a lane, are added as they come, but such sums one after another."""
     total = FLOAT * (IN * HIDDEN + HIDDEN + HIDDEN * OUT + OUT + 1)
-    step = vnode.virtualize(mlp, virtual_nodes=8, **options).on(jax.devices()[:2])
+    step = vnode.virtualize(mlp, virtual_nodes=16, **options).on(jax.devices()[:devices])
     said = words(step.explain(*mlp_arguments(16)))
     assert f"sums over nodes {text} " in said, said
-    assert (f"{buffers * total / 1024:.1f} KiB of buffers for the tree" in said) == bool(buffers)
+    assert (f"{size(pending * total)} of pending sums of the tree" in said) == bool(pending), said
+    always = 'none with reduction="fast"'
+    assert (f"pending sums: {always}; {cheaper}" in said) == ("pending sums: " in said) == bool(cheaper), said
 
 
 def test_sharded_states_that_xla_divides_are_excepted() -> None:
@@ -478,11 +502,11 @@ def test_numbers_of_a_comparison_are_those_counted_by_hand() -> None:
     assert rows["inputs per device"] == tuple(kib(waves * 4 * example) for waves in (3, 12, 3, 1))
     total = FLOAT * (parameters + 1)
     assert rows["accumulators per device"] == (kib(total),) * 4
-    # The 12 leaves of one device: entries of the stack before node 7 is 4+2+1, before 11 8+2+1. Of three: 2+1.
+    # Of the 12 nodes of one device those of the first half, and of the pairs since then, wait while two are added.
     buffers = dict(zip(("now", 1, 5, 64), rows["buffers per device"], strict=True))
-    assert buffers[1] == kib(3 * total)
+    assert buffers[1] == kib(2 * total)
     assert buffers[64] == "0 B"
-    blocks = {4: 2, 1: 1, 64: 1}  # 0..2 is 0..1 and 2; then everything, or a single node
+    blocks = {4: 2, 1: 1, 64: 1}  # 0..1 and 2; then everything, or a single node
     sent = dict(zip((4, 1, 5, 64), rows["sent per device"], strict=True))
     for devices, held in blocks.items():
         assert sent[devices] == kib(int((devices - 1) / devices * total * (1 + held)))

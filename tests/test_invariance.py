@@ -6,6 +6,7 @@ right is what `test_zoo` says. Programs are compiled as users compile them, in f
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from collections.abc import Sequence
@@ -229,24 +230,26 @@ def test_sums_without_elements() -> None:
 
 
 def test_the_order_is_that_of_the_tree() -> None:
-    """Of eight numbers, one per node: ((0+1)+(2+3))+((4+5)+(6+7)), which is not their sum in order."""
-    rng = np.random.default_rng(1)
+    """Of eight numbers, one per node: (((0+1)+(2+3))+(4+5))+(6+7), which is not their sum in order."""
+    rng = np.random.default_rng(11)
     x = (rng.normal(size=8) * 10.0 ** rng.integers(-4, 5, 8)).astype(np.float32)
-    pairs = x[0::2] + x[1::2]
-    halves = pairs[0::2] + pairs[1::2]
-    want = halves[0] + halves[1]
+    want = (((x[0] + x[1]) + (x[2] + x[3])) + (x[4] + x[5])) + (x[6] + x[7])
     assert np.add.accumulate(x)[-1] != want  # or the test could not fail
     step = vnode.virtualize(lambda w, x: w * x.sum(), virtual_nodes=8)
     for devices in range(1, 9):
         assert step.on(jax.devices()[:devices])(jnp.float32(1), x) == want
 
 
+BRANCHES = {8: (2, 4), 12: (2, 3, 2), 16: (2, 4, 2)}
+"""Of the tree over so many nodes, the lowest level first."""
+
+
 def in_tree_order(pieces: list[np.ndarray]) -> np.ndarray:
-    """Of one node's piece after another, in NumPy: neighbours first; one without a neighbour goes up as it is."""
-    while len(pieces) > 1:
-        pairs = [pieces[i : i + 2] for i in range(0, len(pieces), 2)]
-        pieces = [pair[0] + pair[1] if len(pair) == 2 else pair[0] for pair in pairs]
-    return pieces[0]
+    """Of one node's piece after another, in NumPy: two neighbours, then as many of such sums, and so on."""
+    for branches in BRANCHES[len(pieces)]:
+        pieces = [functools.reduce(np.add, pieces[i : i + branches]) for i in range(0, len(pieces), branches)]
+    (total,) = pieces
+    return total
 
 
 SIZES = [(), (3,), (129, 64), (70, 90), (257, 129), (64, 512), (3, 5, 7), (512, 100), (11,)]
@@ -297,6 +300,20 @@ def test_lanes_are_not_divided() -> None:
     assert step.on(jax.devices()[:3]).placement.counts == (4, 4, 0)
     with pytest.raises(vnode.PlacementError, match=r"whole lanes of 4 nodes(.|\n)*counts=\[4, 4, 0\]"):
         step.on(vnode.Placement(8, jax.devices()[:3]))
+
+
+def test_pieces_are_rounded_before_they_are_added() -> None:
+    """Products, which a compiler would contract with an addition in the same loop, on devices where they are first.
+
+    Of 16 nodes on 3 devices, the third begins with the second of two.
+    """
+    rng = np.random.default_rng(3)
+    x, y = (rng.normal(size=(16, 150, 120)).astype(np.float32) for _ in range(2))
+    want = in_tree_order(list(x * y))
+    step = vnode.virtualize(lambda w, x, y: (x * y).sum(0), virtual_nodes=16, in_axes=(None, 0, 0))
+    for devices in (1, 3, 8):
+        total = step.on(jax.devices()[:devices])(0.0, x, y)
+        np.testing.assert_array_equal(np.asarray(total).view(np.int32), want.view(np.int32))
 
 
 @pytest.mark.parametrize("lanes", [0, 9, True, 2.0])

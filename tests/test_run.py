@@ -35,6 +35,7 @@ from vnode import threads
 from vnode.analysis.fingerprint import fingerprint
 from vnode.elastic import Evaluation, JsonLines, TensorBoard, run
 from vnode.elastic.driver import AHEAD
+from vnode.elastic.identity import compare, identity
 from vnode.elastic.signals import Stop
 from vnode.errors import BatchError, CheckpointError, PlacementError, VnodeError
 from vnode.placement.host import HostCopy
@@ -265,6 +266,15 @@ def test_warnings_of_another_program(tmp_path: Path, caplog: pytest.LogCaptureFi
     caplog.clear()
     resumed(tmp_path, mean_step(0.25), BATCHES.batch, steps=6)
     assert "do not describe themselves" in caplog.text
+
+
+@pytest.mark.parametrize(("nodes", "differs"), [(4, False), (8, True)])
+def test_warnings_of_another_order_of_sums(nodes: int, differs: bool) -> None:
+    """Earlier versions added in a tree of two branches everywhere, and did not say so: of four nodes it is the same."""
+    run = identity(mean_step(virtual_nodes=nodes), BATCHES, WEIGHTS, None)
+    before = {name: fact for name, fact in run.facts.items() if name != "order of sums"}
+    assert differs == any("adds in another order" in warning for warning in compare(before, run, "checkpoint 3"))
+    assert not compare(run.facts, run, "checkpoint 3")
 
 
 def test_fingerprints() -> None:

@@ -120,8 +120,8 @@ def virtualize(
       reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
         the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the
-        number of nodes. Fewer lanes need fewer buffers, log2(lanes per device) instead of log2(nodes per device):
-        the nodes of a lane are added one after another, and devices hold whole lanes.
+        number of nodes. With as many lanes as devices no sum waits on a device to be added to another, where by default
+        one or two do: the nodes of a lane are added one after another, and devices hold whole lanes.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
       partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
         sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;

@@ -4,8 +4,8 @@ Knows steps, data, and versions of libraries. Must not know checkpoints, nor whe
 
 Three kinds of facts. What changes the result by definition (the number of virtual nodes, how sums are formed, the order
 of examples) is refused. What is likely to change it (other operations in the step, other values in the data, other
-versions of jax, another kind of device) is warned about: training may be meant to go on with a smaller learning rate.
-What does not change it (how many devices there are) is not kept.
+versions of jax, a version of vnode that adds in another order, another kind of device) is warned about: training may be
+meant to go on with a smaller learning rate. What does not change it (how many devices there are) is not kept.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
             "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
             "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
         },
+        "order of sums": options.order,
         "program": None if program is None else program.to_json(),
         "examples": data_fingerprint(data),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
@@ -117,6 +118,9 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if before.get("versions") and before["versions"] != now["versions"]:
         facts = changes(before["versions"], now["versions"])
         warnings.append(f"{where} was written under other versions, whose bits may differ: {'; '.join(facts)}")
+    if (order := before.get("order of sums", twos(before))) is not None and order != now["order of sums"]:
+        orders = f"a tree of {order} branches then, of {now['order of sums']} now"
+        warnings.append(f"{where} was written by a version that adds in another order, whose bits may differ: {orders}")
     if before.get("devices") and before["devices"] != now["devices"]:
         kinds = f"{before['devices']} then, {now['devices']} now"
         warnings.append(f"{where} was written on another kind of device, whose bits may differ: {kinds}")
@@ -131,6 +135,20 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
             shown = [*facts[:SHOWN], *([f"and {len(facts) - SHOWN} more"] if len(facts) > SHOWN else [])]
             warnings.append(layout_message(f"{where} was made by a step that computes something else.", facts=shown))
     return warnings
+
+
+def twos(before: dict[str, Any]) -> list[int] | None:
+    """The branches of the tree, in checkpoints of versions that had no other and did not say; None if that is unknown.
+
+    >>> twos({"step": {"virtual_nodes": 16, "reduction": "invariant", "nodes in a lane": 4}})
+    [4, 2, 2]
+    """
+    said = before.get("step") or {}
+    if said.get("reduction") != "invariant" or not {"virtual_nodes", "nodes in a lane"} <= said.keys():
+        return [] if said.get("reduction") == "fast" else None
+    lane = said["nodes in a lane"]
+    levels = (-(-said["virtual_nodes"] // lane) - 1).bit_length()
+    return [lane] * (lane > 1) + [2] * max(levels, 1)
 
 
 def refuse(name: str, before: dict[str, Any], now: dict[str, Any], what: str, remedy: str) -> None:

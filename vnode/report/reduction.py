@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.operators import Monoid
 from vnode.placement.layout import Layout
-from vnode.placement.placement import Placement
+from vnode.placement.placement import Placement, even_counts
 from vnode.runtime.collectives import ReductionPlan
-from vnode.show.units import size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,34 +30,48 @@ class Reduction:
     lane: int = 1
     sharded: tuple[str, ...] = ()
 
-    def depth(self, placement: Placement | Layout) -> int:
-        """How many buffers a device needs for each accumulator, besides the accumulator itself."""
+    def pending(self, counts: tuple[int, ...]) -> int:
+        """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
         if self.mode == "fast":
             return 0
-        plan = ReductionPlan.of(placement.counts, self.lane, True)
-        return plan.depth if plan.depth > 1 or plan.most else 0  # in place of the accumulator; and the node's own
+        return ReductionPlan.of(counts, self.lane, True).depth
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""
         total = max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
-        return self.depth(placement) * total
+        return self.pending(placement.counts) * total
+
+    def cheaper(self, placement: Placement | Layout) -> str:
+        """What would make them fewer; nothing where there are none."""
+        held, devices, nodes = self.pending(placement.counts), len(placement.counts), placement.virtual_nodes
+        if not held:
+            return ""
+        ways = ['none with reduction="fast"']
+        if self.lane < -(-nodes // devices):
+            most = f"up to {devices} devices" if devices > 1 else "one device only"
+            ways.append(f"none with lanes={devices}, which keeps the bits of {most}")
+        doubled = [devices << k for k in range(1, nodes.bit_length()) if devices << k <= nodes]
+        more = ((d, self.pending(tuple(even_counts(nodes, d, self.lane)))) for d in doubled)
+        fewer, fewest = next(((d, left) for d, left in more if left < held), (devices, held))
+        if fewest < held:
+            ways.append(f"{fewest or 'none'} on {fewer} devices")
+        return "; ".join(ways)
 
     def sent(self, nodes: Pass, placement: Placement | Layout) -> int:
         """Bytes that a device sends after a pass."""
         devices = len(placement.counts)
         blocks = 1
         if self.mode == "invariant":
-            blocks = max(len(fold.rest) for fold in ReductionPlan.of(placement.counts, self.lane, True).own)
+            blocks = ReductionPlan.of(placement.counts, self.lane, True).left
         total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
         return int((devices - 1) / devices * total)
 
-    def text(self, made: Schedule, placement: Placement | Layout) -> str:
+    def text(self, placement: Placement | Layout) -> str:
         """One line of the report."""
         if self.mode == "fast":
             return "fast: each device in node order, then across devices in any order"
         leaves = "the nodes" if self.lane == 1 else f"{-(-placement.virtual_nodes // self.lane)} lanes of {self.lane}"
-        depth, bytes_more = self.depth(placement), self.buffers(made, placement)
-        return f"invariant: in the order of a tree over {leaves}, {depth} more buffers ({size(bytes_more)}) on a device"
+        return f"invariant: in the order of a tree over {leaves}"
 
     def exceptions(self, made: Schedule, placement: Placement | Layout) -> tuple[str, ...]:
         """From which the promise does not hold."""

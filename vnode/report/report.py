@@ -45,7 +45,8 @@ class Report(Drawn):
       recomputed: flops spent again by later passes.
       reduction: how sums over nodes are formed.
       exceptions: from which the promise of an invariant reduction does not hold.
-      buffers: accumulators' bytes on a device that the order of a tree takes, besides the accumulators themselves.
+      buffers: bytes of pending sums on a device, which the order of a tree takes besides the accumulators themselves.
+      cheaper: what would make them fewer.
       temporary: bytes of temporary memory on a device, as compiled; None if nobody asked for it to be measured.
       layouts: what the step asks of layouts over mesh axes, and which of these are kept inside a node.
       search: how the number of nodes was found, if it was; a line each.
@@ -72,6 +73,7 @@ class Report(Drawn):
     reduction: str
     exceptions: tuple[str, ...]
     buffers: int = 0
+    cheaper: str = ""
     temporary: int | None = None
     layouts: tuple[Line, ...] = ()
     search: tuple[str, ...] = ()
@@ -185,8 +187,6 @@ class Report(Drawn):
         idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
         each = " each" if len(self.counts) > 1 else ""
         how, _, detail = self.reduction.partition(": ")
-        if self.buffers:
-            detail = detail.rpartition(", ")[0]  # what the buffers take is a fact of its own
         inputs = ", ".join(line.what for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
             Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)}{each}", idle),
@@ -207,10 +207,11 @@ class Report(Drawn):
             Fact(
                 "sums take",
                 f"{size(self.accumulated + self.buffered)} of memory on a device",
-                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of buffers for the tree"
+                f"{size(self.accumulated)} of accumulators, {size(self.buffered)} of pending sums of the tree"
                 if self.buffered
                 else "accumulators",
             ),
+            *([Fact("", f"pending sums: {self.cheaper}")] if self.cheaper and self.buffered else []),
             Fact(
                 "communication",
                 f"{size(self.sent)} sent per device and step",

@@ -2,9 +2,9 @@
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, by pairs of devices, pairs
-of pairs and so on; elsewhere every device is sent one chunk of all, adds it in tree order, and sends the result to all.
-Both are the traffic of a ring all-reduce, once per block that a device holds.
+Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, by groups of devices,
+groups of groups and so on; elsewhere every device is sent one chunk of all, adds it in tree order, and sends the result
+to all. Both are the traffic of a ring all-reduce; the first half of it once per block that a device holds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import lax
 
 from vnode.operators import Monoid
 from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, in_memory, materialized, opaque, stacked
-from vnode.runtime.tree import Fold, folds
+from vnode.runtime.tree import Fold, Tree
 
 Parts = Sequence[int | None]
 """For each sum the dimension along which devices are to have parts of it; None for those that all have whole."""
@@ -93,39 +93,72 @@ class ReductionPlan:
     """How devices add what their nodes contribute, in tree order.
 
     Attributes:
-      own: the folds of the devices, over their lanes.
+      own: the folds of the devices, over their runs.
+      starts: of each device's runs their first nodes, as positions on the device, and then how many nodes it has.
       across: the fold of what partial_blocks of them.
       flat: whether values may be flattened to travel together: not if they are sharded over other axes of the mesh.
+      branches: of the tree.
     """
 
     own: tuple[Fold, ...]
+    starts: tuple[tuple[int, ...], ...]
     across: Fold
     flat: bool
+    branches: tuple[int, ...]
 
     @functools.cached_property
     def depth(self) -> int:
-        """Entries of a device's stack."""
+        """Sums that wait on any device, at most, while it forms another."""
         return max(fold.depth for fold in self.own)
 
     @functools.cached_property
     def most(self) -> int:
-        """Blocks that any lane is joined by on its device."""
+        """Blocks that any run is joined by on its device."""
         return max(max(fold.merges, default=0) for fold in self.own)
 
-    @property
-    def paired(self) -> bool:
-        """Whether each device has a block of one full tree, whose values may be divided."""
+    @functools.cached_property
+    def left(self) -> int:
+        """Blocks that remain on any device."""
+        return max(len(fold.rest) for fold in self.own)
+
+    @functools.cached_property
+    def groups(self) -> tuple[int, ...]:
+        """Devices that add at a time, then as many of such groups, and so on; if they add as a tree's upper levels do.
+
+        So they do where each has one sum, these are one after another in the tree, and values may be divided.
+        """
         devices = len(self.own)
-        levels = tuple((d & -d).bit_length() - 1 for d in range(1, devices + 1))  # of 1, 2, 3, 4, ...: 0, 1, 0, 2, ...
-        return self.flat and devices & (devices - 1) == 0 and self.across.merges == levels
+        if not self.flat or any(len(fold.rest) != 1 for fold in self.own):
+            return ()
+        one_each = [(d, d + 1) for d in range(devices)]
+        for level in range(len(self.branches)):
+            above = self.branches[level:]
+            if math.prod(above) >= devices and Tree(devices, above).fold(one_each).merges == self.across.merges:
+                return groups_of(devices, above)
+        return ()
 
     @property
-    def merges(self) -> np.ndarray:
-        """Of every device's lanes, int32 ``[devices, most lanes]``."""
-        table = np.zeros((len(self.own), max(len(fold.merges) for fold in self.own)), np.int32)
-        for row, fold in zip(table, self.own, strict=True):
-            row[: len(fold.merges)] = fold.merges
-        return table
+    def left_at(self) -> list[int]:
+        """Of the blocks that remain on the devices, in order, where they are if every device's are as many as `left`.
+
+        The last of several is the last there, too.
+        """
+        rows = []
+        for d, fold in enumerate(self.own):
+            own = list(range(len(fold.rest)))
+            rows += [d * self.left + (self.left - 1 if i and i == own[-1] else i) for i in own]
+        return rows
+
+    @property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of every device what `loops.Runs` has: int32 ``[devices]``, ``[devices, most + 1]``, ``[devices, most]``."""
+        counts = np.array([len(fold.merges) for fold in self.own], np.int32)
+        most = max(counts)
+        starts, merges = np.zeros((len(counts), most + 1), np.int32), np.zeros((len(counts), most), np.int32)
+        for d, fold in enumerate(self.own):
+            starts[d, : counts[d] + 1] = self.starts[d]
+            merges[d, : counts[d]] = fold.merges
+        return counts, starts, merges
 
     @staticmethod
     @functools.lru_cache
@@ -133,10 +166,27 @@ class ReductionPlan:
         counts: tuple[int, ...], lane: int, one_axis: bool, first: int = 0, nodes: int | None = None
     ) -> ReductionPlan:
         """The plan for devices that hold `counts` nodes, in lanes of `lane`: all `nodes`, or some from `first` on."""
-        lanes = [-(-count // lane) for count in counts]
-        leaves = sum(lanes) if nodes is None else -(-nodes // lane)
-        own, across = folds(leaves, lanes, first // lane)
-        return ReductionPlan(tuple(own), across, one_axis)
+        tree = Tree.over(sum(counts) if nodes is None else nodes, lane)
+        own, across = tree.folds(counts, first)
+        bounds = np.cumsum([first, *counts]).tolist()
+        starts = [
+            (*(run[0] - start for run in tree.runs(start, stop)), stop - start)
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        return ReductionPlan(tuple(own), tuple(starts), across, one_axis, tree.branches)
+
+
+def groups_of(devices: int, branches: Sequence[int]) -> tuple[int, ...]:
+    """So many devices as groups of as many as a tree has branches, groups of such groups and so on; none if they do not
+    fill these."""
+    sizes = []
+    for size in branches:
+        if devices > 1:
+            sizes.append(min(devices, size))
+            devices, rest = divmod(devices, sizes[-1])
+            if rest:
+                return ()
+    return tuple(sizes)
 
 
 def totals(
@@ -196,7 +246,8 @@ def across_programs(
     sums: Sequence[Sum],
     blocks: Sequence[Sequence[Sequence[Any]]],
     exact: Sequence[Sequence[Any]],
-    leaves: Sequence[int],
+    nodes: Sequence[int],
+    lane: int,
 ) -> list[Any]:
     """Totals of what programs for some nodes each have left.
 
@@ -204,13 +255,14 @@ def across_programs(
       sums: what is added.
       blocks: of each program, in order, what `partial_blocks` gave.
       exact: likewise.
-      leaves: how many of the tree's leaves each program has.
+      nodes: how many each program has.
+      lane: consecutive nodes that are added one after another, if not those of a tree.
 
     Returns:
       The totals.
     """
     rest = [s for s in sums if not s.exact]
-    _, fold = folds(sum(leaves), leaves)
+    _, fold = Tree.over(sum(nodes), lane).folds(nodes)
     sums_of_all: list[Any] = []
     if rest:
         columns = [jnp.stack([block for program in blocks for block in program[i]]) for i in range(len(rest))]
@@ -243,9 +295,8 @@ def in_tree_order(
         return []
     if len(plan.own) == 1:
         return rest.each(count)
-    most = max(len(fold.rest) for fold in plan.own)
-    rows = [d * most + i for d, fold in enumerate(plan.own) for i in range(len(fold.rest))]
-    blocks = rest.blocks(most)
+    rows = plan.left_at
+    blocks = rest.blocks(plan.left)
     results: list[list[Any]] = [[] for _ in sums]
     for i, dim in enumerate(parts):
         if dim is not None:
@@ -287,7 +338,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
         return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
     order = jnp.asarray(rows, jnp.int32)
 
-    def piece(index: jax.Array, state: None) -> tuple[list[Any], None]:
+    def piece(index: jax.Array, state: None, after: jax.Array) -> tuple[list[Any], None]:
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
     merges = jnp.asarray(fold.merges, jnp.int32)
@@ -296,32 +347,44 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     return left.each(len(fold.rest))[0]
 
 
-def added_by_pairs(s: Sum, value: jax.Array, dim: int, devices: int, axis: str, whole: bool = True) -> jax.Array:
-    """Adds a block of each of 2**k devices, and gives all of them the sum, or each its own part of it.
+def added_in_groups(
+    s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, whole: bool = True
+) -> jax.Array:
+    """Adds a block of each device in the order of a tree, and gives all of them the sum, or each its own part of it.
 
-    Reduce-scatters within pairs of devices, of pairs of pairs, and so on: each device keeps half of what it had, down
-    to a chunk. Gathers come back the same way; or each chunk is sent to the device that it belongs to, as the first
-    halving is by the last bit of a device's number. A sum of two is the tree's, whichever is added to the other.
+    Within groups, groups of groups, and so on, each device adds its part of what it had, in order, down to its chunk.
+    Gathers come back the same way; or each chunk is sent to the device that it belongs to, as the first division is by
+    the last digit of a device's number. A sum of two is the tree's, whichever is added to the other: a reduce-scatter.
 
     Args:
       s: what is added.
       value: the device's block.
       dim: its dimension that is divided, a multiple of the devices.
-      devices: how many there are.
+      sizes: members of a group at each level; their product is the number of devices.
       axis: of the mesh, over which they are numbered.
       whole: whether devices are to have all of the sum.
     """
-    bits = devices.bit_length() - 1
-    strides = [1 << k for k in range(bits)]
-    levels = [[[d, d | stride] for d in range(devices) if not d & stride] for stride in strides]
-    for pairs in levels:
-        value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=pairs, tiled=True)
+    levels, stride = [], 1
+    devices = math.prod(sizes)
+    for size in sizes:
+        firsts = [d for d in range(devices) if d // stride % size == 0]
+        levels.append([[d + k * stride for k in range(size)] for d in firsts])
+        stride *= size
+    for members in levels:
+        size = len(members[0])
+        if size == 2:
+            value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=members, tiled=True)
+            continue
+        # A dimension of their own for the parts, or compilers bring the whole into another layout first.
+        parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
+        parts = lax.all_to_all(parts, axis, dim, dim, axis_index_groups=members, tiled=True)
+        value = functools.reduce(lax.add, [lax.index_in_dim(parts, k, dim, keepdims=False) for k in range(size)])
     value = s.from_zero(value)
     if not whole:
-        turned = [sum(((d >> k) & 1) << (bits - 1 - k) for k in range(bits)) for d in range(devices)]
-        return lax.ppermute(value, axis, list(enumerate(turned)))
-    for pairs in reversed(levels):
-        value = lax.all_gather(value, axis, axis=dim, axis_index_groups=pairs, tiled=True)
+        chunks = np.arange(devices).reshape(sizes).transpose().reshape(-1)  # that devices have: digits in reverse
+        return lax.ppermute(value, axis, list(enumerate(chunks.tolist())))
+    for members in reversed(levels):
+        value = lax.all_gather(value, axis, axis=dim, axis_index_groups=members, tiled=True)
     return value
 
 
@@ -356,8 +419,8 @@ class Parcel:
     def added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
         """What partial_blocks of all devices' blocks, of which `rows` count."""
         s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
-        if plan.paired and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
-            return [added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis)]
+        if plan.groups and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
+            return [added_in_groups(s, self.blocks[0], self.dim - 1, plan.groups, axis)]
         held = self.send(axis)
         parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
         return [self.collect(part, axis) for part in parts]
@@ -366,8 +429,8 @@ class Parcel:
         """The same of all nodes' blocks, of which each device is given its chunk only."""
         s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
         assert self.dim is not None
-        if plan.paired and s.dtype in ROUNDED_EACH:
-            return added_by_pairs(s, self.blocks[0], self.dim - 1, len(plan.own), axis, whole=False)
+        if plan.groups and s.dtype in ROUNDED_EACH:
+            return added_in_groups(s, self.blocks[0], self.dim - 1, plan.groups, axis, whole=False)
         held = self.send(axis)
         (total,) = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
         return in_memory(total)

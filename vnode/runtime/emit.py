@@ -70,7 +70,7 @@ def emit(
       inputs: values of the program's inputs, whole and batched alike at their global shapes; batched ones may be
         `ShardedBatch` of this placement.
       mode: what is asked of the emission.
-      lane: if it is invariant: consecutive nodes that are added one after another, before the tree.
+      lane: if it is invariant: consecutive nodes that are added one after another; 1 for those that the tree says.
       arguments: which inputs are arguments of the step, not computed by it; by default all. They lie in memory, and
         are read there: a copy of a data set, from which the iterations of an epoch pick, would be as large as that.
       slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
@@ -511,7 +511,7 @@ class Emission:
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
 
         def device_program(
-            numbers: jax.Array, count: jax.Array, merges: jax.Array, whole: list[Any], shard: list[Any]
+            numbers: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             whole = [
                 convert(value, start, end, var.aval.shape, mesh_axes)
@@ -551,10 +551,9 @@ class Emission:
                 case Mode.FAST:
                     totals, kept = loops.counted(program, sums, count[0], buffers)
                 case Mode.INVARIANT:
-                    turns = loops.opaque(count[0])
-                    rest, exact, kept = loops.in_tree_order(
-                        program, sums, turns, merges[0], plan.depth, plan.most, self.lane, buffers
-                    )
+                    number, starts, merges = (table[0] for table in runs)
+                    own = loops.Runs(loops.opaque(number), starts, merges)
+                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers)
                     return completed(combine(sums, rest, exact, plan, axis)), kept
             return completed(collectives.combined(sums, totals, axis, parts)), kept
 
@@ -595,7 +594,7 @@ class Emission:
         totals, kept = run(
             jnp.asarray(np.add.outer(placement.starts, np.arange(waves)).reshape(-1, 1), jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
-            jnp.asarray(plan.merges),
+            [jnp.asarray(table) for table in plan.tables],
             [self.read(var) for var in wholes],
             [value for value, _ in shards],
         )

@@ -211,8 +211,8 @@ class GroupProgram:
         sums = sums_of(nodes)
         if self.mode is not Mode.INVARIANT:
             return [collectives.folded(s.monoid, jnp.stack(values)) for s, *values in zip(sums, *left, strict=True)]
-        lanes = [-(-group.nodes // self.lane) for group in self.groups]
-        return collectives.across_programs(sums, [blocks for blocks, _ in left], [exact for _, exact in left], lanes)
+        blocks, exact = [blocks for blocks, _ in left], [exact for _, exact in left]
+        return collectives.across_programs(sums, blocks, exact, [group.nodes for group in self.groups], self.lane)
 
     def joined(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
         """A batched value whole in one group, from the parts of all."""

@@ -61,8 +61,12 @@ class Sum:
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def identity(self) -> jax.Array:
-        return lax.full(self.shape, self.monoid.identity(self.dtype), self.dtype)
+    def identity(self, after: jax.Array | None = None) -> jax.Array:
+        """What a sum begins with; if asked for, not before a number is known, int32 scalar that is not negative."""
+        value = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
+        if after is not None:
+            value = lax.select(after < 0, jnp.ones((), self.dtype), value)
+        return lax.broadcast(value, self.shape)
 
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
@@ -137,7 +141,7 @@ def put(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
 
 
 def stacked(
-    pieces: Callable[[jax.Array, Any], tuple[list[Any], Any]],
+    pieces: Callable[[jax.Array, Any, jax.Array], tuple[list[Any], Any]],
     sums: Sequence[Sum],
     count: jax.Array,
     merges: jax.Array,
@@ -147,48 +151,61 @@ def stacked(
 ) -> tuple[PartialBlocks, Any]:
     """Adds pieces in the order of a `Fold`.
 
-    Blocks are merged into the piece, which then is pushed; the piece is merged into the first block.
+    Blocks are merged into the piece, but the piece into the first block. What remains of a piece stays where it is
+    until the next one comes, and is put away then: so the last one needs no place besides.
 
     Args:
-      pieces: from a position and the state to a contribution per sum and the next state.
+      pieces: from a position, the state, and a number that is not negative and known only when the piece before is put
+        away, to a contribution per sum and the next state.
       sums: what is added.
       count: how many pieces there are, int32 scalar.
       merges: int32 ``[at least count]``, as in `Fold`.
-      depth: entries of the stack.
+      depth: blocks that wait while another piece comes.
       most: blocks that any piece is joined by.
       state: passed from piece to piece.
 
     Returns:
       What partial_blocks, and the last state.
     """
+    none = jnp.int32(0)
+
+    def into_first(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+        def merge_first(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
+            return add_all(sums, carry[0], blocks.last), carry[1] + 1
+
+        there = (blocks.height == 1).astype(jnp.int32)
+        first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
+        return blocks._replace(first=first), turns
+
+    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+        def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
+            return put(carry[0], blocks.last, blocks.height - 2 + turn), carry[1] + 1
+
+        blocks, turns = into_first(blocks)
+        if depth == 1:
+            return blocks, turns
+        there = (blocks.height > 1).astype(jnp.int32)
+        others, turns = named_loop("push", 0, there, push, (blocks.others, turns))
+        return blocks._replace(others=others), turns
 
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
-        (first, others, height), state = carry
-        piece, state = pieces(index, state)
-        if depth == 1 and not most:
-            return PartialBlocks(piece, others, height + 1), state
-        place = height - merges[index]
-        bottom = (place == 0).astype(jnp.int32)
+        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
+        piece, state = pieces(index, carry[1], turns)
+        place = blocks.height - merges[index]
 
         def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
-            last = [lax.dynamic_index_in_dim(o, height - 2 - turn, 0, keepdims=False) for o in others]
-            return add_all(sums, last, piece)
-
-        def merge_first(_: jax.Array, first: list[Any]) -> list[Any]:
-            return add_all(sums, first, piece)
-
-        def push(turn: jax.Array, others: list[Any]) -> list[Any]:
-            return put(others, piece, place - 1 + turn)
+            at = blocks.height - 2 - turn
+            return add_all(sums, [lax.dynamic_index_in_dim(o, at, 0, keepdims=False) for o in blocks.others], piece)
 
         if depth > 1 and most:
-            piece = named_loop("merge", 0, merges[index] - bottom, merge, piece)
-        first = named_loop("merge_first", 0, bottom, merge_first, first)
-        if depth > 1:
-            others = named_loop("push", 0, 1 - bottom, push, others)
-        return PartialBlocks(first, others, place + 1), state
+            piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
+        return blocks._replace(last=piece, height=place + 1), state
 
+    begun = [s.identity() for s in sums]
     others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    return loop_of_nodes(count, sums, body, (PartialBlocks([s.identity() for s in sums], others, jnp.int32(0)), state))
+    none_yet = PartialBlocks(begun if depth else [], others, begun, none)
+    blocks, state = loop_of_nodes(count, sums, body, (none_yet, state))
+    return into_first(blocks)[0] if depth else blocks._replace(first=blocks.last), state
 
 
 class PartialBlocks(NamedTuple):
@@ -196,46 +213,43 @@ class PartialBlocks(NamedTuple):
 
     Attributes:
       first: of each sum the first block, a buffer of its own: what reads it must not be compiled with a slice.
-      others: of each sum the blocks after it, ``[depth - 1, *shape]``; nothing if there cannot be others.
+      others: of each sum those between it and the last, ``[depth - 1, *shape]``; nothing if there cannot be any.
+      last: of each sum the last block, if that is not the first.
       height: how many there are in all.
     """
 
     first: list[Any]
     others: list[Any]
+    last: list[Any]
     height: jax.Array
 
     def each(self, count: int) -> list[list[Any]]:
         """Of each sum so many blocks, one by one."""
-        others = self.others or [[]] * len(self.first)
-        return [[block, *(rest[i] for i in range(count - 1))] for block, rest in zip(self.first, others, strict=True)]
+        if count == 1:
+            return [[block] for block in self.first]
+        between = self.others or [[]] * len(self.first)
+        columns = zip(self.first, between, self.last, strict=True)
+        return [[first, *(rest[i] for i in range(count - 2)), last] for first, rest, last in columns]
 
     def blocks(self, most: int) -> list[Any]:
-        """Of each sum the blocks, ``[most, *shape]``."""
-        if most == 1:
-            return [block[None] for block in self.first]
-        return [jnp.concatenate([block[None], s[: most - 1]]) for block, s in zip(self.first, self.others, strict=True)]
+        """Of each sum the blocks, ``[most, *shape]``: where there are fewer, the last one is in its place as well."""
+        return [jnp.stack(column) if most > 1 else column[0][None] for column in self.each(most)]
 
 
 def in_tree_order(
-    program: NodeProgram,
-    sums: Sequence[Sum],
-    count: jax.Array,
-    merges: jax.Array,
-    depth: int,
-    most: int,
-    lane: int,
-    buffers: list[Any],
+    program: NodeProgram, sums: Sequence[Sum], runs: Runs, depth: int, most: int, buffers: list[Any]
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
-    """Adds what nodes contribute in the order of a tree over lanes.
+    """Adds what nodes contribute in the order of a tree.
+
+    The nodes of a run are added one after another as they are computed, into one sum. A node's piece of it needs no
+    memory of its own for longer than in any accumulation.
 
     Args:
       program: of a node.
       sums: what nodes contribute to.
-      count: nodes of this device, int32 scalar.
-      merges: int32 ``[at least the device's lanes]``, as in `Fold`.
-      depth: entries of the stack.
-      most: blocks that any lane is joined by.
-      lane: consecutive nodes that are added one after another.
+      runs: of this device's nodes.
+      depth: blocks that wait while another run comes.
+      most: blocks that any run is joined by.
       buffers: for what nodes keep.
 
     Returns:
@@ -245,30 +259,65 @@ def in_tree_order(
     others = [i for i, s in enumerate(sums) if s.exact]
     exact = [sums[i] for i in others]
     rest = [sums[i] for i in ordered]
+    nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
         pieces, kept = program.compute(state.parts)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
-        pieces = [pieces[i].astype(sums[i].dtype) for i in ordered]
+        pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
-            parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
+            parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
 
-    def lane_of_nodes(index: jax.Array, state: State) -> tuple[list[Any], State]:
+    def run(number: jax.Array, state: State, after: jax.Array) -> tuple[list[Any], State]:
+        start = runs.starts[number]
+
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
-            pieces, state = node(index * lane + k, carry[1])
+            pieces, state = node(start + k, carry[1])
             return add_all(rest, carry[0], pieces), state
 
-        length = jnp.minimum(lane, count - index * lane)
-        with jax.named_scope("lane"):
-            return loop_of_nodes(length, rest, body, ([s.identity() for s in rest], state))
+        with jax.named_scope("run"):
+            zeros = [s.identity(after) for s in rest]  # in the memory of the run before, which is put away by then
+            return loop_of_nodes(runs.starts[number + 1] - start, rest, body, (zeros, state))
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
-    piece = node if lane == 1 else lane_of_nodes
     with jax.named_scope("nodes"):
-        remaining, last = stacked(piece, rest, -(-count // lane), merges, depth, most, first)
-    return remaining, last.totals, put(last.buffers, last.kept, count - 1)
+        remaining, last = stacked(run, rest, runs.count, runs.merges, depth, most, first)
+    return remaining, last.totals, put(last.buffers, last.kept, nodes - 1)
+
+
+class Runs(NamedTuple):
+    """A device's nodes, as runs that are added one after another.
+
+    Attributes:
+      count: of runs, int32 scalar that the compiler does not know.
+      starts: of each run the position of its first node on the device, and then how many nodes there are, int32
+        ``[at least the runs and one]``.
+      merges: of each run, int32 ``[at least the runs]``, as in `Fold`.
+    """
+
+    count: jax.Array
+    starts: jax.Array
+    merges: jax.Array
+
+
+def rounded(piece: jax.Array, index: jax.Array) -> jax.Array:
+    """A piece as it is in memory, also where it is added to something by the loop that makes it.
+
+    A compiler would else contract a multiplication and that addition, or keep more bits of the piece than its type has:
+    where the same piece is the first of a run, and is added later, it would not. No compiler looks through an
+    operation on the bits with a number that is zero because no position is negative.
+
+    Args:
+      piece: a node's, inexact.
+      index: the position of a node, int32 scalar, not negative.
+    """
+    if jnp.issubdtype(piece.dtype, jnp.complexfloating):
+        return lax.complex(rounded(lax.real(piece), index), rounded(lax.imag(piece), index))
+    bits = jnp.dtype(f"uint{8 * piece.dtype.itemsize}")
+    zero = lax.convert_element_type(index < 0, bits)
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(piece, bits) ^ zero, piece.dtype)
 
 
 class State(NamedTuple):

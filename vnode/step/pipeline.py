@@ -42,6 +42,7 @@ from vnode.runtime.divided import Division, Records
 from vnode.runtime.emit import Mode, emit, once_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
+from vnode.runtime.tree import Tree
 from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step
@@ -68,6 +69,11 @@ class Options:
     def lane(self) -> int:
         """Consecutive nodes that are added one after another."""
         return -(-self.virtual_nodes // (self.lanes or self.virtual_nodes))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The branches of the tree in whose order nodes are added, the lowest level first; nothing for any order."""
+        return Tree.over(self.virtual_nodes, self.lane).branches if self.reduction == "invariant" else ()
 
 
 @dataclasses.dataclass(frozen=True)

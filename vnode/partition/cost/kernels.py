@@ -33,9 +33,10 @@ import enum
 import heapq
 import math
 from collections.abc import Mapping, Sequence, Set
+from typing import Any
 
 import numpy as np
-from jax.extend.core import JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
@@ -44,6 +45,17 @@ from vnode.operators.cost import nbytes
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
+
+BESIDE = Primitive("beside")
+"""What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
+
+BESIDE.multiple_results = True
+
+
+@BESIDE.def_abstract_eval
+def _(value: Any, *, count: int) -> list[Any]:
+    return [value, value.update(shape=(count, *value.shape))] if count else [value]
+
 
 DEAR = 15
 """Operations per element from which an equation is not taken into what reads it: random bits, above all."""

@@ -28,7 +28,7 @@ from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import Kernel, Kernels, Shape, Target, kernels_of
+from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -375,35 +375,46 @@ def buffers_of(
     written: list[tuple[tuple[Var, int], ...]] = []
     read: list[frozenset[Var]] = []
     inside, over = list[int](), list[tuple[tuple[Var, Var], ...]]()
-    later: list[tuple[int, Var, tuple[tuple[Var, int], ...]]] = []  # what is put in order after it was gathered
+    later: list[tuple[int, list[Var], list[tuple[tuple[Var, int], ...]]]] = []  # of kernels what else they do, in order
     counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
+    beside: dict[int, list[Var]] = {}  # for loops what they hold besides their results
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
     for k, kernel in enumerate(kernels.kernels):
-        outs = [var for var in kernel.piece.writes if type(var) is Var]
+        if kernel.root.primitive is BESIDE:
+            beside.setdefault(maker.get(kernels.memory_of(kernel.piece.reads[0]), k), []).extend(kernel.piece.writes)
+    for k, kernel in enumerate(kernels.kernels):
+        wrote = [] if kernel.root.primitive is BESIDE else kernel.piece.writes
+        outs = [var for var in (*wrote, *beside.get(k, ())) if type(var) is Var]
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
         more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
-        if more and region is None and "all_gather_dimension" in kernel.root.params:
-            gathered = Var(outs[0].aval)
-            later.append((k, gathered, own))
-            own, more = ((gathered, more),), 0
+        if more and region is None and "scatter_dimension" not in kernel.root.params:
+            pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
+            if "split_axis" in kernel.root.params:
+                pieces.append(Var(outs[0].aval))
+            later.append((k, [*pieces], [*[((var, more),) for var in pieces[1:]], own]))
+            own, more = ((pieces[0], more),), 0
         written.append(own)
         read.append(frozenset(var for var in reads if var in counted or var in written_over))
         inside.append(more)
-        over.append(tuple(overwritten(kernel, region, kernels, reads)))
+        pairs = overwritten(kernel, region, kernels, reads)
+        over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
-    for number, (k, gathered, own) in enumerate(later, len(written)):
-        maker.update((var, number) for var, _ in own)
-        for entries, entry in ((written, own), (read, frozenset({gathered})), (inside, 0), (over, ()), (of, k)):
-            entries.append(entry)  # type: ignore[arg-type]
+    before = list[int]()
+    for k, pieces, results in later:
+        for place, (var, own) in enumerate(zip(pieces, results, strict=True)):
+            before.append(len(written) - 1 if place else k)
+            for entries, entry in ((written, own), (read, frozenset({var})), (inside, 0), (over, ()), (of, k)):
+                entries.append(entry)  # type: ignore[arg-type]
+        maker.update((var, len(written) - 1) for var, _ in results[-1])
     needs = [
         {maker[var] for var in map(kernels.memory_of, kernel.piece.reads) if var in maker} for kernel in kernels.kernels
     ]
-    after = [*map(frozenset, needs), *(frozenset({k}) for k, _, _ in later)]
+    after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
     ends = frozenset(kernels.memory_of(var) for var in kept)
     return Buffers(*map(tuple, (written, read, inside, over)), ends, tuple(after), tuple(of))  # type: ignore[arg-type]
 

@@ -22,7 +22,7 @@ from vnode.analysis.program import Program
 from vnode.operators.control import Region, region_of
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import Kernels, Shape, Target, kernels_of
+from vnode.partition.cost.kernels import BESIDE, Kernels, Shape, Target, kernels_of
 from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece
 from vnode.partition.cost.time import Time, Times, by_source
@@ -235,7 +235,7 @@ class _Taken:
                 return self.region(eqn, region, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
-        if eqn.effects:  # which place on an axis this device has
+        if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
             return 0.0, (), True
         if kernels.program.describe(eqn) is None:
             self.unknown.add(eqn.primitive.name)

@@ -12,10 +12,12 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from vnode.analysis.program import Program
+from vnode.partition.cost.kernels import BESIDE
 from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan
@@ -46,12 +48,7 @@ class Across:
     @property
     def waiting(self) -> int:
         """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
-        return self.plan.depth - 1 if self.invariant else 0
-
-    @property
-    def at_once(self) -> int:
-        """Sums of each kind that are there at once on a device at least: in a tree, all pieces wait to be added."""
-        return min(max(self.counts), 2) if self.invariant else 0
+        return self.plan.depth if self.invariant else 0
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals of what a row's devices have, by collectives; where there is one row, the values.
@@ -61,20 +58,29 @@ class Across:
           monoids: by which they are combined.
           parts: the dimensions along which devices are given parts of some.
         """
-        if len(self.counts) == 1:
-            return list(values)
         sums = [loops.Sum(m, v.shape, v.dtype) for m, v in zip(monoids, values, strict=True)]
         if not self.invariant:
-            return self.in_any_order(sums, values, parts)
+            return self.in_any_order(sums, values, parts) if len(self.counts) > 1 else list(values)
         several = list(zip(sums, values, parts, strict=True))
-        ordered = [each for each in several if not each[0].exact]
         exact = [each for each in several if each[0].exact]
-        others = [jnp.zeros((self.waiting, *s.shape), s.dtype) for s, _, _ in ordered] if self.waiting else []
-        rest = loops.PartialBlocks([v for _, v, _ in ordered], others, jnp.int32(len(self.plan.own[0].rest)))
-        cut = [dim for _, _, dim in ordered]
-        blocks = collectives.in_tree_order([s for s, _, _ in ordered], rest, self.plan, self.axis, cut)
+        inexact = [s for s in sums if not s.exact]
+        left = self.left(inexact, [v for s, v, _ in several if not s.exact])
+        if len(self.counts) == 1:
+            return collectives.merged(sums, left.first, [v for _, v, _ in exact])
+        cut = [dim for s, _, dim in several if not s.exact]
+        blocks = collectives.in_tree_order(inexact, left, self.plan, self.axis, cut)
         found = self.in_any_order([s for s, _, _ in exact], [v for _, v, _ in exact], [dim for _, _, dim in exact])
         return collectives.merged(sums, [block for (block,) in blocks], found)
+
+    def left(self, sums: Sequence[loops.Sum], last: Sequence[Any]) -> loops.PartialBlocks:
+        """What the loop over a row's nodes leaves, given the sums that it formed last: these, and those that waited."""
+        height = jnp.int32(len(self.plan.own[0].rest))
+        if not self.waiting or not sums:
+            return loops.PartialBlocks(list(last), [], list(last), height)
+        held = [BESIDE.bind(value, count=self.waiting - 1) for value in last]
+        first, others = [each[0] for each in held], [each[1] for each in held if self.waiting > 1]
+        first = jax.lax.fori_loop(0, 1, lambda _, given: loops.add_all(sums, given, last), first)
+        return loops.PartialBlocks(first, others, list(last), height)
 
     def in_any_order(self, sums: Sequence[loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals by one collective for each: compilers send them together where they can."""

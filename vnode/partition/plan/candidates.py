@@ -110,7 +110,9 @@ class OnMesh:
         self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
         self.across = Across(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
         turns = self.shares.turns
-        self.row: RowProgram = row_program(subject.schedule, options.virtual_nodes, turns, self.axes, platform)
+        self.row: RowProgram = row_program(
+            subject.schedule, options.virtual_nodes, turns, self.axes, platform, self.across.invariant
+        )
 
     @property
     def whole(self) -> Flow:

@@ -112,9 +112,8 @@ class Prediction:
         f = self.figures
         found = levels_over_time(self.device, self.target)
         most = max((each.bytes for each in found), default=0)
-        beside = f.temporary - f.pending  # nothing, if all fits on the chip; more, where pieces wait to be added
-        always = f.arguments + f.results + f.pending
-        moved = {level.bytes: beside if level.bytes == most else min(level.bytes, beside) for level in found}
+        always = f.arguments + f.results
+        moved = {each.bytes: f.temporary if each.bytes == most else min(each.bytes, f.temporary) for each in found}
         return tuple(dataclasses.replace(each, bytes=moved[each.bytes] + always) for each in found)
 
 
@@ -170,7 +169,6 @@ def predicted(
     if len(inner) > 0:  # as `vnode.step.executor.compiler_options` asks
         target = dataclasses.replace(target, breadth=False)
     cost = program_cost(device, machine, mesh, times=times, target=target)
-    waiting = across.waiting * sums
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
     figures = Figures(
@@ -180,9 +178,9 @@ def predicted(
         sent=cost.sent,
         arguments=memory.arguments,
         results=memory.outputs - memory.aliased,
-        temporary=max(memory.temporaries, across.at_once * sums - memory.on_chip) + waiting,
+        temporary=memory.temporaries,
         state=sum(given[i] for i in {*state.values()}),
-        pending=waiting,
+        pending=across.waiting * sums,
         collectives=cost.bytes,
     )
     return Prediction(

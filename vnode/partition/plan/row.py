@@ -143,12 +143,14 @@ class Row(Emission):
         turns: int,
         platform: str,
         axes: Axes,
+        invariant: bool,
         slotted: Collection[int] | None = None,
     ) -> None:
         super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True))
         self.axes, self.turns, self.mesh_axes = {}, turns, axes
         self.platform, self.once = platform, Once(platform)
         self.nodes: list[Node] = []
+        self.invariant = invariant
 
     def everywhere(self, value: Any) -> Any:
         return value
@@ -166,7 +168,7 @@ class Row(Emission):
         slotted: Collection[int] | None,
         division: Division,
     ) -> list[Any]:
-        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, slotted)
+        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, self.invariant, slotted)
         outputs = inner.run()
         self.nodes += inner.nodes
         return outputs
@@ -196,7 +198,7 @@ class Row(Emission):
         def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             values = jaxpr_as_fun(made)(given[0][None], *given[1:], *whole)
             pieces = values[: len(sums)]
-            if self.turns == 1:  # there is nothing to add it to
+            if self.turns == 1 and not self.invariant:  # there is nothing to add it to
                 return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
             return loops.add_all(sums, totals, pieces), values[len(sums) :]
 
@@ -207,7 +209,9 @@ class Row(Emission):
         return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
 
 
-def row_program(schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, platform: str) -> RowProgram:
+def row_program(
+    schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, platform: str, invariant: bool
+) -> RowProgram:
     """Traces what a row computes.
 
     Args:
@@ -216,6 +220,7 @@ def row_program(schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, 
       turns: nodes of the fullest row.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
+      invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
 
     Returns:
       The program. Its inputs and outputs are those of the step, whole.
@@ -224,7 +229,7 @@ def row_program(schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, 
     stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, turns, platform, axes)
+        row = Row(schedule, stands_for_all, values, turns, platform, axes, invariant)
         row.arguments = set(schedule.flow.program.inputs)
         made.append(row)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)

@@ -26,7 +26,7 @@ from vnode.step.virtual import VirtualStep, with_nodes
 REMEDIES = (
     "give activations away: jax.checkpoint (remat) around the layers",
     "donate the state, donate_argnums=0, so that it is there once",
-    'fewer buffers for sums over nodes: lanes=number of devices, or reduction="fast"',
+    'fewer pending sums on a device: lanes=number of devices, or reduction="fast"',
     "shard the state over the devices (ZeRO), or over another axis of a mesh",
     "more devices: each then holds fewer examples, and fewer sums over nodes",
 )

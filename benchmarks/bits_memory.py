@@ -1,0 +1,225 @@
+"""What the same bits cost in memory and time: by hand, in any order, in the order of the tree, and not virtualized.
+
+    python -m benchmarks.bits_memory                    compiled for and timed on one CPU device
+    python -m benchmarks.bits_memory --tpu v5e:2x4      compiled for one of its devices, which need not be there
+
+Two models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching (embed
+all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). And the transformer of
+the other benchmarks, on 8 and on 64 nodes. Memory and cycles are the compiler's; times are those of the processor, of
+steps that take turns, relative to the step by hand in the same round.
+
+This file knows models, ways to compute a step, and compiled programs. It must not know how sums are formed.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import vnode
+from benchmarks import contenders, models, tpu
+
+HAND = "by hand"
+FAST = "fast"
+INVARIANT = "invariant"
+LANES = "invariant in one lane"
+PLAIN = "not virtualized"
+OPTIONS: dict[str, dict[str, Any]] = {
+    FAST: {"reduction": "fast"},
+    INVARIANT: {},
+    LANES: {"lanes": 1},
+}
+NAMES = (HAND, *OPTIONS, PLAIN)
+
+PAIRS, NODES, LAYERS, WIDTH, INPUT, EMBEDDING = 1024, 16, 11, 768, 256, 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step in one way.
+
+    Attributes:
+        function: With a `lower` method.
+        state: What it is given first, arrays or shapes.
+        batch: What it is given second, likewise.
+        gradients: Bytes of the gradients.
+        turns: Of loops of run-time length; see `contenders.Contender`.
+    """
+
+    function: Any
+    state: Any
+    batch: Any
+    gradients: int
+    turns: dict[tuple[str, ...], float]
+
+
+def towers(key: jax.Array) -> dict[str, list[jax.Array]]:
+    """Two towers of dense layers."""
+    widths = [INPUT, *[WIDTH] * (LAYERS + 1), EMBEDDING]
+    keys = jax.random.split(key, 2 * len(widths)).reshape(2, -1)
+    return {
+        name: [jax.random.normal(k, (i, o)) * i**-0.5 for k, i, o in zip(own, widths, widths[1:], strict=False)]
+        for name, own in zip("ab", keys, strict=True)
+    }
+
+
+def embed(layers: list[jax.Array], x: jax.Array) -> jax.Array:
+    """A unit vector for each example."""
+    for w in layers[:-1]:
+        x = jax.nn.gelu(x @ w)
+    x = x @ layers[-1]
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def pair_loss(a: jax.Array, b: jax.Array) -> jax.Array:
+    """Cross entropy in both directions; partners are on the diagonal."""
+    logits = 10.0 * a @ b.T
+    found = [jnp.diagonal(jax.nn.log_softmax(each)) for each in (logits, logits.T)]
+    return -sum(map(jnp.mean, found)) / 2
+
+
+def embed_both(params: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    """The embeddings of both sides of the pairs."""
+    return embed(params["a"], batch["a"]), embed(params["b"], batch["b"])
+
+
+def contrastive_step(params: Any, batch: Any) -> Any:
+    """The step as a user writes it: its gradients leave it."""
+    return jax.value_and_grad(lambda params: pair_loss(*embed_both(params, batch)))(params)
+
+
+def cached_by_hand(params: Any, batch: Any) -> Any:
+    """Gradient caching: the same, node by node."""
+    nodes = jax.tree.map(lambda x: x.reshape(NODES, -1, *x.shape[1:]), batch)
+    found = jax.lax.map(lambda node: embed_both(params, node), nodes)
+    whole = [z.reshape(-1, EMBEDDING) for z in found]
+    loss, slopes = jax.value_and_grad(pair_loss, argnums=(0, 1))(*whole)
+    parts = tuple(slope.reshape(z.shape) for slope, z in zip(slopes, found, strict=True))
+
+    def body(total: Any, given: Any) -> tuple[Any, None]:
+        node, slope = given
+        (grads,) = jax.vjp(lambda params: embed_both(params, node), params)[1](slope)
+        return jax.tree.map(jnp.add, total, grads), None
+
+    return loss, jax.lax.scan(body, jax.tree.map(jnp.zeros_like, params), (nodes, parts))[0]
+
+
+def contrastive(name: str, nodes: int, device: Any) -> Case:
+    """The contrastive step in one way; its state is the parameters."""
+    params = jax.eval_shape(towers, jax.random.key(0))
+    batch = {side: jax.ShapeDtypeStruct((PAIRS, INPUT), jnp.float32) for side in "ab"}
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+    if name in OPTIONS:
+        step = vnode.virtualize(contrastive_step, virtual_nodes=nodes, **OPTIONS[name]).on([device])
+    else:
+        there = jax.sharding.SingleDeviceSharding(device)
+        step = jax.jit({HAND: cached_by_hand, PLAIN: contrastive_step}[name], in_shardings=there, out_shardings=there)
+    return Case(step, params, batch, gradients, turns_of(name, nodes))
+
+
+def transformer(name: str, nodes: int, device: Any) -> Case:
+    """The step of the transformer in one way, by `contenders`; its batch grows with the nodes."""
+    on_tpu = device.platform == "tpu"
+    size = {"width": 512, "heads": 8, "length": 256, "vocabulary": 8192, "dtype": jnp.bfloat16} if on_tpu else {}
+    model = models.transformer(**size)
+    factory: Callable[..., contenders.Contender] = {HAND: contenders.by_hand, PLAIN: contenders.plain}.get(
+        name, contenders.virtualized
+    )
+    made = factory(model, nodes, [device], **({"reduction": "invariant"} | OPTIONS[name] if name in OPTIONS else {}))
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct((nodes * model.node, *x.shape[1:]), x.dtype), model.batch(1))
+    gradients = sum(x.nbytes for x in jax.tree.leaves(made.state["params"]))
+    state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), made.state)
+    return Case(made.function, state, shapes, gradients, turns_of(name, nodes))
+
+
+def turns_of(name: str, nodes: int) -> dict[tuple[str, ...], float]:
+    """How often the loops of run-time length run."""
+    if name not in OPTIONS or name == FAST:
+        return {}
+    return contenders.turns_of_trees(nodes, 1, OPTIONS[name].get("lanes", nodes))
+
+
+def rows(device: Any, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+    """One row for each model, number of nodes and way.
+
+    Args:
+        device: For which is compiled.
+        names: In which ways.
+        seconds: For how long the ways of the contrastive step are timed; 0 for not at all.
+    """
+    for make, nodes in ((contrastive, NODES), (transformer, 8), (transformer, 64)):
+        compiled = {}
+        for name in names:
+            if name == PLAIN and make is transformer and nodes > 8:
+                continue  # of 512 examples at once
+            case = make(name, nodes, device)
+            compiled[name] = case, case.function.lower(case.state, case.batch).compile()
+        times = timed(compiled, seconds) if seconds and make is contrastive else {}
+        for name, (case, program) in compiled.items():
+            memory = program.memory_analysis()
+            row = {
+                "model": make.__name__,
+                "nodes": nodes,
+                "way": name,
+                "gradients_mib": round(case.gradients / 2**20, 1),
+                "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
+            }
+            if device.platform == "tpu":
+                row["cycles"] = tpu.figures(program, case.turns).cycles
+            if name in times:
+                row["time"] = round(times[name], 3)
+            yield row
+
+
+def timed(compiled: dict[str, tuple[Case, Any]], seconds: float) -> dict[str, float]:
+    """Processor time of each way relative to the first, the median over rounds; the first is run again as `again`."""
+    case = next(iter(compiled.values()))[0]
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(lambda x: jnp.asarray(0.05 * rng.standard_normal(x.shape), x.dtype), (case.state, case.batch))
+    programs = [(name, program) for name, (_, program) in compiled.items()]
+    programs.append(("again", programs[0][1]))
+    taken: dict[str, list[float]] = {name: [] for name, _ in programs}
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds or len(taken["again"]) < 3:
+        for name, program in programs:
+            began = time.process_time()
+            jax.block_until_ready(program(*args))
+            taken[name].append(time.process_time() - began)
+        programs = [*programs[1:], programs[0]]
+    first = taken[next(iter(compiled))]
+    print(json.dumps({"rounds": len(first), "again": round(statistics.median(ratios(taken["again"], first)), 3)}))
+    return {name: statistics.median(ratios(taken[name], first)) for name in compiled}
+
+
+def ratios(values: list[float], to: list[float]) -> list[float]:
+    """Each value over that of the same round."""
+    return [a / b for a, b in zip(values, to, strict=True)]
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prints one JSON line per row."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tpu", help="a topology such as v5e:2x4, of which one device is compiled for")
+    parser.add_argument("--ways", default=",".join(NAMES), help="some of these: %(default)s")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of timing, on CPU; 0 for none")
+    options = parser.parse_args(argv)
+    names = options.ways.split(",")
+    if unknown := set(names) - set(NAMES):
+        parser.error(f"no such way: {', '.join(sorted(unknown))}")
+    if options.tpu:
+        os.environ.update(tpu.ENVIRONMENT)
+    device = tpu.topology(options.tpu)[0] if options.tpu else jax.devices()[0]
+    for row in rows(device, names, 0.0 if options.tpu else options.seconds):
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
