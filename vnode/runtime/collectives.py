@@ -2,10 +2,9 @@
 
 Knows stacks of partial sums and folds. Must not know nodes or passes.
 
-Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, or one and two of them by
-turns, by groups of devices, groups of groups and so on; elsewhere every device is sent one chunk of all, adds it in
-tree order, and sends the result to all. All are the traffic of a ring all-reduce; the first half of it once per block
-that a device holds.
+Sums whose order counts are reduced by chunks: where devices hold the leaves of a full tree, by groups of devices,
+groups of groups and so on; elsewhere every device is sent one chunk of all, adds it in tree order, and sends the result
+to all. Both are the traffic of a ring all-reduce; the first half of it once per block that a device holds.
 """
 
 from __future__ import annotations
@@ -124,31 +123,14 @@ class ReductionPlan:
 
         So they do where each has one sum, these are one after another in the tree, and values may be divided.
         """
+        devices = len(self.own)
         if not self.flat or any(len(fold.rest) != 1 for fold in self.own):
             return ()
-        return self.grouped(self.across.merges)
-
-    @functools.cached_property
-    def pairs(self) -> tuple[int, ...]:
-        """The same where devices have one sum and two by turns, and the three are one after another in the tree.
-
-        The first group is such a pair of devices.
-        """
-        merges, left = self.across.merges, [len(fold.rest) for fold in self.own]
-        in_order = merges[::3] == (0,) * (len(left) // 2) and set(merges[1::3]) == {1} and 0 not in merges[2::3]
-        if not self.flat or left != [1, 2] * (len(left) // 2) or not in_order:
-            return ()
-        above = tuple(each - 1 for each in merges[2::3])  # which a pair's sum is joined by
-        return (2, *self.grouped(above)) if len(above) > 1 and self.grouped(above) else (2,) * (len(above) == 1)
-
-    def grouped(self, merges: tuple[int, ...]) -> tuple[int, ...]:
-        """Groups in which blocks, one after another, add as a tree's upper levels do; nothing if they do not."""
-        count = len(merges)
-        one_each = [(d, d + 1) for d in range(count)]
+        one_each = [(d, d + 1) for d in range(devices)]
         for level in range(len(self.branches)):
             above = self.branches[level:]
-            if math.prod(above) >= count and Tree(count, above).fold(one_each).merges == merges:
-                return groups_of(count, above)
+            if math.prod(above) >= devices and Tree(devices, above).fold(one_each).merges == self.across.merges:
+                return groups_of(devices, above)
         return ()
 
     @property
@@ -290,14 +272,10 @@ def in_tree_order(sums: Sequence[Sum], rest: PartialBlocks, plan: ReductionPlan,
     if len(plan.own) == 1:
         return rest.each(count)
     rows = plan.left_at
-    blocks = rest.blocks(plan.left) if not plan.pairs else [first[None] for first in rest.first]
-    second = [jnp.where(rest.height > 1, last, 0)[None] for last in rest.last] if plan.pairs else blocks
+    blocks = rest.blocks(plan.left)
     results: list[list[Any]] = [[] for _ in sums]
     for members in buckets(sums) if plan.flat else [[i] for i in range(len(sums))]:
         parcel = Parcel.of([blocks[i] for i in members], len(plan.own), plan.flat)
-        if plan.pairs:
-            others = Parcel.of([second[i] for i in members], len(plan.own), plan.flat)
-            parcel = parcel.followed_by(others, sums[members[0]].monoid)
         for total in parcel.added(sums[members[0]].monoid, rows, plan, axis):
             if plan.flat and not parcel.flat:  # as a collective leaves it in memory
                 results[members[0]].append(total)
@@ -340,9 +318,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
     return left.each(len(fold.rest))[0]
 
 
-def added_in_groups(
-    s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str, second: jax.Array | None = None
-) -> jax.Array:
+def added_in_groups(s: Sum, value: jax.Array, dim: int, sizes: Sequence[int], axis: str) -> jax.Array:
     """Adds a block of each device in the order of a tree, and gives all of them the sum.
 
     Within groups, groups of groups, and so on, each device adds its part of what it had, in order, down to its chunk;
@@ -354,7 +330,6 @@ def added_in_groups(
       dim: its dimension that is divided, a multiple of the devices.
       sizes: members of a group at each level; their product is the number of devices.
       axis: of the mesh, over which they are numbered.
-      second: where groups are of two at first, a block of the latter that comes after both; of the former, zeros.
     """
     levels, stride = [], 1
     for size in sizes:
@@ -364,11 +339,7 @@ def added_in_groups(
     for members in levels:
         size = len(members[0])
         if size == 2:
-            scatter = functools.partial(lax.psum_scatter, scatter_dimension=dim, axis_index_groups=members, tiled=True)
-            value = scatter(value, axis)
-            if second is not None:
-                # No compiler may add a device's two blocks before it sends them: a choice stands between.
-                value, second = lax.add(value, s.from_zero(scatter(second, axis))), None
+            value = lax.psum_scatter(value, axis, scatter_dimension=dim, axis_index_groups=members, tiled=True)
             continue
         # A dimension of their own for the parts, or compilers bring the whole into another layout first.
         parts = value.reshape(*value.shape[:dim], size, value.shape[dim] // size, *value.shape[dim + 1 :])
@@ -388,24 +359,11 @@ class Parcel:
       blocks: ``[blocks, ...]``, every device's own.
       dim: the dimension along which devices take chunks; None if each takes all.
       flat: whether the values are one after another in one dimension.
-      second: ``[1, ...]``, a block that comes after the first one, zeros where there is none; None if such are in
-        `blocks`.
     """
 
     blocks: jax.Array
     dim: int | None
     flat: bool
-    second: jax.Array | None = None
-
-    def divides(self, monoid: Monoid) -> bool:
-        """Whether groups of devices can add it."""
-        return monoid is Monoid.SUM and self.dim is not None and self.blocks.dtype in ROUNDED_EACH
-
-    def followed_by(self, other: Parcel, monoid: Monoid) -> Parcel:
-        """The same with another's block after its own: apart if groups can add them, or beside it."""
-        if self.divides(monoid):
-            return dataclasses.replace(self, second=other.blocks)
-        return dataclasses.replace(self, blocks=jnp.concatenate([self.blocks, other.blocks]))
 
     @staticmethod
     def of(values: Sequence[jax.Array], devices: int, flat: bool) -> Parcel:
@@ -424,10 +382,8 @@ class Parcel:
     def added(self, monoid: Monoid, rows: Sequence[int], plan: ReductionPlan, axis: str) -> list[Any]:
         """What partial_blocks of all devices' blocks, of which `rows` count."""
         s = Sum(monoid, self.blocks.shape[1:], self.blocks.dtype)
-        sizes = plan.groups if self.second is None else plan.pairs
-        if sizes and self.dim is not None and self.divides(monoid):
-            second = None if self.second is None else self.second[0]
-            return [added_in_groups(s, self.blocks[0], self.dim - 1, sizes, axis, second)]
+        if plan.groups and monoid is Monoid.SUM and self.dim is not None and s.dtype in ROUNDED_EACH:
+            return [added_in_groups(s, self.blocks[0], self.dim - 1, plan.groups, axis)]
         held = self.send(axis)
         parts = added(dataclasses.replace(s, shape=held.shape[1:]), held, rows, plan.across)
         return [self.collect(part, axis) for part in parts]
