@@ -45,7 +45,12 @@ SMALL = 16 << 10
 
 
 def combined(sums: Sequence[Sum], totals: Sequence[Any], axis: str, parts: Parts = ()) -> list[Any]:
-    """Combines every device's totals in any order: one collective per monoid, and one for each that is divided."""
+    """Combines every device's totals in any order: one collective per monoid, and one for each that is divided.
+
+    None for a single device.
+    """
+    if lax.axis_size(axis) == 1:
+        return list(totals)
     results: dict[int, Any] = {}
     groups: dict[Monoid, list[int]] = {}
     for i, (s, dim) in enumerate(itertools.zip_longest(sums, parts)):
