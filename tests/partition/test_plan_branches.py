@@ -204,6 +204,15 @@ def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.thorough
+def test_derivatives_from_outside() -> None:
+    step, (params, batch) = example("towers")
+    planned_step = planned("towers", "2x2x2", 0).step()
+    placed = planned_step.put(jax.tree.map(jnp.copy, params))
+    got = jax.jit(jax.grad(lambda params: planned_step(params, batch)[1][0]))(placed)
+    assert_same(got, jax.grad(lambda params, batch: step(params, batch)[1][0]), params, batch)
+
+
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [("towers", "2x2x2"), *[pytest.param(n, "2x4", marks=pytest.mark.thorough) for n in ("towers", "experts")]],
