@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend.core import jaxprs_in_params
+from jax.extend.core import Var, jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
 from tests.rounding import assert_same
@@ -154,6 +154,23 @@ def test_values_and_gradients(function: Any, params: Any, x: Any, spec: P, specs
         return jax.tree.leaves(jax.value_and_grad(function)(*jax.tree.unflatten(tree, values)))
 
     assert_same(jax.jit(split)(*flat), plain, *flat)
+
+
+def test_what_a_backward_pass_alone_needs_stays_where_it_is() -> None:
+    """Added up over devices is what others read, and nothing that was kept for the branch's own backward pass."""
+    params = {"users": numbers(6, 16), "out": numbers(16, 8), "items": numbers(3, 4, 4), "last": numbers(4, 8)}
+    split, flow, _ = divided(towers, params, numbers(8, 10), P(), {}, {"users": 0, "items": 1}, {"g": 2})
+    groups = [step for step in flow.steps if step.branches is not None]
+    here = {var: step.branches.maker(i) for step in groups for i, var in enumerate(step.eqn.outvars) if step.branches}
+    others = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
+    for step in flow.steps:
+        for i, atom in enumerate(step.eqn.invars):
+            known = set() if step.branches is None else {n for n, r in enumerate(step.branches.operands) if i in r}
+            if isinstance(atom, Var) and known != {here.get(atom)}:
+                others.add(atom)
+    read, kept = (sum((var in others) is which for var in here) for which in (True, False))
+    found = collections.Counter(collectives(jax.make_jaxpr(split)(*jax.tree.leaves((params, numbers(8, 10)))).jaxpr))
+    assert found == {"psum": read} and kept > 0
 
 
 def test_bits_do_not_depend_on_where_a_branch_is() -> None:

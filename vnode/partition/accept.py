@@ -235,7 +235,7 @@ def accept(compiled: Any, cost: ProgramCost, *, tolerance: float = TOLERANCE) ->
       >>> found.accepted, found.found, found.memory
       (True, {'all-reduce': 16384}, 98304)
     """
-    return compared(compiled, counted_plan(cost.collectives), cost.memory, tolerance=tolerance)
+    return compared(compiled, counted_plan((*cost.collectives, *cost.others)), cost.memory, tolerance=tolerance)
 
 
 def compared(

@@ -36,7 +36,7 @@ from vnode.spmd.choice import (
     reached,
     ways_to,
 )
-from vnode.spmd.groups import Branches, branches_of
+from vnode.spmd.groups import Branches, branches_of, made_at
 from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
 
 Path = tuple[int, ...]
@@ -356,29 +356,44 @@ class _Follower:
             )
         inner = {name: size for name, size in self.axes.items() if name != axis}
         operands = [
-            without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes)
-            for atom, each in zip(eqn.invars, given, strict=True)
+            self.at_branches(branches, i, atom, without(axis, each.layout, getattr(atom.aval, "shape", ()), self.axes))
+            for i, (atom, each) in enumerate(zip(eqn.invars, given, strict=True))
         ]
-        results: list[Layout] = [replicated(0)] * len(eqn.outvars)
+        inside = [Given(on_one(layout, axis)) for layout in operands]
         flows = []
-        for number, (program, reads, makes) in enumerate(
-            zip(branches.programs, branches.operands, branches.results, strict=True)
-        ):
-            inputs = [Given(operands[i]) for i in reads]
+        for number, (program, reads) in enumerate(zip(branches.programs, branches.operands, strict=True)):
+            inputs = [inside[i] for i in reads]
             follower = _Follower(program, inner, self.wishes, self.asked, (*path, number)).follow(inputs)
             outputs = [
                 self.pieces_at_one(eqn, atom, end) for atom, end in zip(program.outputs, follower.ends, strict=True)
             ]
             flows.append(Flow(program, tuple(g.layout for g in inputs), tuple(follower.steps), tuple(outputs)))
-            for i, layout in zip(makes, outputs, strict=True):
-                one = (axis, monoid_of_one(eqn.outvars[i].aval.dtype))
-                order = sorted((*layout.partial, one), key=lambda p: list(self.axes).index(p[0]))
-                results[i] = Layout(layout.dims, tuple(order))
-        self.states.update(
-            (var, Given(layout, settled=self.is_combined(var, layout)))
-            for var, layout in zip(eqn.outvars, results, strict=True)
+        made = of_branches(branches, flows, self.axes)
+        results = wished(made, [self.wishes.get(var) for var in eqn.outvars])
+        for i, (var, layout) in enumerate(zip(eqn.outvars, results, strict=True)):
+            self.pieces[var] = made[i]
+            self.states[var] = Given(layout, settled=bool(layout.partial) and self.is_combined(var, layout))
+        return Step(eqn, tuple(operands), made, results, bodies=tuple(flows), branches=branches)
+
+    def at_branches(self, branches: Branches, i: int, atom: Atom, layout: Layout) -> Layout:
+        """How branches read an operand: as is wished, and where it is, if it is read there only."""
+        inside = (
+            program.inputs[reads.index(i)]
+            for program, reads in zip(branches.programs, branches.operands, strict=True)
+            if i in reads
         )
-        return Step(eqn, tuple(operands), tuple(results), tuple(results), bodies=tuple(flows), branches=branches)
+        wish = next((self.wishes[var] for var in inside if var in self.wishes), None)
+        layout = layout if wish is None else wish.complete
+        if not isinstance(atom, Var):
+            return layout
+        there = (p for p in self.states[atom].layout.partial if p[0] == branches.axis)
+        stays = branches.reads_at(i, self.at.get(atom))
+        return Layout(layout.dims, tuple(there)) if stays else layout
+
+    @functools.cached_property
+    def at(self) -> dict[Var, tuple[str, int]]:
+        """The axis and the index of the devices that alone have what a branch computes."""
+        return made_at(self.program)
 
     @staticmethod
     def pieces_at_one(eqn: JaxprEqn, atom: Atom, end: Given) -> Layout:
@@ -538,6 +553,22 @@ def without(axis: str, layout: Layout, shape: Sequence[int], axes: Axes) -> Layo
             cut = cut_of(before, cut.outer, cut.size, n, axes) if before else None
         dims.append(cut)
     return Layout(tuple(dims))
+
+
+def on_one(layout: Layout, axis: str) -> Layout:
+    """How a value lies among devices of one index along an axis, which alone have it."""
+    return Layout(layout.dims, tuple(each for each in layout.partial if each[0] != axis))
+
+
+def of_branches(branches: Branches, flows: Sequence[Flow], axes: Axes) -> tuple[Layout, ...]:
+    """How the results of branches lie: those of devices along their axis are pieces, of which one has something."""
+    order = list(axes)
+    found: dict[int, Layout] = {}
+    for flow, makes in zip(flows, branches.results, strict=True):
+        for i, atom, layout in zip(makes, flow.program.outputs, flow.outputs, strict=True):
+            several = (*layout.partial, (branches.axis, monoid_of_one(atom.aval.dtype)))
+            found[i] = Layout(layout.dims, tuple(sorted(several, key=lambda piece: order.index(piece[0]))))
+    return tuple(found[i] for i in range(len(found)))
 
 
 def along(dim: int, cut: Cut | None, layout: Layout) -> Layout:

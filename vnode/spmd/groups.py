@@ -5,7 +5,8 @@ Knows programs, and which equation reads what another computes. Must not know la
 A group says which equations are which branch's, along one axis of a mesh: the towers of an Inception block, two
 encoders, experts. A program with groups has one equation in the place of each group's, whose bodies are the branches.
 Devices with index i along the axis evaluate branch i only, and have nothing (zero) of what others compute: pieces of
-a sum, as of any reduction that is divided.
+a sum, as of any reduction that is divided. What a branch of a later group at the same index alone reads of them stays
+where it is: a backward pass what its forward pass has kept.
 
 Source: operators on disjoint sets of devices as in FlexFlow's parallelization space (Jia, Zaharia, Aiken, "Beyond data
 and model parallelism for deep neural networks", MLSys 2019, section 4).
@@ -26,6 +27,11 @@ from vnode.errors import PartitionError
 
 side_by_side_p = Primitive("side_by_side")
 side_by_side_p.multiple_results = True
+
+
+@side_by_side_p.def_abstract_eval
+def _(*_: Any, branches: Branches) -> list[Any]:
+    return list(branches.types)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +68,43 @@ class Branches:
     operands: tuple[tuple[int, ...], ...]
     results: tuple[tuple[int, ...], ...]
 
+    @property
+    def types(self) -> list[Any]:
+        """Of all results."""
+        found = {
+            i: atom.aval
+            for program, makes in zip(self.programs, self.results, strict=True)
+            for i, atom in zip(makes, program.outputs, strict=True)
+        }
+        return [found[i] for i in range(len(found))]
+
+    def maker(self, result: int) -> int:
+        """Whose result it is: the number of the branch."""
+        return next(number for number, makes in enumerate(self.results) if result in makes)
+
+    def readers(self, operand: int) -> set[int]:
+        """The branches that read an operand, by number."""
+        return {number for number, reads in enumerate(self.operands) if operand in reads}
+
+    def reads_at(self, operand: int, there: tuple[str, int] | None) -> bool:
+        """Whether an operand is read where it is only: at an index along an axis."""
+        return there is not None and there[0] == self.axis and self.readers(operand) == {there[1]}
+
 
 def branches_of(eqn: JaxprEqn) -> Branches | None:
     """The branches that an equation consists of; None if it is none of `grouped`."""
     return eqn.params["branches"] if eqn.primitive is side_by_side_p else None
+
+
+def made_at(program: Program) -> dict[Var, tuple[str, int]]:
+    """For what branches of a program compute: the axis along which, and the index at which, devices have it."""
+    found: dict[Var, tuple[str, int]] = {}
+    for eqn in program.equations:
+        branches = branches_of(eqn)
+        for i, var in enumerate(eqn.outvars if branches is not None else ()):
+            assert branches is not None
+            found[var] = branches.axis, branches.maker(i)
+    return found
 
 
 def grouped(program: Program, groups: Iterable[Group]) -> Program:
@@ -211,12 +250,27 @@ def together(program: Program, group: Group) -> JaxprEqn:
         operands.append(tuple(invars.setdefault(var, len(invars)) for var in inputs))
         results.append(tuple(range(len(outvars), len(outvars) + len(outputs))))
         outvars += outputs
-        programs.append(Program(inputs, constants, equations, list(outputs)))
+        programs.append(renamed(Program(inputs, constants, equations, list(outputs))))
     params: dict[str, Any] = {"branches": Branches(group.axis, tuple(programs), tuple(operands), tuple(results))}
     source = program.equations[min(group.equations)].source_info
     return barrier_equation().replace(
         primitive=side_by_side_p, invars=list(invars), outvars=outvars, params=params, source_info=source
     )
+
+
+def renamed(program: Program) -> Program:
+    """The program with variables of its own, so that what is said of a value outside is not said of it inside."""
+    names: dict[Var, Var] = {}
+
+    def name(atom: Any) -> Any:
+        return names.setdefault(atom, Var(atom.aval)) if isinstance(atom, Var) else atom
+
+    equations = [
+        eqn.replace(invars=[name(atom) for atom in eqn.invars], outvars=[name(var) for var in eqn.outvars])
+        for eqn in program.equations
+    ]
+    constants = {name(var): value for var, value in program.constants.items()}
+    return Program([name(v) for v in program.inputs], constants, equations, [name(a) for a in program.outputs])
 
 
 def by_scope(program: Program, axis: str, scopes: Mapping[str, int]) -> list[Group]:

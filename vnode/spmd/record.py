@@ -13,13 +13,16 @@ import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jax.extend.core import Var
+
 from vnode.analysis.fingerprint import Writer
 from vnode.analysis.program import Program, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid
 from vnode.operators.control import region_of
 from vnode.spmd.choice import Given, Way, carried_out, reached
-from vnode.spmd.flow import Flow, Step
+from vnode.spmd.flow import Flow, Step, of_branches, on_one
+from vnode.spmd.groups import Branches, Group, branches_of, grouped, made_at
 from vnode.spmd.layout import Axes, Cut, Layout
 
 
@@ -57,6 +60,7 @@ class RecordedFlow:
       steps: one per equation, in order.
       outputs: how each output is handed on.
       ends: how each output lies where it is made.
+      groups: which equations are evaluated side by side; steps are those of the program with these.
     """
 
     digest: str
@@ -65,6 +69,7 @@ class RecordedFlow:
     steps: tuple[RecordedStep, ...]
     outputs: tuple[Layout, ...]
     ends: tuple[Layout, ...]
+    groups: tuple[Group, ...] = ()
 
     @staticmethod
     def of(flow: Flow, axes: Axes | None = None) -> RecordedFlow:
@@ -92,6 +97,7 @@ class RecordedFlow:
                     remedies=["resize the axis of the nodes only", "or search a plan for the machine there is now"],
                 )
             )
+        program = grouped(program, self.groups) if self.groups else program
         if len(program.equations) != len(self.steps):
             raise PartitionError(
                 layout_message(
@@ -100,7 +106,8 @@ class RecordedFlow:
                     remedies=["search again"],
                 )
             )
-        steps = tuple(again(program, eqn, s, axes) for eqn, s in zip(program.equations, self.steps, strict=True))
+        at = made_at(program)
+        steps = tuple(again(program, eqn, s, axes, at) for eqn, s in zip(program.equations, self.steps, strict=True))
         return Flow(program, self.inputs, steps, self.outputs, self.ends)
 
     def to_json(self) -> dict[str, Any]:
@@ -133,6 +140,7 @@ class RecordedFlow:
             "digest": self.digest,
             "axes": dict(self.axes),
             **write(self),
+            "groups": [[group.axis, [sorted(branch) for branch in group.branches]] for group in self.groups],
             "layouts": [written(layout) for layout in known],
         }
 
@@ -161,7 +169,15 @@ class RecordedFlow:
             sizes = tuple((str(name), int(size)) for name, size in (axes or {}).items())
             return RecordedFlow(digest, sizes, inputs, tuple(steps), outputs, ends)
 
-        return flow(content, str(content["digest"]), content["axes"])
+        groups = [
+            Group(str(axis), tuple(frozenset(map(int, branch)) for branch in branches))
+            for axis, branches in content.get("groups", ())
+        ]
+        unknown = {group.axis for group in groups} - set(content["axes"])
+        if unknown:
+            raise ValueError(f"branches along {', '.join(sorted(unknown))}, which is no axis")
+        made = flow(content, str(content["digest"]), content["axes"])
+        return dataclasses.replace(made, groups=tuple(groups))
 
 
 def digest_of(program: Program) -> str:
@@ -176,8 +192,15 @@ def recorded(step: Step) -> RecordedStep:
     return RecordedStep(step.operands, step.made, step.results, ways, step.anyhow, step.asks, bodies)
 
 
-def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
+def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]) -> Step:
     """One step, from what was written down.
+
+    Args:
+      program: with the equation.
+      eqn: the equation.
+      step: what was written down.
+      axes: of the mesh.
+      at: for what branches compute: the axis along which, and the index at which, devices have it.
 
     Raises:
       PartitionError: the equation cannot be carried out so, hence is another.
@@ -195,6 +218,12 @@ def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
             raise other()
         bodies = tuple(body.flow(inside, axes) for body, inside in zip(step.bodies, programs, strict=True))
         return Step(eqn, step.operands, step.made, step.results, region=region, bodies=bodies)
+    branches = branches_of(eqn)
+    if branches is not None:
+        made = again_side_by_side(branches, eqn, step, axes, at)
+        if made is None or len(made[1]) != len(eqn.outvars) or made[1] != step.made:
+            raise other()
+        return Step(eqn, step.operands, step.made, step.results, bodies=made[0], branches=branches)
     if step.ways is None:
         return Step(eqn, step.operands, step.made, step.results, anyhow=step.anyhow, asks=step.asks)
     description = program.describe(eqn)
@@ -207,6 +236,26 @@ def again(program: Program, eqn: Any, step: RecordedStep, axes: Axes) -> Step:
     if choice is None or choice.operands != step.operands or reached(eqn, choice) != step.made:
         raise other()
     return Step(eqn, step.operands, step.made, step.results, choice)
+
+
+def again_side_by_side(
+    branches: Branches, eqn: Any, step: RecordedStep, axes: Axes, at: Mapping[Var, tuple[str, int]]
+) -> tuple[tuple[Flow, ...], tuple[Layout, ...]] | None:
+    """The flows through branches, and how their results lie; None if what was written down is of others."""
+    inner = {name: size for name, size in axes.items() if name != branches.axis}
+    given = [tuple(on_one(step.operands[i], branches.axis) for i in reads) for reads in branches.operands]
+    pairs = list(zip(step.bodies, branches.programs, strict=False))
+    whole = all(not each.partial and branches.axis not in each.cut_axes for several in given for each in several)
+    stays = all(
+        not layout.partial or (isinstance(atom, Var) and branches.reads_at(i, at.get(atom)))
+        for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
+    )
+    if not (len(step.bodies) == len(branches.programs) <= axes.get(branches.axis, 1) and whole and stays):
+        return None
+    if [body.inputs for body, _ in pairs] != given or any(len(b.outputs) != len(p.outputs) for b, p in pairs):
+        return None
+    flows = [body.flow(program, inner) for body, program in zip(step.bodies, branches.programs, strict=True)]
+    return tuple(flows), of_branches(branches, flows, axes)
 
 
 def written(layout: Layout) -> list[Any]:

@@ -347,7 +347,7 @@ class _Run:
         inner = {name: size for name, size in self.axes.items() if name != axis}
 
         def nothing(i: int) -> jax.Array:
-            aval, layout = step.eqn.outvars[i].aval, step.results[i]
+            aval, layout = step.eqn.outvars[i].aval, step.made[i]
             identity = dict(layout.partial)[axis].identity(aval.dtype)
             return jnp.full(layout.local(aval.shape, self.axes), identity, aval.dtype)
 

@@ -55,7 +55,8 @@ class ProgramCost:
       compute: seconds of all kernels, one after the other.
       exchange: seconds of all collectives, one after the other.
       timeline: both together, as far as they overlap.
-      collectives: all of them.
+      collectives: those that a device takes part in; of branches those of the one that takes longest.
+      others: those of the other branches, which are in the program, too.
       memory: of one device.
       sources: seconds of `compute` by who says so.
       noise: seconds by which measured times may be off together.
@@ -72,6 +73,7 @@ class ProgramCost:
     noise: float
     unknown: frozenset[str] = frozenset()
     open_loops: int = 0
+    others: tuple[Planned, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -170,6 +172,7 @@ def program_cost(
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
         open_loops=taken.open_loops,
+        others=tuple(taken.others),
     )
 
 
@@ -195,6 +198,7 @@ class _Taken:
         self.source, self.target, self.overlap = times, target, overlap
         self.times: list[tuple[Time, float]] = []
         self.collectives: list[Planned] = []
+        self.others: list[Planned] = []  # of branches that others take
         self.unknown: set[str] = set()
         self.open_loops = 0
 
@@ -260,6 +264,8 @@ class _Taken:
         for _, times, collectives in chosen:
             self.times += times
             self.collectives += collectives
+        for branch in found:
+            self.others += branch[2] if not any(branch is each for each in chosen) else []
         links = set[int]()
         for _, _, collectives in chosen:
             for each in collectives:

@@ -5,18 +5,22 @@ Knows rows, searches, and predictions. Must not know which candidates there are,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Hashable, Mapping
+from collections.abc import Collection, Hashable, Mapping, Sequence
 
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
+from vnode.analysis.branches import Branches
 from vnode.errors import MemoryLimitError
+from vnode.partition.cost.pieces import piece_of
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Device, Machine
-from vnode.partition.plan.across import Across
+from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.branches import groups_along, stages_of
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
@@ -33,6 +37,9 @@ from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow
+
+BESIDE = "searched + branches"
+"""What a candidate is called that has branches of what a node computes on devices of their own."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -114,6 +121,54 @@ class OnMesh:
             subject.schedule, options.virtual_nodes, turns, self.axes, platform, self.across.invariant
         )
 
+    def seconds(self, eqn: JaxprEqn) -> float:
+        """What an equation takes on one device, whole, by the roofline: what tells heavy branches from light ones."""
+        return Times().slowest(piece_of([eqn], eqn.outvars), self.machine.kinds).seconds
+
+    @functools.cached_property
+    def stages(self) -> list[tuple[int, Branches]]:
+        """Branches of what a node computes that do not wait for each other: for each stage its pass, and them."""
+        return [(k, each) for k, node in enumerate(self.row.nodes) for each in stages_of(node.written, self.seconds)]
+
+    def by_balance(self, axis: str) -> list[tuple[int, Branches]]:
+        """The same, those first whose branches load the indices along an axis least evenly."""
+
+        def share(stage: tuple[int, Branches]) -> float:
+            k, branches = stage
+            program, size = self.row.nodes[k].written, self.axes[axis]
+            (group,) = groups_along(program, [branches], self.seconds, axis, size)
+            takes = [sum(self.seconds(program.equations[n]) for n in branch) for branch in group.branches]
+            return sum(takes) / (size * max(takes))
+
+        return sorted(self.stages, key=share)
+
+    def side_by_side(self, axis: str, stages: Sequence[tuple[int, Branches]]) -> OnMesh:
+        """The same with branches side by side: each is evaluated by the devices of one index along an axis.
+
+        Args:
+          axis: of the mesh.
+          stages: of `stages`.
+        """
+        several = [[each for k, each in stages if k == number] for number in range(len(self.row.nodes))]
+        groups = [
+            groups_along(node.written, each, self.seconds, axis, self.axes[axis])
+            for node, each in zip(self.row.nodes, several, strict=True)
+        ]
+        made = copy.copy(self)
+        for name in ("search", "by_experts"):
+            made.__dict__.pop(name, None)
+        options, turns = self.subject.step.options, self.shares.turns
+        made.row = row_program(
+            self.subject.schedule,
+            options.virtual_nodes,
+            turns,
+            self.axes,
+            self.platform,
+            self.across.invariant,
+            groups,
+        )
+        return made
+
     @property
     def whole(self) -> Flow:
         """Nothing is divided."""
@@ -160,6 +215,7 @@ class OnMesh:
           over_rows: whether the state is sharded over the rows as well.
           gap: of the search.
         """
+        flow = in_pieces(flow, self.axes)
         subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
         prediction = predicted(
             flow,
@@ -209,13 +265,17 @@ class OnMesh:
         Where it finds nothing, what takes least memory by its own account, called so; None if that is not known.
         """
         problem = dataclasses.replace(self.search.problem, limit=memory)
+        grouped = any(node.groups for node in self.row.nodes)
+        known = [] if grouped else list(self.by_experts.values())
         try:
-            solution = exact(problem, gap=gap, budget=budget, candidates=list(self.by_experts.values()), progress=False)
+            solution = exact(problem, gap=gap, budget=budget, candidates=known, progress=False)
         except MemoryLimitError:
             least = least_memory(problem, budget, lambda: None).strategies
             return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
-        found = self.candidate("searched", self.search.flow(solution.strategies), gap=solution.gap)
-        return found, solution.interrupted
+        flow = self.search.flow(solution.strategies)
+        if grouped:  # the search has added up what branches take: that is no bound
+            return self.candidate(BESIDE, flow), solution.interrupted
+        return self.candidate("searched", flow, gap=solution.gap), solution.interrupted
 
 
 def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:

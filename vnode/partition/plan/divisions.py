@@ -25,7 +25,8 @@ class DividedOperation:
       operation: its name.
       count: how many equations of all passes are alike in this.
       cut: how operands and results lie while it is computed.
-      axes: what each axis of the mesh divides, of those that divide anything: one of `PARTS`.
+      axes: what each axis of the mesh divides, of those that divide anything: one of `PARTS`, or which branch the
+        operation is part of, by its index along the axis: ``"branch 0"``.
     """
 
     where: str
@@ -41,6 +42,7 @@ PARTS = {
     "right": "a dimension of the result that the second operand has alone",
     "sum": "what is summed: the result is in pieces",
     "space": "a dimension that windows slide along",
+    "branch": "nothing: the operation is in a branch that is evaluated at one index only",
     "other": "indices that are looked up, shifted, or run along",
 }
 """What an axis of a mesh can divide of an operation."""
@@ -50,7 +52,7 @@ def divisions_of(flows: Iterable[NodeFlow]) -> tuple[DividedOperation, ...]:
     """Products and windows in what nodes compute, the dearest first; those of one line that are alike are one."""
     found: dict[Alike, list[float]] = collections.defaultdict(list)
     for each in flows:
-        _collect(dataclasses.replace(each.body, steps=each.steps), 1, found)
+        _collect(dataclasses.replace(each.body, steps=each.steps), 1, found, {})
     order = sorted(found.items(), key=lambda item: -sum(item[1]))
     return tuple(DividedOperation(line, name, len(costs), cut, dict(axes)) for (line, name, cut, axes), costs in order)
 
@@ -59,14 +61,15 @@ Alike = tuple[str, str, str, tuple[tuple[str, str], ...]]
 """What operations have in common that are shown as one: line, name, layouts, and what axes divide."""
 
 
-def _collect(flow: Flow, times: int, found: dict[Alike, list[float]]) -> None:
+def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mapping[str, str]) -> None:
     for step in flow.steps:
-        for body in step.bodies:
-            _collect(body, times * (step.region.times if step.region is not None else 1), found)
+        for number, body in enumerate(step.bodies):
+            inside = at if step.branches is None else {**at, step.branches.axis: f"branch {number}"}
+            _collect(body, times * (step.region.times if step.region is not None else 1), found, inside)
         description = None if step.region is not None else flow.program.describe(step.eqn)
         if description is None or not description.has(Algebra.CONTRACTS):
             continue
-        axes = tuple(sorted(parts_of(step).items()))
+        axes = tuple(sorted({**at, **parts_of(step)}.items()))
         found[where(step.eqn), step.eqn.primitive.name, in_words(step), axes].append(times * description.flops)
 
 

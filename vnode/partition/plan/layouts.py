@@ -59,7 +59,10 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
         replicated(len(getattr(atom.aval, "shape", ()))) if isinstance(atom, Literal) else there[atom]
         for atom in program.outputs
     )
-    return RecordedFlow(digest_of(program), tuple(axes.items()), tuple(inputs), tuple(map(recorded, steps)), ends, ends)
+    written = tuple(map(recorded, steps))
+    return RecordedFlow(
+        digest_of(node.written), tuple(axes.items()), tuple(inputs), written, ends, ends, groups=node.groups
+    )
 
 
 def specs_of(

@@ -40,7 +40,7 @@ from vnode.spmd.record import RecordedFlow
 from vnode.step.explain import reports
 from vnode.step.virtual import VirtualStep
 
-HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "other": 0}
+HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "other": 0}
 """Degrees of the colours of what axes divide."""
 
 
@@ -255,12 +255,24 @@ class Plan(Drawn):
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
+            *self._branches(),
             *self._host(),
             *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
         )
         said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
         blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
+
+    def _branches(self) -> list[Fact]:
+        groups = [group for record in self.records.values() for group in record.groups]
+        found = []
+        for axis in dict.fromkeys(group.axis for group in groups):
+            along = [group for group in groups if group.axis == axis]
+            most = max(len(group.branches) for group in along)
+            said = f"{most} along {axis}, in {several(len(along), 'stage')} of what a node computes"
+            way = "devices of one index evaluate one branch, and nothing of the others"
+            found.append(Fact("branches side by side", said, way))
+        return found
 
     def _host(self) -> list[Fact]:
         if not self.host:
@@ -308,12 +320,16 @@ class Plan(Drawn):
             return []
         inner = [name for name in self.mesh if name != NODES]
 
+        def of(part: str) -> str:
+            """One of `PARTS`: without the number of a branch."""
+            return part.split()[0]
+
         def row(each: DividedOperation) -> tuple[Cell, ...]:
             parts = [each.axes.get(name) for name in inner]
             return (
                 Cell(each.operation, each.where),
                 Cell("nodes", "each computes its own nodes", hue=HUES["nodes"]),
-                *(Cell("whole", quiet=True) if p is None else Cell(p, PARTS[p], hue=HUES[p]) for p in parts),
+                *(Cell("whole", quiet=True) if p is None else Cell(p, PARTS[of(p)], hue=HUES[of(p)]) for p in parts),
                 Cell(each.cut),
                 Cell(str(each.count)),
                 Cell(short(each.where), each.where),
@@ -327,7 +343,7 @@ class Plan(Drawn):
             Column("times", right=True),
             Column("line", code=True),
         )
-        used = dict.fromkeys(part for each in self.divisions for part in each.axes.values())
+        used = dict.fromkeys(of(part) for each in self.divisions for part in each.axes.values())
         key = "; ".join(f"{part}: {PARTS[part]}" for part in PARTS if part in used)
         note = f"products and windows of what a node computes, and what each axis of the mesh divides; {key}"
         return [Table("operations by axes", columns, rows[:40], note.rstrip("; "), rest_of(rows, 40))]

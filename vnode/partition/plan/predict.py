@@ -184,7 +184,13 @@ def predicted(
         collectives=cost.bytes,
     )
     return Prediction(
-        figures, exchanges(counted_plan(cost.collectives)), platform, turns, cost.timeline, device, target
+        figures,
+        exchanges(counted_plan((*cost.collectives, *cost.others))),
+        platform,
+        turns,
+        cost.timeline,
+        device,
+        target,
     )
 
 
@@ -278,4 +284,4 @@ def local_sums(flow: Flow, axes: Axes) -> int:
     """Bytes of one device's part of what passes sum."""
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
-    return sum(nbytes(step.results[0], step.eqn.outvars[0], axes) for step in sums)
+    return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)

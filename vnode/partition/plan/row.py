@@ -21,7 +21,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Pass, Schedule
-from vnode.analysis.program import Program, inline
+from vnode.analysis.program import Program, bind, context_of, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.description import Factors
@@ -32,6 +32,7 @@ from vnode.runtime.divided import Division, traced
 from vnode.runtime.emit import Emission, Mode, sums_of
 from vnode.runtime.node import Once
 from vnode.spmd.flow import Flow, Path, Step
+from vnode.spmd.groups import Group, grouped
 from vnode.spmd.layout import Axes
 
 OVER_ROWS = Primitive("over_rows")
@@ -60,11 +61,15 @@ class Node:
       program: of its number, its parts of batched values, and whole values.
       examples: for each part of a batched value that it reads the dimension that counts examples.
       given: of these, those that are arguments of the step, and not kept by an earlier pass.
+      written: the program as it is without branches side by side.
+      groups: which of its equations are evaluated side by side.
     """
 
     program: Program
     examples: tuple[int, ...]
     given: frozenset[int]
+    written: Program
+    groups: tuple[Group, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,12 +148,14 @@ class Row(Emission):
         turns: int,
         platform: str,
         axes: Axes,
+        groups: Sequence[Sequence[Group]],
         invariant: bool,
         slotted: Collection[int] | None = None,
     ) -> None:
         super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True))
         self.axes, self.turns, self.mesh_axes = {}, turns, axes
         self.platform, self.once = platform, Once(platform)
+        self.groups = groups
         self.nodes: list[Node] = []
         self.invariant = invariant
 
@@ -168,7 +175,10 @@ class Row(Emission):
         slotted: Collection[int] | None,
         division: Division,
     ) -> list[Any]:
-        inner = Row(made, self.placement, values, self.turns, self.platform, self.mesh_axes, self.invariant, slotted)
+        later = self.groups[len(self.nodes) :]
+        inner = Row(
+            made, self.placement, values, self.turns, self.platform, self.mesh_axes, later, self.invariant, slotted
+        )
         outputs = inner.run()
         self.nodes += inner.nodes
         return outputs
@@ -182,9 +192,12 @@ class Row(Emission):
         whole = [self.read(var) for var in wholes]
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         made = traced(run, self.given_shapes(wholes, sliced), self.mesh_axes)
-        program = inline(meshless(made.jaxpr), made.consts)
+        written = inline(meshless(made.jaxpr), made.consts)
+        groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
+        program = grouped(written, groups) if groups else written
+        captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
-        self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given))
+        self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given, written, groups))
 
         def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
             """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
@@ -196,7 +209,8 @@ class Row(Emission):
             return value.reshape(self.turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
 
         def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
-            values = jaxpr_as_fun(made)(given[0][None], *given[1:], *whole)
+            operands = [given[0][None], *given[1:], *whole]
+            values = evaluated(program, [*operands, *captured]) if groups else jaxpr_as_fun(made)(*operands)
             pieces = values[: len(sums)]
             if self.turns == 1 and not self.invariant:  # there is nothing to add it to
                 return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
@@ -210,7 +224,13 @@ class Row(Emission):
 
 
 def row_program(
-    schedule: Schedule, virtual_nodes: int, turns: int, axes: Axes, platform: str, invariant: bool
+    schedule: Schedule,
+    virtual_nodes: int,
+    turns: int,
+    axes: Axes,
+    platform: str,
+    invariant: bool,
+    groups: Sequence[Sequence[Group]] = (),
 ) -> RowProgram:
     """Traces what a row computes.
 
@@ -221,6 +241,8 @@ def row_program(
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
+      groups: for each pass, in the order in which they are emitted, which equations of a node are evaluated side by
+        side; nothing for passes behind the last.
 
     Returns:
       The program. Its inputs and outputs are those of the step, whole.
@@ -229,7 +251,7 @@ def row_program(
     stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, turns, platform, axes, invariant)
+        row = Row(schedule, stands_for_all, values, turns, platform, axes, groups, invariant)
         row.arguments = set(schedule.flow.program.inputs)
         made.append(row)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
@@ -242,6 +264,19 @@ def row_program(
     closed = traced(lambda values: whole(*values), shapes, axes)
     (row,) = made
     return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(row.nodes))
+
+
+def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
+    """What a program computes, equation by equation."""
+    known: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else known[atom]
+
+    for eqn in program.equations:
+        with context_of(eqn):
+            known.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in program.outputs]
 
 
 def loop_bodies(flow: Flow, at: Path = ()) -> list[tuple[Path, Flow]]:

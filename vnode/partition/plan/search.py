@@ -5,6 +5,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import Candidate, OnMesh, fitting, pace_of
+from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures
@@ -27,6 +28,12 @@ GAP = 0.01
 
 TRIES = 3
 """How often a search is repeated with less memory where the prediction is above what was searched for."""
+
+LEFT_OUT = 8
+"""How many stages of branches are left out at most, one after another, to see whether that is faster."""
+
+HOPELESS = 2.0
+"""So many times the best time without branches: beyond it none is."""
 
 
 def search(
@@ -46,6 +53,8 @@ def search(
     Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer programme
     (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes. Data parallel,
     with the state on every device or sharded over all (FSDP, ZeRO), and Megatron's splits are candidates in any case.
+    With the time that is left, branches of what a node computes that do not wait for each other are put on devices of
+    their own, side by side along an axis, where that is predicted to be faster.
     Ctrl-C ends the search with the best so far.
 
     Args:
@@ -156,6 +165,7 @@ class _Search:
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
         found: list[Candidate] = []
+        divided: list[tuple[float, float, OnMesh]] = []  # with seconds predicted, and those that the search took
         took = 0.0
         pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
@@ -173,11 +183,18 @@ class _Search:
                 else:
                     for expert in on.megatron():
                         self.add(on, expert, found)
-                    if self.searched(on, found):
+                    over = self.searched(on, found)
+                    best = min((c.figures.seconds for c in found[before:]), default=math.inf)
+                    divided.append((best, time.monotonic() - began, on))
+                    if over:
+                        divided.clear()
                         break
                 if not fitting(found, self.limit):
                     found += filter(None, [each.with_host(self.machine, self.limit) for each in found[before:]])
                 took = time.monotonic() - began if inner else 0.0
+            for _, took, on in sorted(divided, key=lambda each: each[0]):  # the best meshes first
+                if self.side_by_side(on, found, took):
+                    break
         except KeyboardInterrupt:
             if not found:
                 raise
@@ -197,13 +214,44 @@ class _Search:
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
                 self.add(on, candidate, found)
-            if interrupted or candidate is None or candidate.gap is None:
+            if interrupted or candidate is None or candidate.name == "least memory":
                 return interrupted
             over = candidate.figures.memory - self.limit
             if over <= 0 or allowed <= over:
                 break
             allowed -= 1.05 * over
         return False
+
+    def side_by_side(self, on: OnMesh, found: list[Candidate], took: float) -> bool:
+        """Adds the best with branches on devices of their own, along each axis, without the stages that do not pay.
+
+        Args:
+          on: a mesh.
+          found: so far.
+          took: seconds that the search on it took without branches.
+
+        Returns:
+          Whether time is over, or Ctrl-C ended it.
+        """
+        without = fastest(found, self.limit)
+        for axis in on.axes if on.stages else ():
+            kept, best = on.stages, list[Candidate]()
+            for left_out in (None, *on.by_balance(axis)[:LEFT_OUT]):
+                stages = [stage for stage in kept if stage is not left_out]
+                hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
+                began = time.monotonic()
+                if not stages or hopeless or began + took > self.until:
+                    break
+                tried: list[Candidate] = []
+                self.say(on.sizes, found)
+                if self.searched(on.side_by_side(axis, stages), tried):
+                    found += tried
+                    return True
+                if fastest(tried, self.limit) < fastest(best, self.limit):
+                    kept, best = stages, tried
+                took = time.monotonic() - began
+            found += best
+        return time.monotonic() > self.until
 
     def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
         """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
@@ -221,7 +269,8 @@ class _Search:
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
-        for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO"):
+        others = ("searched",) if chosen.name.startswith(BESIDE) else ()
+        for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO", *others):
             alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
             fits = fitting(alike, self.limit) or alike
             if fits and fits[0] is not chosen:
@@ -286,6 +335,11 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.divisions,
         chosen.host,
     )
+
+
+def fastest(candidates: Sequence[Candidate], memory: float) -> float:
+    """Seconds of the fastest that fits; infinite if none does."""
+    return min((each.figures.seconds for each in fitting(candidates, memory)), default=math.inf)
 
 
 def platform_of(machine: Machine) -> str:

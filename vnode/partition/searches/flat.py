@@ -15,10 +15,11 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Program
-from vnode.operators import Algebra, LookedUp, OperatorDescription, Prefix, Windowed
+from vnode.operators import Algebra, LookedUp, Monoid, OperatorDescription, Prefix, Windowed
 from vnode.operators.control import Region, region_of
 from vnode.spmd.choice import itemsize
-from vnode.spmd.flow import Flow, Path, Step, follow
+from vnode.spmd.flow import Flow, Path, Step, follow, monoid_of_one
+from vnode.spmd.groups import Branches, made_at
 from vnode.spmd.layout import Axes, replicated
 
 
@@ -31,12 +32,14 @@ class Node:
       eqn: the equation.
       description: of it; None for what cannot be cut.
       times: how often it is evaluated in a step.
+      apart: axes along which devices evaluate other branches, so that none of them divides it.
     """
 
     path: Path
     eqn: JaxprEqn
     description: OperatorDescription | None
     times: float
+    apart: frozenset[str] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -49,6 +52,8 @@ class Link:
       times: how often.
       dropped: leading dimensions that the target lacks (a slice of what is scanned), or has more (what is stacked).
       back: it is handed to the next turn.
+      leaves: the axis whose devices of one index alone have it, as pieces of a sum: it leaves a branch.
+      stays: the axis along which pieces need not be combined: it is read by the devices that have it.
     """
 
     source: Var
@@ -56,6 +61,8 @@ class Link:
     times: float
     dropped: int = 0
     back: bool = False
+    leaves: str | None = None
+    stays: str | None = None
 
 
 class Names:
@@ -93,6 +100,8 @@ class Flat:
       whole: what every device needs whole, and how often: which branch is taken, whether a loop goes on.
       ends: of what a loop has carried, what its last turn hands on.
       uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
+      apart: for variables in branches that are side by side the axes that divide nothing there.
+      beside: for what such branches compute the axis along which devices of one index have it.
     """
 
     program: Program
@@ -105,6 +114,8 @@ class Flat:
     whole: tuple[tuple[Var, float], ...]
     ends: Mapping[Var, Atom]
     uncut: Mapping[Var, int]
+    apart: Mapping[Var, frozenset[str]]
+    beside: Mapping[Var, str]
 
     def named(self, var: Var, dim: int) -> Hashable:
         """The named dimension of a value's dimension."""
@@ -146,6 +157,8 @@ def flat(program: Program, axes: Axes) -> Flat:
         tuple(walk.whole),
         walk.ends,
         walk.uncut,
+        walk.apart,
+        walk.beside,
     )
 
 
@@ -162,13 +175,20 @@ class _Walk:
         self.whole: list[tuple[Var, float]] = []
         self.ends: dict[Var, Atom] = {}
         self.uncut: dict[Var, int] = {}
+        self.apart: dict[Var, frozenset[str]] = {}
+        self.beside: dict[Var, str] = {}
+        self.without: frozenset[str] = frozenset()
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
         self.free |= flow.program.constants.keys()
+        self.apart.update(dict.fromkeys(flow.program.inputs, self.without))
+        made = made_at(flow.program)
         for number, step in enumerate(flow.steps):
             path, eqn = (*at, number), step.eqn
             if step.region is not None:
                 self.region(step, step.region, path, times)
+            elif step.branches is not None:
+                self.side_by_side(step, step.branches, path, times, made)
             elif step.anyhow and all(self.is_free(atom) for atom in eqn.invars):
                 self.free.update(eqn.outvars)
                 description = flow.program.describe(eqn)
@@ -176,7 +196,37 @@ class _Walk:
                 if moves and eqn.invars and all(self.is_zero(atom) for atom in eqn.invars):
                     self.zero.update(eqn.outvars)
             else:
-                self.nodes.append(Node(path, eqn, flow.program.describe(eqn), times))
+                self.nodes.append(Node(path, eqn, flow.program.describe(eqn), times, self.without))
+            self.apart.update(dict.fromkeys(eqn.outvars, self.without))
+
+    def side_by_side(
+        self, step: Step, branches: Branches, path: Path, times: float, made: Mapping[Var, tuple[str, int]]
+    ) -> None:
+        """Branches that run at a time; what they take is added up all the same, so that each is divided well."""
+        eqn, axis, first = step.eqn, branches.axis, dict[int, Var]()
+        before, self.without = self.without, self.without | {axis}
+        for k, (body, reads) in enumerate(zip(step.bodies, branches.operands, strict=True)):
+            for i, var in zip(reads, body.program.inputs, strict=True):
+                atom = eqn.invars[i]
+                if i in first:
+                    self.same[var] = first[i]
+                elif self.is_free(atom):
+                    self.free.add(var)
+                else:
+                    first[i] = var
+                    assert isinstance(atom, Var)
+                    stays = axis if branches.reads_at(i, made.get(atom)) else None
+                    self.links.append(Link(atom, var, times, stays=stays))
+            self.all(body, (*path, k), times)
+        self.without = before
+        for body, makes in zip(step.bodies, branches.results, strict=True):
+            for j, atom in zip(makes, body.program.outputs, strict=True):
+                assert isinstance(atom, Var)
+                if atom in self.free:
+                    continue
+                self.links.append(Link(atom, eqn.outvars[j], times, leaves=axis))
+                if monoid_of_one(atom.aval.dtype) is Monoid.SUM:
+                    self.beside[eqn.outvars[j]] = axis
 
     def is_free(self, atom: Atom) -> bool:
         return isinstance(atom, Literal) or atom in self.free

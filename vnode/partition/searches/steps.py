@@ -23,7 +23,7 @@ from vnode.partition.searches.costs import CostModel
 from vnode.partition.searches.flat import Flat, Link, flat, readers, size_of
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
-from vnode.spmd.flow import Flow, follow
+from vnode.spmd.flow import Flow, follow, monoid_of_one, on_one
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even
 
@@ -339,11 +339,24 @@ class _Builder:
         if dropped < 0:  # a piece of the stack moves at every turn
             ends = tuple(Layout(layout.dims[1:]) for layout in ends)
         if source in number:
-            k = number[source] - len(self.clusters)
-            edge(number[source], at, self.table(self._values[k].layouts, ends, source, times), "handed", dropped, back)
+            starts = self._values[number[source] - len(self.clusters)].layouts
+            maker, out = number[source], "handed"
         elif source in self.makers:
-            m, p, j = self.makers[source]
-            edge(m, at, self.table(self.made(m, p, j), ends, source, times), (p, j, dropped), dropped, back)
+            maker, p, j = self.makers[source]
+            starts, out = self.made(maker, p, j), (p, j, dropped)
+        else:
+            return
+        edge(maker, at, self.table(self.by_branches(starts, link), ends, source, times), out, dropped, back)
+
+    def by_branches(self, starts: Sequence[Layout], link: Link) -> Sequence[Layout]:
+        """How a value lies that leaves a branch, or that is read by one where it is."""
+        if link.stays is not None:
+            return [on_one(layout, link.stays) for layout in starts]
+        if link.leaves is None:
+            return starts
+        order, one = list(self.axes), (link.leaves, monoid_of_one(link.source.aval.dtype))
+        several = [(x, sorted((*x.partial, one), key=lambda piece: order.index(piece[0]))) for x in starts]
+        return [Layout(layout.dims, tuple(pieces)) for layout, pieces in several]
 
     def values(self) -> list[Value]:
         """Values that have a layout of their own."""
@@ -375,9 +388,12 @@ class _Builder:
         """Each axis on a dimension that it divides evenly, or on none; or with pieces, where a loop adds up."""
         shape = getattr(var.aval, "shape", ())
         found = []
+        apart, beside = self.flat.apart.get(var, frozenset()), self.flat.beside.get(var)
         places = [*range(self.flat.uncut.get(var, 0), len(shape)), *([-1] if var in self.flat.sums else [])]
         for picks in picked(len(places), len(self.axes)):
             where = [None if pick is None else places[pick] for pick in picks]
+            if any(w is not None and axis in apart for axis, w in zip(self.axes, where, strict=True)):
+                continue
             dims = []
             pieces = tuple((a, Monoid.SUM) for a, w in zip(self.axes, where, strict=True) if w == -1)
             for d, n in enumerate(shape):
@@ -385,6 +401,8 @@ class _Builder:
                 dims.append(cut_of(names, 1, n, n, self.axes) if names else None)
             if all(cut is None or (shape[d] > 1 and even(cut, self.axes)) for d, cut in enumerate(dims)):
                 found.append(Layout(tuple(dims), pieces))
+        if beside is not None:
+            found += [Layout(x.dims, ((beside, Monoid.SUM),)) for x in found if beside not in x.cut_axes]
         return found
 
     def held(self, values: Sequence[Value]) -> list[Array]:

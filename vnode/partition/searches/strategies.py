@@ -176,7 +176,7 @@ class Strategies:
             )
             for var in node.eqn.outvars:
                 number[var] = len(number)
-            parts.append((id(node.eqn) if own is None else own, node.times, ins))
+            parts.append((id(node.eqn) if own is None else own, node.times, node.apart, ins))
         named: dict[Hashable, int] = {}
         dims = tuple(
             named.setdefault(self.program.named(var, d), len(named))
@@ -257,6 +257,8 @@ class Strategies:
         taken: list[Asked | None] = []
         held: set[tuple[int, int]] = set()
         several = list(zip(self.axes, picks, strict=True))
+        if any(p is not None and axis in nodes[0].node.apart for axis, p in several):
+            return Strategy(picks, math.inf)
         pieces = tuple((axis, Monoid.SUM) for axis, p in several if p is not None and named[p] is PIECES)
         divided = [(axis, p) for axis, p in several if p is not None and named[p] is not PIECES]
         for position, each in enumerate(nodes):

@@ -1,0 +1,193 @@
+"""Branches of a computation that may run side by side: between a fork and a join, with no path from one to another.
+
+Knows directed graphs without cycles, whose nodes are numbers with weights. Must not know equations, devices, nor who
+evaluates what.
+
+Only heavy nodes tell branches apart. A node that all of them wait for, or that waits for all of them, ends a stage:
+forks, joins, the loss between a forward and a backward pass. Heavy nodes that hang, whose results nobody else's join
+(gradients of weights), do not count in this, or a backward pass were one stage; of the ways to say which hang that is
+taken by which most is saved. Of the heavy nodes of a stage those belong together of which one waits for the other,
+directly or by way of others; a light node is the branch's of whose heavy nodes alone it knows.
+
+Source: decomposition of partial orders into series and parallel compositions (Valdes, Tarjan, Lawler, "The recognition
+of series parallel digraphs", SIAM J. Comput. 11, 1982), of which here only stages and branches are looked for.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import operator
+from collections.abc import Collection, Iterator, Sequence
+
+COVERED = 0.95
+"""The heaviest nodes that have this share of all weight are heavy."""
+
+COMPARABLE = 0.1
+"""Of the heaviest branch's weight: what has less is no branch."""
+
+Branches = tuple[frozenset[int], ...]
+"""Numbers of the nodes of each branch of a stage; the branch with the first node comes first."""
+
+
+def parallel_branches(reads: Sequence[Collection[int]], weights: Sequence[float]) -> list[Branches]:
+    """Finds branches that do not wait for each other, and are worth evaluating side by side.
+
+    Args:
+      reads: for each node, in an order in which they can be evaluated, the nodes that it waits for: smaller numbers.
+      weights: of the nodes, not negative; 0 for what is never heavy.
+
+    Returns:
+      For each stage in which there are several, its branches, in order. No node is in two; no path leads from one
+      branch to another of its stage, and none leaves a branch and comes back.
+
+    Example:
+      >>> fork, join = [[]], [2, 4]
+      >>> parallel_branches([*fork, [0], [1], [0], [3], join], [0, 2, 2, 3, 0, 0])
+      [(frozenset({1, 2}), frozenset({3, 4}))]
+    """
+    found = _Graph(reads, weights).stages(range(len(reads)))
+    return sorted(found, key=lambda branches: min(branches[0]))
+
+
+class _Graph:
+    """Who waits for whom; sets of nodes are bits of an integer."""
+
+    def __init__(self, reads: Sequence[Collection[int]], weights: Sequence[float]) -> None:
+        self.weights = weights
+        self.before = [0] * len(reads)
+        self.after = [0] * len(reads)
+        for node, sources in enumerate(reads):
+            for source in sources:
+                self.before[node] |= self.before[source] | 1 << source
+        for node in reversed(range(len(reads))):
+            for source in reads[node]:
+                self.after[source] |= self.after[node] | 1 << node
+
+    def stages(self, nodes: Sequence[int]) -> Iterator[Branches]:
+        """Branches among some nodes, which no path leaves and comes back to."""
+        heavy, inside = self.heavy(nodes), bits(nodes)
+        lasting = [node for node in heavy if self.after[node] & bits(heavy) or not self.hangs(node, heavy, inside)]
+        joined = [node for node in heavy if not self.hangs(node, heavy, inside)]
+        ways = [
+            [self.branches(stage, heavy, some) for stage in self.divided(nodes, heavy, some)]
+            for some in (lasting, joined, heavy)
+        ]
+        several = max(ways[:2], key=self.saved)
+        several = several if self.saved(several) else ways[2]
+        for branches in several:
+            if len(branches) > 1:
+                yield branches
+            elif branches and len(branches[0]) < len(nodes):
+                yield from self.stages(sorted(branches[0]))
+
+    def saved(self, stages: Sequence[Branches]) -> float:
+        """The weight that is not waited for, if the branches of each stage are evaluated at a time."""
+        takes = [[self.weight(branch) for branch in branches] for branches in stages if branches]
+        return sum(sum(each) - max(each) for each in takes)
+
+    def heavy(self, nodes: Sequence[int]) -> list[int]:
+        """The heaviest nodes that have most of the weight together, and those that are as heavy as one of them."""
+        weights = sorted((self.weights[node] for node in nodes), reverse=True)
+        sums = [*itertools.accumulate(weights)]
+        least = weights[bisect.bisect_left(sums, COVERED * sums[-1])] if weights else 0.0
+        return [node for node in nodes if self.weights[node] >= least and self.weights[node] > 0]
+
+    def hangs(self, node: int, heavy: Sequence[int], inside: int) -> bool:
+        """Whether nobody waits for a heavy node and for another one that neither waits for it nor is waited for."""
+        others = bits(heavy) & ~(self.before[node] | 1 << node | self.after[node])
+        return all(not self.before[reader] & others for reader in members(self.after[node] & inside))
+
+    def divided(self, nodes: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> list[list[int]]:
+        """Nodes by stages; those end one that wait for, or are waited for by, all heavy nodes, or all that are joined.
+
+        The latter only where there are such in the stage: else what is between hangs, and has branches of its own.
+        """
+        needed, every = bits(joined), bits(heavy)
+        ends: list[int] = []
+        for node in nodes:
+            knows = self.before[node] | self.after[node] | 1 << node
+            if ends and not self.before[node] >> ends[-1] & 1:
+                continue
+            since = (self.before[node] | 1 << node) & (self.after[ends[-1]] if ends else -1)
+            if every & ~knows == 0 or (needed & ~knows == 0 and needed & since):
+                ends.append(node)
+        ending = bits(ends)
+        found: dict[int, list[int]] = {}
+        for node in nodes:
+            if not ending >> node & 1:
+                found.setdefault((self.before[node] & ending).bit_count(), []).append(node)
+        return [found[key] for key in sorted(found)]
+
+    def branches(self, stage: Sequence[int], heavy: Sequence[int], joined: Sequence[int]) -> Branches:
+        """The branches of a stage, without those that are too light."""
+        inside = bits(stage)
+        several = self.apart(bits(joined) & inside)
+        for node in members(bits(heavy) & ~bits(joined) & inside):
+            found = self.touched(several, 1 << node | self.before[node] | self.after[node])
+            for light in members(self.before[node] & inside & ~bits(heavy)):  # a sibling, if not by a fork
+                near = self.touched(several, self.before[light] | self.after[light])
+                found |= near if len(near) == 1 else set()
+            if not found:
+                several.append(1 << node)
+            elif len(found) == 1:
+                several[found.pop()] |= 1 << node
+        own = [[*members(each)] for each in several]
+        taken = functools.reduce(operator.or_, several, 0)
+        for node in stage:
+            mine = self.touched(several, self.before[node] | self.after[node])
+            if len(mine) == 1 and not taken >> node & 1:
+                own[mine.pop()].append(node)
+        for k, mine in enumerate(own):  # what is light, and before one branch and before what is behind another
+            others = bits([node for each in own[:k] + own[k + 1 :] for node in each])
+            own[k] = [node for node in mine if not self.after[node] & others]
+        for mine in own:  # what is between, though it knows no heavy node
+            there = bits(mine)
+            mine += [n for n in stage if not there >> n & 1 and self.before[n] & there and self.after[n] & there]
+        most = max((self.weight(each) for each in own), default=0.0)
+        return tuple(sorted((frozenset(each) for each in own if self.weight(each) >= COMPARABLE * most), key=min))
+
+    def apart(self, nodes: int) -> list[int]:
+        """Nodes of which one waits for another, directly or by way of others among them, together."""
+        several: list[int] = []
+        left = nodes
+        while left:
+            reached = new = left & -left
+            while new:
+                near = 0
+                for node in members(new):
+                    near |= self.before[node] | self.after[node]
+                new = near & nodes & ~reached
+                reached |= new
+            several.append(reached)
+            left &= ~reached
+        return several
+
+    @staticmethod
+    def touched(several: Sequence[int], nodes: int) -> set[int]:
+        """Which of some sets have one of some nodes."""
+        return {k for k, each in enumerate(several) if each & nodes}
+
+    def weight(self, nodes: Collection[int]) -> float:
+        return sum(self.weights[node] for node in nodes)
+
+
+def bits(nodes: Collection[int]) -> int:
+    """A set as bits."""
+    found = 0
+    for node in nodes:
+        found |= 1 << node
+    return found
+
+
+def members(several: int) -> Iterator[int]:
+    """The numbers of the bits that are set.
+
+    >>> [*members(0b1010)]
+    [1, 3]
+    """
+    while several:
+        lowest = several & -several
+        yield lowest.bit_length() - 1
+        several ^= lowest
