@@ -117,6 +117,7 @@ class Emission:
         self.once = Once(self.platform)
         self.division = division or Division(automatic=True)
         self.divides = not self.division.automatic
+        self.by_xla = division is not None and division.automatic  # what is computed once, of shards
         self.axes = inner_axes(placement) if division is not None else {}
         self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
         # Axes whose size must not show in bits.
@@ -273,8 +274,7 @@ class Emission:
         """Where whole values are evaluated on all devices together, and not in a program of each."""
         constants = self.flow.program.constants
         made = [value for var, value in self.whole.items() if var not in constants and var not in self.layouts]
-        alike = self.mode is Mode.INVARIANT and self.divides
-        return Once(self.platform, Rounding.of(made) if alike else None)
+        return Once(self.platform, Rounding.of(made) if self.mode is Mode.INVARIANT and not self.by_xla else None)
 
     def automatic_axes(self) -> contextlib.AbstractContextManager[Any]:
         """The context in which whole values may be laid out over axes of the mesh that nodes are not spread over."""
