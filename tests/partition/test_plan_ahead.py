@@ -65,7 +65,7 @@ def test_megatrons_split_is_accepted_for_a_tpu(reduction: str) -> None:
     activations = 4 * (4 * 512 * 1024)
     if reduction == "fast":
         assert found["found"]["all-reduce"] == pytest.approx(activations + 2 * WEIGHTS, rel=1e-3)
-    else:  # of both sums that a device's four nodes leave in a tree of two and four branches, half to each row; and back
+    else:  # of both sums that four nodes leave in a tree of two and four branches, half to each row; and back
         assert found["found"]["all-reduce"] == pytest.approx(activations, rel=1e-3)
         assert found["found"]["all-to-all"] == pytest.approx(4 * WEIGHTS, rel=1e-3)
         assert found["found"]["all-gather"] == pytest.approx(2 * WEIGHTS, rel=1e-3)
