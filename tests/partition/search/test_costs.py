@@ -101,7 +101,7 @@ def test_what_neighbours_send_is_what_the_devices_program_sends(case: str, dimen
             return sum(each.sent for each in self.transfers(start, end, shape, dtype))
 
     mesh = MACHINE.mesh(AXES)
-    as_written = Target.on("cpu", MACHINE.kinds[0].name)  # the TPU compiler sends what only convolutions read as bfloat16
+    as_written = Target.on("cpu", MACHINE.kinds[0].name)  # TPUs are sent halves in bfloat16 for convolutions
     expected = program_cost(flow, MACHINE, mesh, target=as_written).sent
     assert seconds_of(flow, Sent(MACHINE, mesh)) == pytest.approx(expected)
     assert (expected > 0) == (dimension == (2 if case == "roll" else 1 if case == "cumsum" else dimension) > 0)
