@@ -173,14 +173,19 @@ def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None
 
 
 def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
-    """Half of the state on each of two rows; and as little as any candidate takes is found a plan for."""
-    step, args = example("layers")
+    """A quarter of the state on each of four rows; and as little as any candidate takes is found a plan for."""
+    wide = {"up": normal(1, 64, 256), "bias": jnp.zeros(256), "down": normal(2, 256, 64)}
+
+    def step(state: Any, batch: Any) -> Any:
+        return updated(mlp, state, batch)
+
+    args = (wide, OPTIMIZER.init(wide)), (normal(3, 16, 64), normal(4, 16, 64))
     subject = subject_of(on_nodes(step, 8, {}), args)
-    on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+    on = OnMesh(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
     expert = on.megatron()[0]
     both = on.over_rows(expert)
     scalar = 4  # the optimizer's count of steps
-    assert both.figures.state - scalar == (expert.figures.state - scalar) / 2
+    assert both.figures.state - scalar == (expert.figures.state - scalar) / 4
     assert both.figures.memory < expert.figures.memory
     roomy = search(step, args, V5E, virtual_nodes=8)
     least = min(figures.memory for figures in (roomy.figures, *roomy.beside.values()))
