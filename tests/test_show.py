@@ -286,14 +286,14 @@ def test_loops_around_passes_are_parts_of_their_own() -> None:
         return jax.lax.scan(epoch, w, None, length=3)[0]
 
     report = (
-        vnode.virtualize(step, virtual_nodes=4, **LARGE)
+        vnode.virtualize(step, virtual_nodes=8, **LARGE)
         .on(jax.devices()[:2])
         .explain(jnp.ones((IN, OUT)), jnp.ones((8, IN)))
     )
     (part,) = notebook(report).of("div", "part")
     assert "Around passes of its own" in part["text"] and f"sum f32[{IN},{OUT}]" in part["text"]
     assert f"{4 * IN * OUT} B of accumulators" in terminal(report)
-    assert len(notebook(report).of("td", "node")) == 4
+    assert len(notebook(report).of("td", "node")) == 8
 
 
 def test_every_line_fits_the_terminal(report: Any) -> None:

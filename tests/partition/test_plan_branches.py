@@ -285,26 +285,29 @@ def test_other_branches_than_were_written_down_are_refused() -> None:
     assert dataclasses.astuple(again) == dataclasses.astuple(record)
 
 
-def two_encoders(width: int, depth: int) -> tuple[Any, Any]:
-    """Encoders whose layers no axis divides evenly, of too few examples to be divided well."""
-    one = [normal(30 + k, width, width) for k in range(depth)]
-    params = {"one": one, "other": [2 * w for w in one], "head": normal(50, 2 * width, 1)}
+def two_encoders(width: int, times: int) -> tuple[Any, Any]:
+    """Recurrent encoders, one kernel after another on little: neither axes nor examples divide that well."""
+    params = {name: normal(30 + k, width, width) for k, name in enumerate(("one", "other"))}
+    params["head"] = normal(50, 2 * width, 1)
 
     def step(params: Any, x: Any) -> Any:
+        def encoded(w: Any) -> Any:
+            return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), None), x[:, 0], x.swapaxes(0, 1))[0]
+
         def loss(params: Any) -> Any:
-            both = [functools.reduce(lambda h, w: jnp.tanh(h @ w), params[name], x) for name in ("one", "other")]
+            both = [encoded(params[name]) for name in ("one", "other")]
             return jnp.mean((jnp.concatenate(both, 1) @ params["head"]) ** 2)
 
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    return step, (params, normal(51, 4, width))
+    return step, (params, normal(51, 4, times, width))
 
 
 def test_the_search_takes_branches_where_splits_are_worse() -> None:
-    step, args = two_encoders(37, 4)
+    step, args = two_encoders(37, 16)
     machine = vnode.partition.Machine.tpu("v5e:2x2")
-    plan = search(step, args, machine, virtual_nodes=2, budget=40)
+    plan = search(step, args, machine, virtual_nodes=2, budget=1200)
     assert plan.name == BESIDE and groups_of(plan)
     assert {"Megatron-style", "searched"} <= set(plan.beside)  # two nodes are no data parallel on four devices
     assert all(plan.figures.seconds < each.seconds for each in plan.beside.values())
@@ -323,5 +326,5 @@ def test_the_search_keeps_splits_where_they_are_better() -> None:
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
 
-    plan = search(step, (params, normal(63, 512, 256)), V5E, virtual_nodes=8, budget=40)
+    plan = search(step, (params, normal(63, 512, 256)), V5E, virtual_nodes=8, budget=1200)
     assert plan.name != BESIDE and not groups_of(plan)

@@ -30,7 +30,7 @@ def slower(name: str, times: float) -> Kind:
     return dataclasses.replace(kind, name=name, peak=peak, vector=kind.vector / times, bandwidth=kind.bandwidth / times)
 
 
-FAST, SLOW = slower("TPU fast", 1000), slower("TPU slow", 2000)
+FAST, SLOW = slower("TPU fast", 4000), slower("TPU slow", 8000)
 
 
 def mixed(kinds: list[Kind]) -> Machine:
@@ -76,6 +76,15 @@ def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     slow = search(step, (state, batch), mixed([SLOW] * 8), virtual_nodes=16)
     fast = search(step, (state, batch), mixed([FAST] * 8), virtual_nodes=16)
     assert fast.figures.seconds <= plan.figures.seconds <= slow.figures.seconds
+
+
+def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:
+    """Unequal ones leave several sums on a device, for the sake of the same bits."""
+    step, args = example("mlp")
+    fast, slow = slower("TPU fast", 1000), slower("TPU slow", 2000)
+    plan = search(step, args, mixed([fast] * 4 + [slow] * 4), virtual_nodes=16)
+    assert len({*plan.counts}) == 1
+    assert plan.figures.seconds <= search(step, args, mixed([slow] * 8), virtual_nodes=16).figures.seconds
 
 
 def test_bits_are_those_of_equal_devices() -> None:

@@ -97,6 +97,7 @@ class OnMesh:
       platform: what is compiled for.
       times: of kernels; by default the roofline of each kind.
       pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
+      even: whether rows of different kinds have the same number of nodes all the same.
     """
 
     def __init__(
@@ -107,13 +108,14 @@ class OnMesh:
         platform: str,
         times: Times | None,
         pace: Mapping[str, float] | None = None,
+        even: bool = False,
     ) -> None:
         self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
         self.rows = sizes[NODES]
         self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
-        self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {})
+        self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
         self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
         self.across = Across(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
         turns = self.shares.turns

@@ -4,7 +4,8 @@ Knows machines, and how long each kind of device takes for a node. Must not know
 
 Rows work at the same time, and a step takes as long as the row that is last (AccPar, Song et al., HPCA 2020, section
 4.2, where a layer's batch is shared in proportion to speed). Nodes are whole, so the best shares are found exactly:
-one lane after another goes to the row that would be done first with it.
+one lane after another goes to the row that would be done first with it. Shares as equal as they can be may do better
+all the same, where sums over nodes are what takes long.
 """
 
 from __future__ import annotations
@@ -38,7 +39,13 @@ class Shares:
 
 
 def shares(
-    machine: Machine, mesh: MachineMesh, nodes: str, virtual_nodes: int, lane: int, pace: Mapping[str, float]
+    machine: Machine,
+    mesh: MachineMesh,
+    nodes: str,
+    virtual_nodes: int,
+    lane: int,
+    pace: Mapping[str, float],
+    even: bool = False,
 ) -> Shares:
     """Shares the nodes out.
 
@@ -49,6 +56,7 @@ def shares(
       virtual_nodes: V.
       lane: nodes that stay together.
       pace: seconds that a node takes on each kind, by the kind's name; asked only where kinds differ.
+      even: whether rows have the same shares all the same.
 
     Returns:
       The shares. Every row has a lane if there are enough.
@@ -60,7 +68,7 @@ def shares(
         return Shares(tuple(counts), counts.index(max(counts)), kinds[0][0])
     slowest = [max(row, key=lambda kind: pace[kind.name]) for row in kinds]
     seconds = [pace[kind.name] for kind in slowest]
-    if len(set(seconds)) > 1:
+    if len(set(seconds)) > 1 and not even:
         counts = fastest(seconds, virtual_nodes, lane)
     last = max(range(len(rows)), key=lambda r: counts[r] * seconds[r])
     return Shares(tuple(counts), last, slowest[last])

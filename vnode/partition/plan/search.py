@@ -5,6 +5,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -175,11 +176,12 @@ class _Search:
                 if found and (self.until - began < took or self.until <= began):
                     break
                 self.say(sizes, found)
-                on = OnMesh(subject, self.machine, sizes, self.platform, self.times, pace)
+                on, *others = self.on_mesh(subject, sizes, pace)
                 if inner == 0:
-                    found.append(on.candidate("data parallel", on.whole))
-                    if on.rows > 1:
-                        found.append(on.candidate("FSDP", on.whole, over_rows=True))
+                    for each in (on, *others):
+                        found.append(each.candidate("data parallel", each.whole))
+                        if each.rows > 1:
+                            found.append(each.candidate("FSDP", each.whole, over_rows=True))
                 else:
                     for expert in on.megatron():
                         self.add(on, expert, found)
@@ -202,6 +204,15 @@ class _Search:
         if self.smallest is None or least.figures.memory < self.smallest.figures.memory:
             self.smallest = least
         return found
+
+    def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[OnMesh]:
+        """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
+        made = functools.partial(OnMesh, subject, self.machine, sizes, self.platform, self.times, pace)
+        several = [made()]
+        if len({*several[0].shares.counts}) > 1 and len(self.machine.kinds) > 1:
+            several.append(made(even=True))
+            several.sort(key=lambda on: on.candidate("", on.whole).figures.seconds)
+        return several
 
     def searched(self, on: OnMesh, found: list[Candidate]) -> bool:
         """Adds the best on one mesh, searched again with less memory where its prediction is above the limit.
