@@ -49,15 +49,12 @@ def compiler_options(placement: Placement) -> dict[str, Any]:
     CPU programs that jax finds in its persistent compilation cache have lost the order of their collectives (jaxlib
     0.10): a device may be in one while others are in another one of the same kind, so that all wait for good, or have
     values of the other. A program for several CPU devices therefore has an option with a value of this process, by
-    which none is found there. The schedule for least memory is the one that memory is predicted for.
+    which none is found there.
     """
-    options: dict[str, Any] = {}
-    if placement.devices[0].platform == "cpu" and len(placement.devices) > 1:
-        if jax.config.jax_compilation_cache_dir:
-            options["xla_gpu_executable_warn_stuck_timeout_seconds"] = OF_THIS_PROCESS
-        if placement.together > 1:
-            options["xla_cpu_enable_concurrency_optimized_scheduler"] = False
-    return options
+    cached = bool(jax.config.jax_compilation_cache_dir)
+    if placement.devices[0].platform == "cpu" and len(placement.devices) > 1 and cached:
+        return {"xla_gpu_executable_warn_stuck_timeout_seconds": OF_THIS_PROCESS}
+    return {}
 
 
 OF_THIS_PROCESS = (time.time_ns() // 1000 + os.getpid()) % 2**31

@@ -166,8 +166,6 @@ def predicted(
     traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     device = with_parts(traced, batch)
     target = Target.on(platform, machine.kinds[0].name)
-    if len(inner) > 0:  # as `vnode.step.executor.compiler_options` asks
-        target = dataclasses.replace(target, breadth=False)
     cost = program_cost(device, machine, mesh, times=times, target=target)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
