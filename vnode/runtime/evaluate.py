@@ -25,6 +25,7 @@ from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, ev
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Region, Run
 from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.joined import as_written
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -156,18 +157,43 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
         return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
 
     known = Known(flow.program)
-    for action in recipe.actions:
+    for action, *others in as_written(recipe.actions, equation_of, flow.program.describe, is_made_by):
         if isinstance(action, Conversion):
             assert isinstance(node, Node)
             value = env[(action.var, action.source)]
             env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
             continue
-        for var, form, value in zip(
-            action.step.eqn.outvars, action.results, evaluate_action(action, read, node, known), strict=True
-        ):
+        parts = [action, *(other for other in others if isinstance(other, Evaluation))]
+        values = evaluate_parts(parts, read) if others else evaluate_action(action, read, node, known)
+        wanted = [(var, form) for part in parts for var, form in zip(part.step.eqn.outvars, part.results, strict=True)]
+        for (var, form), value in zip(wanted, values, strict=True):
             if form is not None:
                 env[(var, form)] = value
     return [read(atom, form) for atom, form in recipe.requests]
+
+
+def equation_of(action: Conversion | Evaluation) -> JaxprEqn | None:
+    """What is evaluated, if it is an equation."""
+    return action.step.eqn if isinstance(action, Evaluation) else None
+
+
+def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Evaluation]) -> bool:
+    """Whether what is converted is a result of one of several evaluations."""
+    made = {var for other in others if isinstance(other, Evaluation) for var in other.step.eqn.outvars}
+    return isinstance(action, Conversion) and action.var in made
+
+
+def evaluate_parts(parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any]) -> list[Any]:
+    """Evaluates the parts of an identity of several operands together, in whatever forms these are."""
+    eqn = parts[0].step.eqn
+    operands = [
+        read(atom, form)
+        for part in parts
+        for atom, form in zip(part.step.eqn.invars, part.operands, strict=True)
+        if form is not None
+    ]
+    with context_of(eqn):
+        return bind(eqn, operands)
 
 
 def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:

@@ -31,6 +31,7 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
+from vnode.operators.joined import as_written
 from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
@@ -122,7 +123,13 @@ class _Run:
             self.held[var] = {layout: value}
         for var, value in program.constants.items():
             self.held[var] = {replicated(len(var.aval.shape)): value}
-        for step in self.flow.steps:
+        for steps in as_written(self.flow.steps, equation_of, program.describe, lambda *_: True):
+            if len(steps) > 1:
+                with context_of(steps[0].eqn):
+                    for step, value in zip(steps, self.parts(steps), strict=True):
+                        self.hold(step, [value])
+                continue
+            (step,) = steps
             if step.anyhow:
                 self.anyhow.update(dict.fromkeys(step.eqn.outvars, step.eqn))
                 continue
@@ -130,17 +137,28 @@ class _Run:
                 results = self.step(step)
                 if self.alike is not None and self.alike.rounding is not None and not step.bodies:
                     results = self.alike.rounding.each(step.eqn, self.flow.program.describe(step.eqn), results)
-            several = zip(step.eqn.outvars, results, step.made, step.results, strict=True)
-            for var, value, made, layout in several:
-                self.held[var] = {made: value}  # whoever needs it as it is made may have it so
-                if layout != made:
-                    self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
-                self.computed += nbytes(value)
-                if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
-                    self.latest = value
-                if step.asks:
-                    self.asked.add(var)
+            self.hold(step, results)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
+
+    def hold(self, step: Step, results: Sequence[Any]) -> None:
+        """Keeps what a step makes."""
+        for var, value, made, layout in zip(step.eqn.outvars, results, step.made, step.results, strict=True):
+            self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+            if layout != made:
+                self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
+            self.computed += nbytes(value)
+            if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
+                self.latest = value
+            if step.asks:
+                self.asked.add(var)
+
+    def parts(self, steps: Sequence[Step]) -> list[Any]:
+        """What the parts of an identity of several operands make, evaluated together."""
+        operands = [
+            self.operand(step.eqn, step.choice, 0) if step.choice else self.read(step.eqn.invars[0], step.operands[0])
+            for step in steps
+        ]
+        return bind(steps[0].eqn, operands)
 
     def read(self, atom: Atom, layout: Layout) -> Any:
         """A value in a layout."""
@@ -453,6 +471,11 @@ def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:
     """Block `k` of `blocks` along a dimension."""
     length = value.shape[dim] // blocks
     return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
+
+
+def equation_of(step: Step) -> JaxprEqn | None:
+    """What is evaluated in its turn."""
+    return None if step.anyhow else step.eqn
 
 
 def nbytes(value: Any) -> int:
