@@ -132,14 +132,33 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
             outputs = [*layouts[:leaves], *[None] * (len(program.outputs) - leaves)]
             flow = follow(program, layouts, axes, outputs=outputs)
         else:
-            strategies = np.array([generator.choice(np.flatnonzero(np.isfinite(s))) for s in search.problem.seconds])
-            if DRAWN[kind] == "a tenth":
-                kept = generator.random(len(strategies)) < 0.9
-                strategies = np.where(kept, known[generator.integers(len(known))], strategies)
-            flow = search.flow(strategies)
+            flow = search.flow(possible(search.problem, generator, known if DRAWN[kind] == "a tenth" else ()))
         if new(flow):
             yield Plan(f"{DRAWN[kind]} at random {number // len(DRAWN)} on {where(axes)}", axes, flow, leaves)
         number += 1
+
+
+def possible(problem: Any, generator: np.random.Generator, starts: Sequence[Any] = ()) -> Any:
+    """An assignment drawn at random; what cannot go together, such as other pieces of a sum than there are, is redrawn.
+
+    Args:
+      problem: a `vnode.partition.searches.Problem`.
+      generator: of what is drawn.
+      starts: assignments; of one of them about a tenth is drawn. By default all is.
+    """
+
+    def draw(i: int) -> int:
+        return generator.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
+
+    drawn = np.array([draw(i) for i in range(problem.operators)])
+    if starts:
+        kept = generator.random(len(drawn)) < 0.9
+        drawn = np.where(kept, starts[generator.integers(len(starts))], drawn)
+    while not np.isfinite(problem.cost(drawn)):
+        for i in range(problem.operators):
+            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
+                drawn[i] = draw(i)
+    return drawn
 
 
 def where(axes: Mapping[str, int]) -> str:

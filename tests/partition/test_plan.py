@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 import vnode
-from tests.partition.search.problems import possible
+from benchmarks.partition import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
@@ -109,7 +109,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_ro
     subject = subject_of(on_nodes(step, nodes, {}), args)
     on = OnMesh(subject, V5E, sizes, "cpu", None)
     search = on.search
-    drawn = possible(search, np.random.default_rng(seed))
+    drawn = possible(search.problem, np.random.default_rng(seed))
     made = on.candidate("random", search.flow(drawn), over_rows=over_rows)
     return plan_of(subject, made, V5E, 2**30, {})
 

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vnode
-from tests.partition.search.problems import possible
+from benchmarks.partition import possible
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.analysis.program import scope
@@ -122,7 +122,7 @@ def planned(name: str, mesh: str, seed: int, axis: str = "model", stages: int = 
     on = on_mesh(name, mesh, nodes)
     some = [stage for k, stage in enumerate(on.stages) if stages >> k & 1]
     made = on.side_by_side(axis, some)
-    drawn = possible(made.search, np.random.default_rng(seed))
+    drawn = possible(made.search.problem, np.random.default_rng(seed))
     return plan_of(on.subject, made.candidate("random", made.search.flow(drawn)), V5E, 2**30, {})
 
 

@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from vnode.partition.searches import Edge, Problem, Search
+from vnode.partition.searches import Edge, Problem
 
 
 @st.composite
@@ -47,14 +47,3 @@ def by_hand(problem: Problem) -> tuple[float, float]:
         if most <= problem.limit:
             best = min(best, cost)
     return float(best), float(smallest)
-
-
-def possible(search: Search, generator: np.random.Generator) -> np.ndarray:
-    """An assignment drawn at random among those that can be: strategies that cannot, and what they lead to, redrawn."""
-    problem = search.problem
-    drawn = np.array([generator.choice(np.flatnonzero(np.isfinite(s))) for s in problem.seconds])
-    while not np.isfinite(problem.cost(drawn)):
-        for i in range(problem.operators):
-            if not np.isfinite(problem.marginal(i, drawn)[drawn[i]]):
-                drawn[i] = generator.choice(np.flatnonzero(np.isfinite(problem.seconds[i])))
-    return drawn

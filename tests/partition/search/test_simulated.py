@@ -22,7 +22,7 @@ def test_tasks_are_what_the_problem_counts_and_overlap(name: str) -> None:
     search = once(name, 1e-3)
     simulated = Simulated(search)
     for seed in range(3):
-        drawn = possible(search, np.random.default_rng(seed))
+        drawn = possible(search.problem, np.random.default_rng(seed))
         seconds = simulated.start(drawn)
         assert simulated.taken.sum() == pytest.approx(search.problem.cost(drawn), rel=1e-9)
         assert simulated.timeline.busy.max() / 1e12 <= seconds * (1 + 1e-9) <= simulated.taken.sum() * (1 + 1e-6)
@@ -33,7 +33,7 @@ def test_a_change_takes_what_it_takes_from_the_start(name: str) -> None:
     search = once(name, 1e-3)
     simulated, anew = Simulated(search), Simulated(search)
     generator = np.random.default_rng(5)
-    chosen = possible(search, generator)
+    chosen = possible(search.problem, generator)
     simulated.start(chosen)
     seen = 0
     for _ in range(60):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import re
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -16,9 +18,12 @@ from hypothesis import strategies as st
 from jax.extend.core import JaxprEqn, Literal
 from jax.sharding import Mesh
 
-from tests.partition.search.problems import possible
+from benchmarks.partition import DRAWN, plans, possible
+from benchmarks.partition_models.lstm import lstm
 from vnode.analysis.program import inline
+from vnode.errors import SearchError
 from vnode.operators import Algebra
+from vnode.partition.cost import device_program
 from vnode.partition.searches import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.flows import seconds_of
@@ -224,7 +229,27 @@ def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
     """Drawn at random among those that can be."""
     search, arguments, plain = searched(name, tied=bool(seed % 2))
     generator = np.random.default_rng(seed)
-    assert_carried_out(search, possible(search, generator), arguments, plain)
+    assert_carried_out(search, possible(search.problem, generator), arguments, plain)
+
+
+def test_strategies_that_cannot_be_chosen_together_are_refused() -> None:
+    """Pieces of a sum that nobody makes are no way to read a value."""
+    search, _, _ = searched("recurrent")
+    problem, names = search.problem, search.problem.names
+    drawn = possible(problem, np.random.default_rng(0))
+    edge = next(e for e in problem.edges if np.isinf(e.seconds).any())
+    drawn[edge.start], drawn[edge.end] = np.argwhere(np.isinf(edge.seconds))[0]
+    with pytest.raises(SearchError, match=re.escape(f"{names[edge.start]} and {names[edge.end]}")):
+        search.flow(drawn)
+
+
+def test_all_plans_that_the_benchmark_draws_can_be_carried_out() -> None:
+    """Of a loop that adds up gradients, too: most of what is drawn for each operator by itself cannot be."""
+    model = lstm("small", batch=8, length=2, vocabulary=16, units=8, layers=1)
+    drawn = list(itertools.islice(plans(model), 12))
+    assert {plan.name.split(" at random ")[0] for plan in drawn} >= set(DRAWN)
+    for plan in drawn:
+        assert device_program(plan.flow, plan.axes, platform="cpu").program.equations
 
 
 @functools.cache
@@ -249,7 +274,7 @@ def test_any_prediction_is_that_of_what_is_carried_out_but_for_values_that_are_a
 ) -> None:
     """The one difference: a value that somebody has brought into a layout need not be brought there again."""
     search, model = once(name, 0.1), Counted(0.1)
-    drawn = possible(search, np.random.default_rng(seed))
+    drawn = possible(search.problem, np.random.default_rng(seed))
     flow, predicted = search.flow(drawn), search.problem.cost(drawn)
     assert apart(search, flow, model) == pytest.approx(predicted, rel=1e-9)
     assert seconds_of(flow, model) <= predicted * (1 + 1e-9)

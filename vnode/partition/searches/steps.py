@@ -17,6 +17,7 @@ import numpy as np
 from jax.extend.core import Literal, Var
 
 from vnode.analysis.program import Program
+from vnode.errors import SearchError, layout_message
 from vnode.operators import Algebra, Monoid
 from vnode.partition.searches.coarsen import clusters, members
 from vnode.partition.searches.costs import CostModel
@@ -121,7 +122,16 @@ class Search:
 
         Args:
           strategies: int64 ``[operators]`` of the problem.
+
+        Raises:
+          SearchError: they cannot be chosen together: their cost is infinite.
         """
+        problem = self.problem
+        if math.isinf(problem.cost(strategies)):
+            apart = [e for e in problem.edges if math.isinf(e.seconds[strategies[e.start], strategies[e.end]])]
+            facts = [f"{problem.name(e.start)} and {problem.name(e.end)}" for e in apart]
+            facts += [problem.name(i) for i, s in enumerate(strategies) if math.isinf(problem.seconds[i][s])]
+            raise SearchError(layout_message("these strategies cannot be chosen together.", facts=facts[:12]))
         chosen, layouts = self.spread(strategies)
         asked = {}
         for cluster, s in zip(self.clusters, chosen.tolist(), strict=True):
