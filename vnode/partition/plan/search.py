@@ -18,6 +18,7 @@ from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, 
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures
+from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
@@ -32,6 +33,9 @@ TRIES = 3
 
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
+
+MORE = 0.5
+"""So much of the budget is spent once more, where nothing fits, on what would."""
 
 HOPELESS = 2.0
 """So many times the best time without branches: beyond it none is."""
@@ -289,29 +293,48 @@ class _Search:
         return plan_of(subject, chosen, self.machine, self.limit, beside)
 
     def nothing_fits(self, subject: Subject) -> MemoryLimitError:
-        """The error for when nothing fits."""
+        """The error for when nothing fits, with what would: as far as a share of the budget, `MORE`, reaches."""
         least = self.smallest
         assert least is not None
-        over = least.figures.memory - self.limit
-        kept = least.figures
+        kept, devices = least.figures, len(self.machine.devices)
         away = least.slots.figures(kept, self.machine, len(least.slots.held))
-        help_: list[str] = []
-        if subject.virtual_nodes < subject.examples:
-            help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
-        if kept.pending > 0:
-            help_.append(f'sums in any order, reduction="fast": {size(kept.pending)} less')
-        if kept.state > 0:
-            times = -(-kept.memory // self.limit)
-            help_.append(f"about {times * len(self.machine.devices)} devices")
+        self.until = time.monotonic() + MORE * self.budget
+        self.shown.update(1000, "nothing fits; what would?")
+
+        def divided(on: OnMesh) -> list[Candidate]:
+            found: list[Candidate] = []
+            for expert in on.megatron():
+                self.add(on, expert, found)
+            self.searched(on, found)
+            return found
+
+        tries = Remedies(subject, least, self.machine, self.limit, self.platform, self.times, divided, self.until)
+        try:
+            fits = tries.found()
+        except KeyboardInterrupt:
+            fits = None
+        help_ = [f"what would fit: {fits.said(tries.nodes, devices)}"] if fits else []
+        if not fits:
+            untried = {tries.kind(change) for change in tries.left}
+            if ("nodes",) in untried:
+                help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
+            if ("fast",) in untried:
+                help_.append(f'sums in any order, reduction="fast": about {size(kept.pending)} less')
+            if ("devices",) in untried and kept.state > 0:
+                help_.append(f"about {-(-kept.memory // self.limit) * devices} devices")
+        if not subject.donated.intersection(subject.state) and min(kept.state, kept.results):
+            help_.append(f"donate the state (donate_argnums): about {size(min(kept.state, kept.results))} less")
+        failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
         return MemoryLimitError(
             layout_message(
                 f"no plan fits in {size(self.limit)} a device.",
                 facts=[
-                    f"the smallest found takes {size(kept.memory)}, {size(over)} too much: {least.name} on "
-                    + " x ".join(f"{name} {n}" for name, n in least.mesh.items()),
+                    f"the smallest found takes {size(kept.memory)}, {size(kept.memory - self.limit)} too much: "
+                    + placed(least.name, least.mesh),
                     f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
                     *[f"{size(away.memory)} with {size(away.host)} of the state on the host"][: bool(away.host)],
-                    f"machine: {self.machine.name}, {several(len(self.machine.devices), 'device')}",
+                    *[f"not enough, as predicted: {failed}"][: bool(failed)],
+                    f"machine: {self.machine.name}, {several(devices, 'device')}",
                 ],
                 remedies=help_ or ["devices with more memory"],
             )

@@ -1,0 +1,156 @@
+"""What the error names for when nothing fits: searched for, it fits, and nothing that is cheaper does.
+
+Knows steps, machines, searches and the text of the error. Must not know how a remedy is found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import vnode
+from vnode.partition import Machine, search
+from vnode.partition.machine.doubled import doubled
+
+SEARCH = importlib.import_module("vnode.partition.plan.search")
+FOUND = re.compile(r"what would fit: (.*) \(([\d.]+ \w+), ")
+EXAMPLES = 256
+
+
+def step(state: Any, x: jax.Array) -> Any:
+    """Three times the same two weights, and momentum."""
+
+    def loss(params: Any) -> jax.Array:
+        h = x
+        for _ in range(3):
+            h = jax.nn.gelu(h @ params["up"]) @ params["down"]
+        return jnp.mean((h - x) ** 2)
+
+    grads = jax.grad(loss)(state["params"])
+    slots = jax.tree.map(lambda m, g: 0.9 * m + g, state["slots"], grads)
+    return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], slots), "slots": slots}
+
+
+def arguments(width: int, hidden: int, examples: int = EXAMPLES) -> Any:
+    params = {
+        "up": jax.ShapeDtypeStruct((width, hidden), np.float32),
+        "down": jax.ShapeDtypeStruct((hidden, width), np.float32),
+    }
+    return {"params": params, "slots": params}, jax.ShapeDtypeStruct((examples, width), np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A search for which nothing fits.
+
+    Attributes:
+      args: of the step.
+      memory: bytes that a device may hold.
+      remedy: what should help: names of what is changed.
+    """
+
+    args: Any
+    memory: int
+    remedy: set[str]
+
+
+CASES = {
+    "large activations": Case(arguments(16, 512), 260 * 1024, {"virtual_nodes"}),
+    "sums that wait": Case(arguments(64, 512, 32), 600 * 1024, {"reduction"}),
+    "activations and sums": Case(arguments(16, 512), 200 * 1024, {"virtual_nodes", "reduction"}),
+    "a large state": Case(arguments(128, 512, 32), 740 * 1024, {"devices"}),
+}
+NODES, DEVICES = 8, 2
+
+
+def machine_of(devices: int) -> Machine:
+    return Machine.gpus("P100", hosts=1, per_host=devices)
+
+
+def tried(case: Case, devices: int = DEVICES, **changed: Any) -> Any:
+    """A search with a change."""
+    options = {"virtual_nodes": NODES, "donate_argnums": 0, "memory": case.memory, **changed}
+    return search(step, case.args, machine_of(devices), **options)
+
+
+def fits(case: Case, **changed: Any) -> bool:
+    try:
+        return bool(tried(case, **changed).figures.memory <= case.memory)
+    except vnode.MemoryLimitError:
+        return False
+
+
+def said(error: Any) -> dict[str, Any]:
+    """The change that an error names."""
+    found = FOUND.search(str(error.value))
+    assert found is not None, str(error.value)
+    changed: dict[str, Any] = {}
+    for part in found[1].split(", "):
+        if part.endswith(" devices"):
+            changed["devices"] = int(part.split()[0])
+        else:
+            name, value = part.split("=")
+            changed[name] = value.strip('"') if name == "reduction" else int(value)
+    return changed
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = CASES[name]
+    with pytest.raises(vnode.MemoryLimitError) as error:
+        tried(case)
+    change = said(error)
+    assert set(change) == case.remedy
+    assert fits(case, **change)
+    monkeypatch.setattr(SEARCH, "MORE", 0.0)  # other searches are to say only whether something fits
+    examples = case.args[1].shape[0]
+    nodes = [n for n in (2 * NODES, 4 * NODES, 8 * NODES, 16 * NODES, 32 * NODES) if n <= examples]
+    cheaper: list[dict[str, Any]] = [{"reduction": "fast"}]
+    cheaper += [{"virtual_nodes": n} for n in nodes]
+    cheaper += [{"reduction": "fast", "virtual_nodes": n} for n in nodes]
+    cheaper += [{"devices": n} for n in (2 * DEVICES, 4 * DEVICES, 8 * DEVICES)]
+    for each in cheaper[: cheaper.index(change)]:
+        assert not fits(case, **each), each
+
+
+def test_without_time_to_try_it_says_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SEARCH, "MORE", 0.0)
+    with pytest.raises(vnode.MemoryLimitError) as error:
+        tried(CASES["a large state"])
+    text = str(error.value)
+    assert "what would fit" not in text and "not enough" not in text
+    assert "more virtual nodes: there are 8 for 32 examples" in text
+    assert re.search(r'reduction="fast": about [\d.]+ \w+ less', text) and "about 4 devices" in text
+
+
+@pytest.mark.parametrize(
+    ("one", "two"),
+    [
+        (Machine.gpus("h100-sxm", hosts=2), Machine.gpus("h100-sxm", hosts=4)),
+        (Machine.gpus("V100-32GB", hosts=2, per_host=4), Machine.gpus("V100-32GB", hosts=4, per_host=4)),
+        (Machine.tpu("v5e:2x4"), Machine.tpu("v5e:4x4")),
+        (Machine.tpu("v4:4x2x2"), Machine.tpu("v4:4x4x2")),
+        (Machine.tpu("v5e:2x2", slices=2), Machine.tpu("v5e:2x2", slices=4)),
+    ],
+    ids=lambda machine: machine.name,
+)
+def test_twice_a_machine_is_the_machine_that_is_made_so(one: Machine, two: Machine) -> None:
+    """Its devices are numbered otherwise in a torus, but all together they exchange what the others do in that time."""
+    made, everyone = doubled(one), [range(len(two.devices))]
+    assert len(made.devices) == len(two.devices) and len(made.hosts) == len(two.hosts) and made.kinds == two.kinds
+    for collective in ("all_gather", "all_reduce", "all_to_all"):
+        a, b = (machine.collective(collective, everyone).seconds(1e7) for machine in (made, two))
+        assert a == pytest.approx(b)
+
+
+def test_a_device_alone_is_joined_to_its_double_by_way_of_the_host() -> None:
+    one = machine_of(1)
+    kind = one.devices[0].kind
+    assert doubled(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)

@@ -1,0 +1,68 @@
+"""A machine with twice the devices, joined as they are: what one that is too small could grow to.
+
+Knows machines and their networks. Must not know which sizes are sold.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vnode.partition.machine.build import Device, Link, hosts_of
+from vnode.partition.machine.machine import Machine
+from vnode.partition.machine.networks import Network, Pairs, Switch
+from vnode.partition.machine.torus import Torus
+
+
+def doubled(machine: Machine) -> Machine:
+    """A machine, and the same once more.
+
+    The network that joins all devices joins these as well: a switch has twice the ports, a torus is twice as long along
+    its shortest axis. A single device that no network is known of is joined to the other by way of the host.
+
+    Raises:
+      MachineError: there are more devices than a machine, or a network of its kind, can have.
+
+    Example:
+      >>> doubled(Machine.gpus("h100-sxm", hosts=2)).networks == Machine.gpus("h100-sxm", hosts=4).networks
+      True
+      >>> doubled(Machine.tpu("v5e:2x4")).networks[0].axes
+      (Axis(size=4, wrap=False), Axis(size=4, wrap=False))
+    """
+    count, hosts = len(machine.devices), 1 + max(device.host for device in machine.devices)
+    more = (dataclasses.replace(device, host=device.host + hosts) for device in machine.devices)
+    devices = (*machine.devices, *more)
+    inner = machine.networks[:-1]
+    last = joined(machine.networks[-1], count) if machine.networks else by_hosts(devices)
+    return Machine(f"2 x ({machine.name})", devices, (*inner, *(shifted(each, count) for each in inner), last))
+
+
+def by_hosts(devices: Sequence[Device]) -> Network:
+    """What joins devices that nothing else joins."""
+    kind = devices[0].kind
+    return Link("host", kind.host_bandwidth, kind.host_latency).network(hosts_of(devices))
+
+
+def shifted(network: Network, by: int) -> Network:
+    """The same network among devices of other numbers."""
+    if isinstance(network, Switch):
+        return dataclasses.replace(network, ports=tuple(tuple(i + by for i in port) for port in network.ports))
+    assert isinstance(network, Pairs | Torus)
+    return dataclasses.replace(network, devices=tuple(i + by for i in network.devices))
+
+
+def joined(network: Network, by: int) -> Network:
+    """The same network, which joins as many devices again."""
+    other = shifted(network, by)
+    if isinstance(network, Switch):
+        assert isinstance(other, Switch)
+        return dataclasses.replace(network, ports=(*network.ports, *other.ports))
+    assert isinstance(network, Pairs | Torus) and isinstance(other, Pairs | Torus)
+    devices = (*network.devices, *other.devices)
+    if isinstance(network, Pairs):
+        return dataclasses.replace(network, devices=devices)
+    sizes = [axis.size for axis in network.axes]
+    k = sizes.index(min(sizes))
+    axes = tuple(dataclasses.replace(a, size=2 * a.size) if i == k else a for i, a in enumerate(network.axes))
+    further = (tuple(x + sizes[k] * (i == k) for i, x in enumerate(point)) for point in network.points)
+    return dataclasses.replace(network, axes=axes, devices=devices, points=(*network.points, *further))

@@ -1,0 +1,233 @@
+"""What would fit where nothing does: changes of what was searched for, the cheapest first, each predicted.
+
+Knows steps, machines, and predictions on single meshes. Must not know how meshes are searched, nor how errors read.
+
+Every change is looked at on the mesh on which the least memory was found, with the nodes' axis or another one longer if
+there are more devices, and with the state over all devices. So what is said to fit does fit, there; what does not fit
+there could still fit on another mesh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from vnode.errors import VnodeError
+from vnode.partition.cost.time import Times
+from vnode.partition.machine import Machine
+from vnode.partition.machine.doubled import doubled
+from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
+from vnode.partition.plan.meshes import INNER
+from vnode.partition.plan.predict import NODES, Figures
+from vnode.partition.plan.subject import Subject, computing_again, subject_of
+from vnode.show.units import size
+from vnode.step.virtual import VirtualStep
+
+DOUBLINGS = 4
+"""How often the devices are doubled at most."""
+
+STEP = 0.05
+"""By which share of the limit memory has to differ for one change to be better than another."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """Another search.
+
+    Attributes:
+      virtual_nodes: V.
+      fast: whether sums are formed in any order.
+      doublings: of the devices.
+    """
+
+    virtual_nodes: int
+    fast: bool = False
+    doublings: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Tried:
+    """What came of a change.
+
+    Attributes:
+      change: what was changed.
+      figures: of what takes least memory, or of what fits.
+      name: what such a plan is called.
+      mesh: sizes of its axes.
+      fits: whether it does.
+    """
+
+    change: Change
+    figures: Figures
+    name: str
+    mesh: Mapping[str, int]
+    fits: bool
+
+    def said(self, nodes: int, devices: int) -> str:
+        """The change, and what comes of it.
+
+        Args:
+          nodes: how many there were before.
+          devices: how many there were before.
+        """
+        change, figures = self.change, self.figures
+        parts = [f"virtual_nodes={change.virtual_nodes}"] if change.virtual_nodes != nodes else []
+        parts += ['reduction="fast"'] if change.fast else []
+        parts += [f"{devices * 2**change.doublings} devices"] if change.doublings else []
+        takes = [size(figures.memory)]
+        takes += [f"{size(figures.host)} of the state on the host"] if figures.host else []
+        takes += [placed(self.name, self.mesh)] if self.fits else []
+        return f"{', '.join(parts)} ({', '.join(takes)})"
+
+
+class Remedies:
+    """Changes, tried one after another until one fits.
+
+    Args:
+      subject: the step for which nothing fits, on as many nodes as were tried.
+      least: what takes least memory.
+      machine: on which.
+      memory: bytes that a device may hold.
+      platform: what is compiled for.
+      times: of kernels.
+      divided: candidates on a mesh that divides what a node computes.
+      until: when to stop, by `time.monotonic`.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        least: Candidate,
+        machine: Machine,
+        memory: int,
+        platform: str,
+        times: Times | None,
+        divided: Callable[[OnMesh], Sequence[Candidate]],
+        until: float,
+    ) -> None:
+        self.subject, self.least, self.machine, self.memory = subject, least, machine, memory
+        self.platform, self.times, self.divided, self.until = platform, times, divided, until
+        self.nodes = sum(least.counts)
+        self.left = [*self.more_nodes(), *self.more_devices()]
+        self.tried: list[Tried] = []
+
+    def found(self) -> Tried | None:
+        """The first change with which something fits; None if there is none, or not in time: `left` are not tried."""
+        slowest = 0.0
+        while self.left:
+            began = time.monotonic()
+            if began + slowest > self.until:
+                return None
+            change = self.left.pop(0)
+            best = min(self.tried, key=self.size, default=None)
+            several = [change]
+            if change.doublings and best is not None:  # together with what has helped most, too
+                several.append(dataclasses.replace(best.change, doublings=change.doublings))
+            for each in dict.fromkeys(several):
+                result = self.result(each)
+                if result is not None:
+                    self.tried.append(result)
+                    if result.fits:
+                        return result
+            slowest = max(slowest, time.monotonic() - began)
+        return None
+
+    def kind(self, change: Change) -> tuple[str, ...]:
+        """What a change changes: ``"nodes"``, ``"fast"``, ``"devices"``, or several of them."""
+        changed = {"nodes": change.virtual_nodes != self.nodes, "fast": change.fast, "devices": change.doublings > 0}
+        return tuple(name for name, there in changed.items() if there)
+
+    def failed(self) -> list[Tried]:
+        """What did not suffice: of changes of one kind that which saves most."""
+        several = [each for each in self.tried if not each.fits]
+        kinds = dict.fromkeys(self.kind(each.change) for each in several)
+        return [min((x for x in several if self.kind(x.change) == kind), key=self.size) for kind in kinds]
+
+    def size(self, tried: Tried) -> tuple[int, int]:
+        """What orders changes by what they save: steps of memory, then nodes, of which many save little more."""
+        return int(tried.figures.memory / (STEP * self.memory)), tried.change.virtual_nodes
+
+    def more_nodes(self) -> Iterator[Change]:
+        """Sums in any order, more nodes, and both; nothing where the state alone is too large."""
+        if self.state > self.memory:
+            return
+        waits = self.least.figures.pending > 0
+        if waits:
+            yield Change(self.nodes, fast=True)
+        for fast, nodes in ((False, self.subject.virtual_nodes), *([(True, self.nodes)] if waits else [])):
+            while (nodes := 2 * nodes) <= self.subject.examples:
+                yield Change(nodes, fast)
+
+    def more_devices(self) -> Iterator[Change]:
+        """Twice as many, and so on, but not so few that their parts of the state alone are too large."""
+        for k in range(1, DOUBLINGS + 1):
+            if self.state / 2**k <= self.memory:
+                yield Change(self.nodes, doublings=k)
+
+    @property
+    def state(self) -> int:
+        """Bytes of one device's part of the state, before and after a step; without what may lie on the host."""
+        figures, slots = self.least.figures, self.least.slots
+        several = figures, slots.figures(figures, self.machine, len(slots.held))
+        return min(each.state + each.results for each in several)
+
+    def result(self, change: Change) -> Tried | None:
+        """What fits with a change, or else takes least; None if there is nothing."""
+        least: Candidate | None = None
+        try:
+            for machine, candidate in self.candidates(change):
+                fits = candidate.figures.memory <= self.memory
+                fitting = candidate if fits else candidate.with_host(machine, self.memory)
+                if fitting is not None:
+                    return Tried(change, fitting.figures, fitting.name, fitting.mesh, True)
+                if least is None or candidate.figures.memory < least.figures.memory:
+                    least = candidate
+        except VnodeError:  # the step cannot be virtualized so, or there is no such machine
+            pass
+        return None if least is None else Tried(change, least.figures, least.name, least.mesh, False)
+
+    def candidates(self, change: Change) -> Iterator[tuple[Machine, Candidate]]:
+        """Ways to carry out a change, and on which machine."""
+        machine = self.machine
+        for _ in range(change.doublings):
+            machine = doubled(machine)
+        for subject in self.subjects(change):
+            pace = pace_of(subject, machine, self.platform, self.times)
+            for sizes in self.meshes(change, len(machine.devices)):
+                on = OnMesh(subject, machine, sizes, self.platform, self.times, pace)
+                if on.axes:
+                    several = self.divided(on)
+                else:
+                    several = [on.candidate("FSDP" if on.rows > 1 else "data parallel", on.whole, on.rows > 1)]
+                yield from ((machine, candidate) for candidate in several)
+
+    def subjects(self, change: Change) -> Iterator[Subject]:
+        """The step with a change; then so that its loops keep nothing for later ones."""
+        step = self.subject.step
+        reduction = "fast" if change.fast else step.options.reduction
+        options = dataclasses.replace(
+            step.options, virtual_nodes=change.virtual_nodes, reduction=reduction, automatic=False, again=()
+        )
+        subject = subject_of(VirtualStep(dataclasses.replace(step.spec, options=options), None), self.subject.args)
+        yield subject
+        if subject.kept:
+            yield subject_of(computing_again(subject.step, subject.kept), self.subject.args)
+
+    def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
+        """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""
+        before, more = dict(self.least.mesh), 2**change.doublings
+        rows = {**before, NODES: before[NODES] * more}
+        longer = {**before, INNER[0]: before.get(INNER[0], 1) * more}
+        several = [{NODES: devices}, rows, *([longer] if more > 1 else [])]
+        found = {tuple(each.items()): each for each in several if each[NODES] <= change.virtual_nodes}
+        return list(found.values())
+
+
+def placed(name: str, mesh: Mapping[str, int]) -> str:
+    """A plan and its mesh.
+
+    >>> placed("FSDP", {"vnode": 8})
+    'FSDP on vnode 8'
+    """
+    return f"{name} on {' x '.join(f'{axis} {n}' for axis, n in mesh.items())}"
