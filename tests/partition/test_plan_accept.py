@@ -20,6 +20,8 @@ from vnode.partition import Plan
 from vnode.partition.plan.candidates import Candidate, OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.runtime import emit
+from vnode.runtime.emit import sums_of
 
 GIB = 2**30
 
@@ -185,3 +187,46 @@ def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Pa
     assert "plan for step" in text and "Accumulated" in text and "beside others" in text
     plan.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json", step, args).explain()) == text
+
+
+SENT = {"all-reduce": 2.0, "permute": 2.0}
+"""Halves of an array that each of two devices sends; of others one."""
+
+
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_explain_counts_sums_over_nodes_as_one_device_has_them(reduction: str) -> None:
+    """The compiled program has what two rows exchange, among two devices each; weights are quartered by the others."""
+    on, made = candidate("mlp", reduction, MESHES["2x4"], "Megatron")
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    found = plan.accept()
+    assert found.accepted and found.planned == found.found, str(found)
+    report = plan.explain().report
+    weights, loss = 4 * (512 * 2048 + 2048 + 2048 * 512) // 4, 4
+    assert report.accumulated == weights + loss
+    over_nodes = [each for each in plan.prediction.exchanges if each.devices == 2]
+    sent = sum(each.runs * each.bytes * SENT.get(each.kind, 1.0) / 2 for each in over_nodes)
+    assert report.sent == pytest.approx(sent, rel=0 if reduction == "fast" else 0.01)  # small sums: all to all at once
+    assert report.planned == plan.figures.sent > report.sent
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name", ["mlp", "layers", "images"])
+def test_explain_has_the_sums_that_a_device_is_given_room_for(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes and layouts at random; what is emitted is the reference."""
+    plan = planned(name, {"vnode": 2, "model": 4}, seed)
+    emitted: list[list[int]] = []
+
+    def seen(*args: Any) -> Any:
+        sums = sums_of(*args)
+        emitted.append([s.nbytes for s in sums])
+        return sums
+
+    monkeypatch.setattr(emit, "sums_of", seen)
+    plan.step().executor.lower(plan.args, {})
+    monkeypatch.undo()
+    said = [[line.bytes for line in each.accumulators] for each in plan.explain().report.passes]
+    assert said == emitted
+    whole = [[line.bytes for line in each.accumulators] for each in plan.step().explain(*plan.args).passes]
+    assert sum(map(sum, said)) < sum(map(sum, whole)), "something is divided"

@@ -6,8 +6,13 @@ Knows accumulators, placements, and how devices add. Must not know what is summe
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Var
 
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.operators import Monoid
@@ -24,11 +29,23 @@ class Reduction:
       mode: ``"invariant"`` or ``"fast"``.
       lane: of an invariant one: consecutive nodes that are added one after another.
       sharded: arguments that XLA divides over the axis of the nodes.
+      local: shapes of one device's parts of sums that are divided over other axes of a mesh, by what they are sums of.
     """
 
     mode: str
     lane: int = 1
     sharded: tuple[str, ...] = ()
+    local: Mapping[Var, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    def on_one(self, accumulator: Accumulator) -> Any:
+        """The type of one device's part of a sum."""
+        aval = accumulator.var.aval
+        return aval.update(shape=self.local.get(accumulator.var, aval.shape), dtype=np.dtype(accumulator.dtype))
+
+    def bytes(self, accumulator: Accumulator) -> int:
+        """Its bytes."""
+        held = self.on_one(accumulator)
+        return math.prod(held.shape) * held.dtype.itemsize
 
     def pending(self, counts: tuple[int, ...]) -> int:
         """How many pending sums a device holds for each accumulator, besides the accumulator itself."""
@@ -38,7 +55,7 @@ class Reduction:
 
     def buffers(self, made: Schedule, placement: Placement | Layout) -> int:
         """Their bytes, in the pass that has most."""
-        total = max((sum(a.bytes for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
+        total = max((sum(self.bytes(a) for a in p.accumulators if inexact(a)) for p in made.passes), default=0)
         return self.pending(placement.counts) * total
 
     def cheaper(self, placement: Placement | Layout) -> str:
@@ -63,7 +80,7 @@ class Reduction:
         blocks = 1
         if self.mode == "invariant":
             blocks = ReductionPlan.of(placement.counts, self.lane, True).left
-        total = sum(a.bytes * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
+        total = sum(self.bytes(a) * (1 + (blocks if inexact(a) else 1)) for a in nodes.accumulators)
         return int((devices - 1) / devices * total)
 
     def text(self, placement: Placement | Layout) -> str:

@@ -53,6 +53,7 @@ class Report(Drawn):
       turns: of a loop around passes, how often it runs, if that is known; else 1.
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
+      planned: bytes that a device sends in all exchanges of a step, if there is a plan that says so.
     """
 
     name: str
@@ -80,6 +81,7 @@ class Report(Drawn):
     turns: int = 1
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
+    planned: float | None = None
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -214,8 +216,8 @@ class Report(Drawn):
             *([Fact("", f"pending sums: {self.cheaper}")] if self.cheaper and self.buffered else []),
             Fact(
                 "communication",
-                f"{size(self.sent)} sent per device and step",
-                self.when_sent,
+                f"{size(self.sent if self.planned is None else self.planned)} sent per device and step",
+                self.when_sent if self.planned is None else "over all axes of the mesh, as predicted",
             ),
         ]
         if self.kept_between:

@@ -5,11 +5,13 @@ Knows steps, and whom to ask. Must not know how any of it is found out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
+from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from vnode.analysis.passes import Schedule
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, even_counts
@@ -20,6 +22,9 @@ from vnode.report.report import Report
 from vnode.step.call import OutputTree
 from vnode.step.pipeline import Analysis, analyse
 from vnode.step.protocol import Resolved
+
+Local = Mapping[Var, tuple[int, ...]]
+"""Shapes of one device's parts of sums over nodes, by what they are sums of."""
 
 
 def analysis(here: Resolved) -> Analysis:
@@ -37,11 +42,20 @@ def named_analysis(here: Resolved) -> tuple[Analysis, Names]:
     return made, Names(made.program, arguments, results)
 
 
-def reports(here: Resolved, places: Sequence[Placement | Layout]) -> list[Report]:
-    """What `explain` says for several placements, of devices that are there or not; the step is analysed once."""
+def reports(
+    here: Resolved, places: Sequence[Placement | Layout], local: Callable[[Schedule], Local] | None = None
+) -> list[Report]:
+    """What `explain` says for several placements, of devices that are there or not; the step is analysed once.
+
+    Args:
+      here: the step.
+      places: where its nodes would be.
+      local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
+    """
     (made, names), spec = named_analysis(here), here.step.spec
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla)
+    parts = {} if local is None else local(made.schedule)
+    reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
         report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
         for place in places

@@ -10,12 +10,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
+from jax.extend.core import Literal, Var
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
-from vnode.partition.plan.row import NodeFlow
+from vnode.partition.plan.row import NodeFlow, RowProgram
 from vnode.partition.plan.subject import Subject
+from vnode.runtime.divided import result
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
@@ -63,6 +64,22 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
     return RecordedFlow(
         digest_of(node.written), tuple(axes.items()), tuple(inputs), written, ends, ends, groups=node.groups
     )
+
+
+def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Axes) -> dict[Var, tuple[int, ...]]:
+    """The shapes of one device's parts of what passes sum, by what it is a sum of.
+
+    Args:
+      row: what a row computes.
+      records: how its passes are divided.
+      axes: of the mesh, those that nodes are not spread over and that are longer than one.
+    """
+    found: dict[Var, tuple[int, ...]] = {}
+    for node in row.nodes:
+        record = records.get(digest_of(node.written))
+        for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
+            found[a.var] = result(end, a.monoid, axes).local(a.var.aval.shape, axes)
+    return found
 
 
 def specs_of(

@@ -15,18 +15,21 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
+from vnode.analysis.passes import Schedule
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.layouts import patterns
+from vnode.partition.plan.layouts import parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction
+from vnode.partition.plan.row import row_program
 from vnode.partition.simulator import Timeline
 from vnode.placement.layout import Layout as Grouped
 from vnode.placement.placement import Placement, device_list
@@ -228,8 +231,19 @@ class Plan(Drawn):
         """
         together = len(self.machine.devices) // len(self.counts)
         with self.pattern.resolved(self.args, {}) as here:
-            (report,) = reports(here, [Grouped(self.counts, together)])
-        return Explanation(self, report)
+            (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
+        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent))
+
+    def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
+        """The shapes of one device's parts of what passes sum."""
+        axes = {name: n for name, n in self.mesh.items() if n > 1 and name != NODES}
+        if not axes:
+            return {}
+        exact = self.pattern.options.reduction == "invariant"
+        p = self.prediction
+        return parts_of_sums(
+            row_program(schedule, self.virtual_nodes, p.turns, axes, p.platform, exact), self.records, axes
+        )
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""

@@ -20,7 +20,7 @@ from jax.extend.core import JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
 
 from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.meshless import meshless
-from vnode.analysis.passes import Pass, Schedule
+from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Program, bind, context_of, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid, OperatorDescription
@@ -63,6 +63,7 @@ class Node:
       given: of these, those that are arguments of the step, and not kept by an earlier pass.
       written: the program as it is without branches side by side.
       groups: which of its equations are evaluated side by side.
+      sums: what nodes contribute to; the first outputs of the program.
     """
 
     program: Program
@@ -70,6 +71,7 @@ class Node:
     given: frozenset[int]
     written: Program
     groups: tuple[Group, ...] = ()
+    sums: tuple[Accumulator, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,7 +199,8 @@ class Row(Emission):
         program = grouped(written, groups) if groups else written
         captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
-        self.nodes.append(Node(program, tuple(form.dim for _, form in sliced), given, written, groups))
+        examples = tuple(form.dim for _, form in sliced)
+        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators)))
 
         def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
             """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
