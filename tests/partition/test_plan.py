@@ -247,6 +247,32 @@ def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:
         np.testing.assert_array_equal(a, b)
 
 
+def test_of_an_earlier_versions_plan_the_layouts_are_read_and_its_predictions_are_not(tmp_path: Path) -> None:
+    """As version 1 wrote it: what was predicted stood beside what is planned, and was for sums in another order."""
+    step, (state, batch) = example("mlp")
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 3)
+    path = tmp_path / "plan.json"
+    plan.save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **content.pop("prediction"), "version": 1, "gap": 0.5}))
+    old = Plan.load(path, step, (state, batch))
+    assert old.specs == plan.specs and old.counts == plan.counts and old.mesh == plan.mesh
+    first, second = (each.step() for each in (plan, old))
+    for a, b in zip(
+        jax.tree.leaves(first(first.put(state), batch)), jax.tree.leaves(second(second.put(state), batch)), strict=True
+    ):
+        np.testing.assert_array_equal(a, b)
+    again = tmp_path / "again.json"
+    old.save(again)  # what is not there is not there in what is written either
+    for each in (old, Plan.load(again, step, (state, batch))):
+        assert each.prediction is None and each.timeline is None and each.gap is None and not each.beside
+        assert "not predicted: an earlier version" in str(each) and "not predicted" in each._repr_html_()
+        assert each.explain().report.accumulated == plan.explain().report.accumulated
+        for use in (each.accept, lambda each=each: each.figures):
+            with pytest.raises(vnode.PartitionError, match="nothing is predicted of this plan"):
+                use()
+
+
 def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
     step, (state, batch) = example("mlp")
     plan = planned("mlp", {"vnode": 2, "model": 4}, 1)
@@ -283,7 +309,8 @@ def damages() -> dict[str, Any]:
         "mesh of no nodes": other("mesh", {"model": 8}),
         "mesh of other devices": other("mesh", {"vnode": 3, "model": 2}),
         "specs of numbers": other("specs", {"0/up": 3}),
-        "figures of another kind": other("figures", {"speed": 1}),
+        "figures of another kind": other("prediction", {"figures": {"speed": 1}, "exchanges": []}),
+        "no prediction": without("prediction"),
         "a layout that is not there": in_pass("inputs", [10_000]),
         "no layouts": in_pass("layouts", []),
         "layouts of another kind": in_pass("layouts", [["x"]]),

@@ -21,14 +21,14 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
-from vnode.errors import MemoryLimitError, PlacementError, layout_message
+from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.layouts import parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
-from vnode.partition.plan.predict import NODES, Figures, Prediction
+from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
 from vnode.partition.simulator import Timeline
 from vnode.placement.layout import Layout as Grouped
@@ -63,7 +63,7 @@ class Plan(Drawn):
       counts: nodes of each row of it, in order; uneven where kinds of devices differ.
       specs: how the leaves of the state lie, by name.
       records: how what a node computes is divided, for each pass.
-      prediction: what it takes.
+      prediction: what it takes; None of a plan whose file an earlier version wrote, which predicted otherwise.
       beside: the same of other plans, by name; those that do not fit too.
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
@@ -81,7 +81,7 @@ class Plan(Drawn):
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec]
     records: Mapping[str, RecordedFlow]
-    prediction: Prediction
+    prediction: Prediction | None
     beside: Mapping[str, Figures]
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
@@ -90,13 +90,17 @@ class Plan(Drawn):
 
     @property
     def figures(self) -> Figures:
-        """What is predicted, in numbers."""
-        return self.prediction.figures
+        """What is predicted, in numbers.
+
+        Raises:
+          PartitionError: nothing is: an earlier version wrote the plan's file.
+        """
+        return self._predicted().figures
 
     @property
     def timeline(self) -> Timeline | None:
         """What a device does when, as predicted; None of a plan from a file."""
-        return self.prediction.timeline
+        return None if self.prediction is None else self.prediction.timeline
 
     @property
     def again(self) -> tuple[Stacked, ...]:
@@ -163,9 +167,10 @@ class Plan(Drawn):
         Raises:
           PlacementError: there are not as many devices as the machine has.
           MemoryLimitError: the compiler refuses the program, because it does not fit.
+          PartitionError: nothing is predicted: an earlier version wrote the plan's file.
           ProfileError: the compiler does not say what the program takes.
         """
-        step, figures = self.step(devices), self.figures
+        step, figures, prediction = self.step(devices), self.figures, self._predicted()
         try:
             compiled = step.executor.compile_for(self.args, {})
         except jax.errors.JaxRuntimeError as error:
@@ -173,17 +178,29 @@ class Plan(Drawn):
             if not refused:
                 raise
             raise MemoryLimitError(self._refused(needed)) from error
-        wanted, given = self.prediction.platform, step.placement.devices[0].platform
+        wanted, given = prediction.platform, step.placement.devices[0].platform
         predicted = Memory(figures.arguments, figures.results, 0, figures.temporary)
         return compared(
             compiled,
-            counted_exchanges(self.prediction.exchanges),
+            counted_exchanges(prediction.exchanges),
             predicted,
             tolerance=tolerance,
             limit=self.memory,
-            over_nodes=self.prediction.turns,
+            over_nodes=prediction.turns,
             platforms=None if wanted == given else (wanted, given),
         )
+
+    def _predicted(self) -> Prediction:
+        """What is predicted."""
+        if self.prediction is None:
+            raise PartitionError(
+                layout_message(
+                    "nothing is predicted of this plan: an earlier version of vnode wrote its file.",
+                    facts=["how it divides the step is as it was; what it takes was predicted otherwise"],
+                    remedies=["run it: plan.step()", "or search again, for what it takes: vnode.partition.search(...)"],
+                )
+            )
+        return self.prediction
 
     def _refused(self, needed: int | None) -> str:
         """The message for when the compiler refuses the program."""
@@ -232,7 +249,8 @@ class Plan(Drawn):
         together = len(self.machine.devices) // len(self.counts)
         with self.pattern.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
-        return Explanation(self, dataclasses.replace(report, planned=self.figures.sent))
+        sent = None if self.prediction is None else self.figures.sent
+        return Explanation(self, dataclasses.replace(report, planned=sent))
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of what passes sum."""
@@ -240,16 +258,15 @@ class Plan(Drawn):
         if not axes:
             return {}
         exact = self.pattern.options.reduction == "invariant"
-        p = self.prediction
-        return parts_of_sums(
-            row_program(schedule, self.virtual_nodes, p.turns, axes, p.platform, exact), self.records, axes
-        )
+        platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
+        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact)
+        return parts_of_sums(row, self.records, axes)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""
-        figures, levels = self.figures, self.prediction.levels
         found = []
-        if levels:
+        if self.prediction is not None and self.prediction.levels:
+            figures, levels = self.figures, self.prediction.levels
             always = figures.arguments + figures.results
             found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.memory)}")
         if self.timeline is not None:
@@ -268,14 +285,23 @@ class Plan(Drawn):
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
-            Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
+            Fact("memory", self._memory()),
             *self._branches(),
             *self._host(),
             *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
         )
-        said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
-        blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())
+        said = "not predicted: an earlier version of vnode wrote its file"
+        if self.prediction is not None:
+            said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
+        beside = [] if self.prediction is None else [self._beside()]
+        blocks = (Facts(facts), *beside, *self._state(), *self._divisions())
         return Page(f"plan for {self.pattern.spec.name}", said, blocks)
+
+    def _memory(self) -> str:
+        limit = f"{size(self.memory)} on each device"
+        if self.prediction is None:
+            return f"searched for {limit}"
+        return f"{size(self.figures.memory)} of {limit}"
 
     def _branches(self) -> list[Fact]:
         groups = [group for record in self.records.values() for group in record.groups]
@@ -291,7 +317,10 @@ class Plan(Drawn):
     def _host(self) -> list[Fact]:
         if not self.host:
             return []
-        said = f"{size(self.figures.host)} of the state, in {several(len(self.host), 'array')}"
+        arrays = several(len(self.host), "array")
+        if self.prediction is None:
+            return [Fact("on the host", f"{arrays} of the state")]
+        said = f"{size(self.figures.host)} of the state, in {arrays}"
         way = f"their way to the device and back: {seconds(self.figures.transfer)} a step"
         return [Fact("on the host", said, way)]
 

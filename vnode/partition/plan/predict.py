@@ -283,3 +283,15 @@ def local_sums(flow: Flow, axes: Axes) -> int:
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
     return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)
+
+
+def platform_of(machine: Machine) -> str:
+    """What is compiled for, by the kinds of a machine.
+
+    >>> platform_of(Machine.tpu("v5e:2x2")), platform_of(Machine.gpus("P100", hosts=1, per_host=2))
+    ('tpu', 'gpu')
+    """
+    names = {kind.name for kind in machine.kinds}
+    if all(name.startswith("TPU") for name in names):
+        return "tpu"
+    return "cpu" if any("cpu" in name.lower() for name in names) else "gpu"

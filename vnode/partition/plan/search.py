@@ -17,7 +17,7 @@ from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
-from vnode.partition.plan.predict import NODES, Figures
+from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.plan.nodes.memory import byte_count
@@ -316,14 +316,14 @@ class _Search:
         help_ = [f"what would fit: {fits.said(tries.nodes, devices)}"] if fits else []
         if not fits:
             untried = {tries.kind(change) for change in tries.left}
+            if ("donated",) in untried:
+                help_.append(f"the state given away, donate_argnums: about {size(min(kept.state, kept.results))} less")
             if ("nodes",) in untried:
                 help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
             if ("fast",) in untried:
                 help_.append(f'sums in any order, reduction="fast": about {size(kept.pending)} less')
             if ("devices",) in untried and kept.state > 0:
                 help_.append(f"about {-(-kept.memory // self.limit) * devices} devices")
-        if not subject.donated.intersection(subject.state) and min(kept.state, kept.results):
-            help_.append(f"donate the state (donate_argnums): about {size(min(kept.state, kept.results))} less")
         failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
         return MemoryLimitError(
             layout_message(
@@ -374,15 +374,3 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:
     """Seconds of the fastest that fits; infinite if none does."""
     return min((each.figures.seconds for each in fitting(candidates, memory)), default=math.inf)
-
-
-def platform_of(machine: Machine) -> str:
-    """What is compiled for, by the kinds of a machine.
-
-    >>> platform_of(Machine.tpu("v5e:2x2")), platform_of(Machine.gpus("P100", hosts=1, per_host=2))
-    ('tpu', 'gpu')
-    """
-    names = {kind.name for kind in machine.kinds}
-    if all(name.startswith("TPU") for name in names):
-        return "tpu"
-    return "cpu" if any("cpu" in name.lower() for name in names) else "gpu"

@@ -3,7 +3,8 @@
 Knows JSON, plans, and which entries describe one. Must not know how a plan is found or carried out.
 
 A file holds the machine (as `Machine.save` writes it), the fingerprint of the step, specs by name, how passes are
-divided, and what was predicted. Reading it analyses the step again, and refuses it where the step is another.
+divided, and what was predicted. Reading it analyses the step again, and refuses it where the step is another. What an
+earlier version predicted is not read: the same layouts may take something else today.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
 FORMAT = "vnode plan"
-VERSION = 1
+VERSION = 2
+"""Of the file, and of what is predicted: 1 was for sums over nodes in a tree of two branches everywhere."""
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -41,6 +43,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
       plan: the plan.
       path: of the file.
     """
+    prediction = plan.prediction
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -53,10 +56,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "counts": list(plan.counts),
         "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
-        "figures": dataclasses.asdict(plan.figures),
-        "exchanges": [dataclasses.asdict(each) for each in plan.prediction.exchanges],
-        "platform": plan.prediction.platform,
-        "turns": plan.prediction.turns,
+        "prediction": None if prediction is None else predicted(prediction),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
@@ -72,14 +72,30 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         beside.unlink(missing_ok=True)
 
 
+def predicted(prediction: Prediction) -> dict[str, Any]:
+    """What is kept of a prediction."""
+    return {
+        "figures": dataclasses.asdict(prediction.figures),
+        "exchanges": [dataclasses.asdict(each) for each in prediction.exchanges],
+        "platform": prediction.platform,
+        "turns": prediction.turns,
+    }
+
+
+def prediction_of(content: Mapping[str, Any]) -> Prediction:
+    """What `predicted` gave."""
+    exchanges = tuple(Exchange(**each) for each in content["exchanges"])
+    return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
+
+
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
     with damaged(path):
         content = json.loads(Path(path).read_text())
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
-        if content.get("version") != VERSION:
-            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads {VERSION}")
+        if content.get("version") not in range(1, VERSION + 1):
+            raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
         fingerprint = Fingerprint.from_json(content["step"])
         nodes = int(content["virtual_nodes"])
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
@@ -95,16 +111,16 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             for name, spec in content["specs"].items()
         }
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
-        figures = Figures(**content["figures"])
-        exchanges = tuple(Exchange(**each) for each in content["exchanges"])
-        platform, turns = str(content["platform"]), int(content["turns"])
-        beside = {str(name): Figures(**each) for name, each in content["beside"].items()}
+        made = content["prediction"] if content["version"] == VERSION else None
+        prediction = None if made is None else prediction_of(made)
+        beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
+        gap = None if made is None else content["gap"]
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         host = tuple(map(str, content.get("host", ())))
         if not set(host) <= set(specs):
             raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
         again = [(int(k), int(j)) for k, j in content.get("again", ())]
-        memory, name, gap = int(content["memory"]), str(content["name"]), content["gap"]
+        memory, name = int(content["memory"]), str(content["name"])
     step = on_nodes(step, nodes, options)
     step = computing_again(step, again) if again else step
     subject = subject_of(step, args)
@@ -131,7 +147,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         counts,
         specs,
         {record.digest: record for record in records},
-        Prediction(figures, exchanges, platform, turns),
+        prediction,
         beside,
         gap,
         divisions,
