@@ -13,6 +13,8 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import jax
+
 from vnode.errors import VnodeError
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
@@ -22,6 +24,7 @@ from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
 from vnode.partition.plan.subject import Subject, computing_again, subject_of
 from vnode.show.units import size
+from vnode.step.call import wrap
 from vnode.step.virtual import VirtualStep
 
 DOUBLINGS = 4
@@ -37,11 +40,13 @@ class Change:
 
     Attributes:
       virtual_nodes: V.
+      donated: the arguments that are given away besides those that are.
       fast: whether sums are formed in any order.
       doublings: of the devices.
     """
 
     virtual_nodes: int
+    donated: tuple[int, ...] = ()
     fast: bool = False
     doublings: int = 0
 
@@ -52,7 +57,7 @@ class Tried:
 
     Attributes:
       change: what was changed.
-      figures: of what takes least memory, or of what fits.
+      figures: of what fits; or of what takes least memory, perhaps with all that may lie on the host there.
       name: what such a plan is called.
       mesh: sizes of its axes.
       fits: whether it does.
@@ -73,11 +78,13 @@ class Tried:
         """
         change, figures = self.change, self.figures
         parts = [f"virtual_nodes={change.virtual_nodes}"] if change.virtual_nodes != nodes else []
+        parts += [f"donate_argnums={change.donated}"] if change.donated else []
         parts += ['reduction="fast"'] if change.fast else []
         parts += [f"{devices * 2**change.doublings} devices"] if change.doublings else []
         takes = [size(figures.memory)]
-        takes += [f"{size(figures.host)} of the state on the host"] if figures.host else []
-        takes += [placed(self.name, self.mesh)] if self.fits else []
+        if self.fits:
+            takes += [f"{size(figures.host)} of the state on the host"] if figures.host else []
+            takes += [placed(self.name, self.mesh)]
         return f"{', '.join(parts)} ({', '.join(takes)})"
 
 
@@ -109,7 +116,7 @@ class Remedies:
         self.subject, self.least, self.machine, self.memory = subject, least, machine, memory
         self.platform, self.times, self.divided, self.until = platform, times, divided, until
         self.nodes = sum(least.counts)
-        self.left = [*self.more_nodes(), *self.more_devices()]
+        self.left = [*self.given_away(), *self.more_nodes(), *self.more_devices()]
         self.tried: list[Tried] = []
 
     def found(self) -> Tried | None:
@@ -134,8 +141,13 @@ class Remedies:
         return None
 
     def kind(self, change: Change) -> tuple[str, ...]:
-        """What a change changes: ``"nodes"``, ``"fast"``, ``"devices"``, or several of them."""
-        changed = {"nodes": change.virtual_nodes != self.nodes, "fast": change.fast, "devices": change.doublings > 0}
+        """What a change changes: ``"donated"``, ``"nodes"``, ``"fast"``, ``"devices"``, or several of them."""
+        changed = {
+            "donated": change.donated,
+            "nodes": change.virtual_nodes != self.nodes,
+            "fast": change.fast,
+            "devices": change.doublings,
+        }
         return tuple(name for name, there in changed.items() if there)
 
     def failed(self) -> list[Tried]:
@@ -148,6 +160,16 @@ class Remedies:
         """What orders changes by what they save: steps of memory, then nodes, of which many save little more."""
         return int(tried.figures.memory / (STEP * self.memory)), tried.change.virtual_nodes
 
+    def given_away(self) -> Iterator[Change]:
+        """The state, where it is not given away: what is written then takes the place of what was there."""
+        step = self.subject.step
+        given, _ = step.spec.with_static(self.subject.args, {})
+        placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+        argument = [path[0].idx for path, _ in jax.tree.leaves_with_path(placed)]
+        several = {argument[i] for i in self.subject.state} - {*step.spec.donate_argnums}
+        if several:
+            yield Change(self.nodes, donated=tuple(sorted(several)))
+
     def more_nodes(self) -> Iterator[Change]:
         """Sums in any order, more nodes, and both; nothing where the state alone is too large."""
         if self.state > self.memory:
@@ -157,7 +179,7 @@ class Remedies:
             yield Change(self.nodes, fast=True)
         for fast, nodes in ((False, self.subject.virtual_nodes), *([(True, self.nodes)] if waits else [])):
             while (nodes := 2 * nodes) <= self.subject.examples:
-                yield Change(nodes, fast)
+                yield Change(nodes, fast=fast)
 
     def more_devices(self) -> Iterator[Change]:
         """Twice as many, and so on, but not so few that their parts of the state alone are too large."""
@@ -174,18 +196,21 @@ class Remedies:
 
     def result(self, change: Change) -> Tried | None:
         """What fits with a change, or else takes least; None if there is nothing."""
-        least: Candidate | None = None
+        least: Tried | None = None
         try:
             for machine, candidate in self.candidates(change):
                 fits = candidate.figures.memory <= self.memory
                 fitting = candidate if fits else candidate.with_host(machine, self.memory)
                 if fitting is not None:
                     return Tried(change, fitting.figures, fitting.name, fitting.mesh, True)
-                if least is None or candidate.figures.memory < least.figures.memory:
-                    least = candidate
+                slots = candidate.slots
+                away = slots.figures(candidate.figures, machine, len(slots.held))
+                figures = min(candidate.figures, away, key=lambda each: each.memory)
+                if least is None or figures.memory < least.figures.memory:
+                    least = Tried(change, figures, candidate.name, candidate.mesh, False)
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
             pass
-        return None if least is None else Tried(change, least.figures, least.name, least.mesh, False)
+        return least
 
     def candidates(self, change: Change) -> Iterator[tuple[Machine, Candidate]]:
         """Ways to carry out a change, and on which machine."""
@@ -209,7 +234,9 @@ class Remedies:
         options = dataclasses.replace(
             step.options, virtual_nodes=change.virtual_nodes, reduction=reduction, automatic=False, again=()
         )
-        subject = subject_of(VirtualStep(dataclasses.replace(step.spec, options=options), None), self.subject.args)
+        donated = (*step.spec.donate_argnums, *change.donated)
+        spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
+        subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
         if subject.kept:
             yield subject_of(computing_again(subject.step, subject.kept), self.subject.args)
