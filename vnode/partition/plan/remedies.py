@@ -92,7 +92,7 @@ class Remedies:
     """Changes, tried one after another until one fits.
 
     Args:
-      subject: the step for which nothing fits, on as many nodes as were tried.
+      subject: the step for which nothing fits.
       least: what takes least memory.
       machine: on which.
       memory: bytes that a device may hold.
@@ -177,7 +177,8 @@ class Remedies:
         waits = self.least.figures.pending > 0
         if waits:
             yield Change(self.nodes, fast=True)
-        for fast, nodes in ((False, self.subject.virtual_nodes), *([(True, self.nodes)] if waits else [])):
+        for fast in (False, True) if waits else (False,):
+            nodes = self.nodes
             while (nodes := 2 * nodes) <= self.subject.examples:
                 yield Change(nodes, fast=fast)
 
