@@ -114,6 +114,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_ro
     return plan_of(subject, made, V5E, 2**30, {})
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 2, "model": 4}, {"vnode": 1, "model": 4, "model2": 2}], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_are_carried_out(name: str, sizes: dict[str, int]) -> None:
@@ -124,6 +125,7 @@ def test_random_plans_are_carried_out(name: str, sizes: dict[str, int]) -> None:
         assert_same(got, jax.jit(step), state, batch)
 
 
+@pytest.mark.quickly
 @settings(max_examples=6, deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.integers(2, 10_000), st.sampled_from([3, 5, 16]))
 def test_random_plans_for_any_number_of_nodes(name: str, seed: int, nodes: int) -> None:
