@@ -24,7 +24,7 @@ export JAX_PLATFORMS ?= cpu
 help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make quick     some of the tests, in a minute"
-	@echo "make test      the tests that matter most, in ten"
+	@echo "make test      the tests that matter most, in fifteen"
 	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs"
 	@echo "make lint      ruff and pyright"
 	@echo "make docs      the site, in out/docs/index.html"

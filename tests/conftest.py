@@ -7,6 +7,7 @@ process, the workers of pytest-xdist included, so nothing here may depend on ano
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -27,7 +28,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "thorough: takes long; not part of `make test`, but of what CI and `make test-all` run"
     )
     config.addinivalue_line(
-        "markers", "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends"
+        "markers",
+        "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends, and, unless "
+        "fusion_emitters=True is said, by its older code generator for CPUs",
     )
     config.addinivalue_line("markers", "sweep: one of many alike; only with VNODE_TEST_ALL=1")
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
@@ -50,18 +53,47 @@ def _eight_devices() -> None:
     assert jax.default_backend() == "cpu" and len(jax.devices()) >= 8, f"tests need 8 CPU devices, not {jax.devices()}"
 
 
+FUSION_EMITTERS = [False]
+"""Whether programs without optimizations are made by the newer of XLA's code generators for CPUs all the same."""
+
+
 @pytest.fixture(autouse=True)
 def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Compiling takes most of the time of most tests, a fifth of it for optimizations."""
-    if request.node.get_closest_marker("quickly") is None:
+    """Compiling takes most of the time of most tests, and two thirds of that what makes programs fast."""
+    marker = request.node.get_closest_marker("quickly")
+    if marker is None:
         yield
         return
     import jax
 
+    FUSION_EMITTERS[0] = marker.kwargs.get("fusion_emitters", False)
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
+    FUSION_EMITTERS[0] = False
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _without_fusion_emitters() -> None:
+    """Programs without optimizations are made by the older of the two, in half of the time, where jax still has both.
+
+    There is no switch of jax's for that, and options of a `jax.jit` reach neither the steps of vnode nor single
+    operations. With VNODE_TEST_ALL=1 the newer one makes all.
+    """
+    import jax
+    from jax._src import compiler
+
+    if jax.__version_info__ >= (0, 11) or os.environ.get("VNODE_TEST_ALL") == "1":
+        return
+    options_of = compiler.get_compile_options
+
+    def quicker(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+        if jax.config.read("jax_disable_most_optimizations") and not FUSION_EMITTERS[0]:
+            env_options_overrides = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+        return options_of(*args, env_options_overrides=env_options_overrides, **kwargs)
+
+    compiler.get_compile_options = quicker
 
 
 MAPS = 20_000

@@ -270,6 +270,18 @@ def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1, kill_at: 
     return {"bits": bits(result.state), "step": result.step, "resumed": result.resumed, "why": result.reason}
 
 
+def failing(seconds: float) -> None:
+    """An error in each process, in that of the service first.
+
+    Args:
+      seconds: how much later in the others.
+    """
+    with waiting("the error"):
+        meet("to fail")
+        time.sleep(seconds * (jax.process_index() > 0))
+        raise RuntimeError(f"process {jax.process_index()} has failed")
+
+
 def refused(checkpoint: str, size: int) -> str:
     """A run on a folder that another one has: the error."""
     with waiting("the error of the folder"):

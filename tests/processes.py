@@ -4,6 +4,9 @@ Knows `jax.distributed`, processes and their output. Must not know what they com
 
 The processes meet on the loopback interface only. Each says in its standard error what it begins to wait for
 (`waiting`), and one that is late is ended with a traceback of all its threads; the error that follows has both.
+
+Process 0 has the service by which they find one another. Where it ends, jax ends the others with SIGABRT at once,
+whatever they were about to say. So it ends last.
 """
 
 import contextlib
@@ -12,6 +15,7 @@ import faulthandler
 import importlib
 import json
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -27,6 +31,9 @@ FLAGS = "--xla_cpu_collective_timeout_seconds=5"
 
 GRACE = 5.0
 """Seconds between a worker's own deadline, at which it tells where it is, and the one at which it is killed."""
+
+AFTER = 30.0
+"""Seconds within which the other workers must have ended once one has failed: they wait for what will not come."""
 
 
 @dataclasses.dataclass
@@ -103,13 +110,20 @@ def run_all(
         with output.open("w") as out, errors.open("w") as err:
             command = [sys.executable, "-m", "tests.processes", json.dumps(said)]
             workers.append(
-                Worker(rank, subprocess.Popen(command, stdout=out, stderr=err, env=environment), output, errors)
+                Worker(
+                    rank,
+                    subprocess.Popen(command, stdin=subprocess.PIPE, stdout=out, stderr=err, env=environment),
+                    output,
+                    errors,
+                )
             )
     end = time.monotonic() + deadline + GRACE
     try:
-        while any(worker.process.poll() is None for worker in workers) and time.monotonic() < end:
+        while None in [worker.process.poll() for worker in workers] and time.monotonic() < end:
             if any(worker.process.returncode for worker in workers):
-                end = min(end, time.monotonic() + GRACE)  # the others wait for what will not come
+                end = min(end, time.monotonic() + AFTER + GRACE)
+            if all(worker.process.returncode is not None for worker in workers[1:]):
+                close_input(workers[0])
             time.sleep(0.02)
         if any(worker.process.poll() != 0 for worker in workers):
             raise RuntimeError(story(cases, workers))
@@ -118,7 +132,14 @@ def run_all(
             if worker.process.poll() is None:
                 worker.process.kill()
             worker.process.wait()
+            close_input(worker)
     return [json.loads(worker.output.read_text().splitlines()[-1]) for worker in workers]
+
+
+def close_input(worker: Worker) -> None:
+    """Tells a worker that the others have ended, if it is the one that waits for that."""
+    assert worker.process.stdin is not None
+    worker.process.stdin.close()
 
 
 def story(cases: Sequence[Any], workers: list[Worker]) -> str:
@@ -169,4 +190,6 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # what jax does at exit would wait for the others
+        if json.loads(sys.argv[1])["rank"] == 0:
+            select.select([sys.stdin], [], [], AFTER)  # until it is closed
+        os._exit(1)  # what jax does at exit would wait for the others to come there too

@@ -40,7 +40,7 @@ from vnode.placement.host import abstract
 
 NUMBERS = (2, 4, 6)
 OPTIMIZER = optax.adamw(1e-2)
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [pytest.mark.quickly, pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")]
 """Orbax leaves coroutines that never ran after an error of its own."""
 
 

@@ -32,6 +32,8 @@ from vnode.elastic.run import run
 from vnode.errors import CheckpointError, DeviceLost, PlacementError, VnodeError
 from vnode.placement.host import HostCopy, abstract
 
+pytestmark = pytest.mark.quickly
+
 STEPS = 12
 OPTIMIZER = optax.adamw(1e-2)
 GENERATOR = np.random.default_rng(0)

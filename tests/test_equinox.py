@@ -26,6 +26,8 @@ import vnode
 from tests import rounding
 from vnode.placement.statics import static_scalars
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 6
 
 

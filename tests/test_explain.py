@@ -22,6 +22,8 @@ import vnode
 from vnode.report.sources import near
 from vnode.show.units import size
 
+pytestmark = pytest.mark.quickly
+
 FLOAT = 4
 LARGE = {"recompute_budget": 10.0}
 

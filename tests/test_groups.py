@@ -56,9 +56,10 @@ def test_equal_to_the_whole_batch(name: str, monkeypatch: pytest.MonkeyPatch) ->
     nodes = V if case.nodes is None or V in case.nodes else case.nodes[-1]
     on = vnode.VirtualStep.on
     monkeypatch.setattr(vnode.VirtualStep, "on", lambda step, _: on(step, grouped([1, 2], nodes=nodes)))
-    with compare.running_in("float32"):
-        program = compare.build(case, "float32")
-        compare.agrees(case, compare.call(case, program, nodes, 1), nodes, "float32")
+    precision = "float64" if case.float64 else "float32"
+    with compare.running_in(precision):
+        program = compare.build(case, precision)
+        compare.agrees(case, compare.call(case, program, nodes, 1), nodes, precision)
 
 
 def masked(w: jax.Array, x: jax.Array, scale: jax.Array) -> Any:

@@ -50,9 +50,6 @@ TRAINED = {
 RARELY = {"haiku_dropout_and_layer_norm", "batch_norm_local", "vit_with_reshaped_patches", "lstm_batch_major", "gan"}
 """Those that are left out of the usual run, which has much of what they have."""
 
-LARGE = {"lm_grouped_query_attention_tied_embeddings", "vit_with_reshaped_patches"}
-"""Those that take long to compile."""
-
 FROM_OUTSIDE = {
     "under_grad",
     "under_grad_of_masked_mean",
@@ -95,11 +92,9 @@ def trained_names() -> list[str]:
     return list(TRAINED) if ALL else [n for n in TRAINED if n not in RARELY]
 
 
-def device_counts(name: str) -> Sequence[int]:
-    """One to eight devices; in the usual run some of them, three of steps that take long to compile."""
-    if ALL:
-        return range(1, 9)
-    return (1, 3, 8) if name in LARGE else (1, 2, 3, 8)
+def device_counts() -> Sequence[int]:
+    """One to eight devices; in the usual run some with one node each, and with different numbers of several."""
+    return range(1, 9) if ALL else (1, 3, 8)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +104,7 @@ def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
     with compare.running_in("float32"):
         program = compare.build(named(name), "float32")
         step = virtual(program, TRAINED[name])
-        digests = {d: trained(step, program, [d] * STEPS) for d in device_counts(name)}
+        digests = {d: trained(step, program, [d] * STEPS) for d in device_counts()}
     assert len(set(digests.values())) == 1, digests
 
 
@@ -129,7 +124,7 @@ def test_uneven_counts() -> None:
         program = compare.build(named("loss_masked_mean"), "float32")
         step = virtual(program, 8)
         want = digest(step.on(jax.devices()[:1])(*program.args))
-        for counts in ([7, 1], [1, 7], [3, 5], [1, 0, 6, 1], [2, 3, 3]):
+        for counts in ([7, 1], [1, 0, 6, 1], [2, 3, 3], *([[1, 7], [3, 5]] if ALL else [])):
             got = step.on(jax.devices()[: len(counts)], counts=counts)(*program.args)
             assert digest(got) == want, counts
 

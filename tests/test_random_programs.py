@@ -20,6 +20,8 @@ from tests.random_programs.generate import generate
 from tests.random_programs.minimise import minimise, tidy
 from tests.random_programs.program import Program
 
+pytestmark = pytest.mark.quickly
+
 SHARDS = 8
 """Tests of their own, so that workers can share them."""
 

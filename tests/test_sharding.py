@@ -23,6 +23,8 @@ import vnode
 from tests.rounding import assert_same
 from vnode.errors import PlacementError, VnodeError
 
+pytestmark = pytest.mark.quickly
+
 BATCH = 16
 
 

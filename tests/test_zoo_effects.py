@@ -18,6 +18,8 @@ from jax.experimental import io_callback
 import vnode
 from tests.rounding import eighths
 
+pytestmark = pytest.mark.quickly
+
 NODES = 4
 DEVICES = (1, 2, 3)
 

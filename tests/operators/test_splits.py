@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -24,7 +25,8 @@ from tests.operators.examples import array, weighted
 
 pytestmark = pytest.mark.quickly
 
-drawn, few = settings(max_examples=25), settings(max_examples=8)
+ALL = os.environ.get("VNODE_TEST_ALL") == "1"
+drawn, few = settings(max_examples=25 if ALL else 15), settings(max_examples=8 if ALL else 5)
 """Each example is a program of some ten copies to compile; those of convolutions take long."""
 
 

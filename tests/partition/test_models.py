@@ -23,7 +23,7 @@ from benchmarks.partition_models.experts import LARGEST, route
 from benchmarks.partition_models.lstm import lstm_layer
 from tests import rounding
 
-pytestmark = pytest.mark.quickly
+pytestmark = pytest.mark.quickly(fusion_emitters=True)  # or the loss of Inception-v3 is no number after five steps
 
 ARCHITECTURES = tuple(name for name in MODELS if name not in ("wresnet-50-x4", "wresnet-50-x8", "lstm-8k"))
 """The others differ in width only."""
@@ -256,20 +256,26 @@ SMALLER = {"wresnet-50": {"blocks": (1,)}}
 """Sizes that are smaller still: each normalization of a batch takes two more passes."""
 
 
-@functools.lru_cache(maxsize=1)
-def prepared(name: str) -> tuple[Model, Callable[..., Any], Any, Any]:
-    """A small model, its step compiled, a state and a batch."""
-    model = MODELS[name]("small", **SMALLER.get(name, {}))
-    keys = jax.random.split(jax.random.key(1))
-    return model, jax.jit(model.step), jax.jit(model.initial)(keys[0]), jax.jit(model.examples)(keys[1])
+@pytest.fixture(scope="module")
+def prepared(request: pytest.FixtureRequest) -> Callable[[], tuple[Model, Callable[..., Any], Any, Any]]:
+    """Makes a small model, its step compiled, a state and a batch, once for all tests of it, which come in a row."""
+
+    @functools.cache
+    def made() -> tuple[Model, Callable[..., Any], Any, Any]:
+        name = request.param
+        model = MODELS[name]("small", **SMALLER.get(name, {}))
+        keys = jax.random.split(jax.random.key(1))
+        return model, jax.jit(model.step), jax.jit(model.initial)(keys[0]), jax.jit(model.examples)(keys[1])
+
+    return made
 
 
 ALWAYS = ("lstm-4k", "wresnet-50")
 
 
-@pytest.mark.parametrize("name", models(ALWAYS))
-def test_a_batch_is_learned(name: str) -> None:
-    _, step, state, batch = prepared(name)
+@pytest.mark.parametrize("prepared", models(ALWAYS), indirect=True)
+def test_a_batch_is_learned(prepared: Any) -> None:
+    _, step, state, batch = prepared()
     losses = []
     for _ in range(40):
         state, metrics = step(state, batch)
@@ -278,9 +284,9 @@ def test_a_batch_is_learned(name: str) -> None:
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), losses
 
 
-@pytest.mark.parametrize("name", models(ALWAYS, seldom=("inception-v3",)))
-def test_virtual_nodes_compute_the_same(name: str) -> None:
+@pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3",)), indirect=True)
+def test_virtual_nodes_compute_the_same(prepared: Any) -> None:
     """The 94 normalizations of Inception-v3 take 95 passes, and minutes."""
-    model, step, state, batch = prepared(name)
+    model, step, state, batch = prepared()
     virtual = vnode.virtualize(model.step, virtual_nodes=4).on(jax.devices()[:2])
     rounding.assert_same(virtual(state, batch), step, state, batch)

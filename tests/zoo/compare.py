@@ -6,7 +6,8 @@ Float64 is switched on around a run, so that both precisions can run in either o
 programs for them. It is switched for all threads: callbacks run in threads of XLA's.
 
 Compiling takes nearly all of the time, so the runs in float64, which are the most, are compiled without XLA's
-expensive optimizations; those in float32 as users compile. References are always compiled without.
+expensive optimizations (and by the code generator that `tests.conftest` chooses then); those in float32 as users
+compile. References are always compiled without.
 """
 
 from __future__ import annotations

@@ -149,14 +149,16 @@ def missed(
       here: the process.
       expected: all that should have come.
       waited: seconds that it did.
-      found: where each process is.
+      found: where each process is; nothing, not even of this one, if the service is gone.
       error: of the service.
     """
     at_once = waited < min(1.0, timeout() / 2)
     others = [process for process in expected if process != here]
-    missing = others if at_once else [p for p in others if found.get(p, ("", ""))[0] != place]
+    missing = others if at_once else [p for p in others if found and found.get(p, ("", ""))[0] != place]
     names = several(missing) or "the others"
-    if at_once or not missing:
+    if not at_once and not found:
+        summary = f"process {here} waited {waited:.0f} s for others, and process 0, which could tell for whom, is gone."
+    elif at_once or not missing:
         summary = f"process {here} came too late: others had given up waiting, or have ended."
     else:
         summary = f"process {here} waited {waited:.0f} s for {names}."

@@ -34,6 +34,8 @@ from vnode.spmd.layout import Axes, Layout
 from vnode.spmd.program import over_mesh
 from vnode.spmd.route import route
 
+pytestmark = pytest.mark.quickly
+
 AXES = {"x": 2, "y": 4}
 
 
