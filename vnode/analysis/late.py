@@ -28,6 +28,9 @@ from vnode.operators.postponed import postponed_p
 Made = tuple[int, int]
 """A result of an equation: the number of the equation in a program, and of the result."""
 
+TIMES = 12
+"""How many times are told apart beyond the turning point."""
+
 SPREAD = 3
 """So many times the bytes of what it reads an equation makes at least that spreads it."""
 
@@ -90,6 +93,18 @@ class Late:
         made = [var for eqn in self.program.equations[: self.turn + 1] for var in eqn.outvars]
         return tuple(var for var in made if var in self.varying and self.beyond(var))
 
+    @functools.cached_property
+    def ends(self) -> Sequence[int]:
+        """Equations, by number, with which times beyond the turning point end: in each about as much is read first."""
+        first = sorted((self.beyond(var)[0], nbytes(var.aval)) for var in self.held)
+        sums = np.cumsum([each for _, each in first], dtype=float)
+        parts = range(1, TIMES) if first else ()
+        return sorted({first[min(int(np.searchsorted(sums, sums[-1] * n / TIMES)), len(first) - 1)][0] for n in parts})
+
+    def time(self, k: int) -> int:
+        """The time of an equation beyond the turning point, by number: 1 to `TIMES`."""
+        return 1 + bisect.bisect_left(self.ends, k)
+
     def is_spread(self, var: Var) -> bool:
         """Whether a variable is read on both sides of the turning point by equations that make much more of it.
 
@@ -97,8 +112,10 @@ class Late:
         """
         beyond = self.beyond(var)
         before = self.readers[var][: len(self.readers[var]) - len(beyond)]
-        sizes = ({nbytes(out.aval) for k in some for out in self.program.equations[k].outvars} for some in (before, beyond))
-        return all(max(several, default=0) > SPREAD * nbytes(var.aval) for several in sizes)
+        def largest(several: Sequence[int]) -> int:
+            return max((nbytes(out.aval) for k in several for out in self.program.equations[k].outvars), default=0)
+
+        return min(largest(before), largest(beyond)) > SPREAD * nbytes(var.aval)
 
     def trigger(self, first: int) -> Var | None:
         """Of what is computed beyond the turning point, what comes last before an equation that needs it, or others do.
@@ -165,11 +182,11 @@ def computed_late(late: Late, chosen: Collection[Made]) -> Program:
     inserted: dict[int, list[JaxprEqn]] = {}
     names: list[tuple[int, Var, Var]] = []  # from which equation on a variable has another name
     again = {late.repeatable[made] for made in chosen}
-    several = [(numbers, set[Var]()) for numbers in connected(late, sorted({k for k, _ in chosen}))]
+    several = [(numbers, set[Var]()) for numbers in together(late, sorted({k for k, _ in chosen}), again)]
     several += [(set[int](), {var}) for var in late.held if var not in again and late.is_spread(var)] if chosen else []
     for numbers, spread in several:
         wanted = {late.repeatable[made] for made in chosen if made[0] in numbers} | spread
-        first = min((k for var in wanted for k in late.beyond(var)), default=None)
+        first = next((k for k in sorted(k for var in wanted for k in late.beyond(var)) if late.trigger(k)), None)
         trigger = None if first is None else late.trigger(first)
         if first is None or trigger is None:
             continue
@@ -195,15 +212,32 @@ def said(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
     return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
 
 
-def connected(late: Late, numbers: Sequence[int]) -> list[set[int]]:
-    """Equations, by number, in sets of which none reads what another makes."""
+def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
+    """Equations, by number, in sets that are computed at one time, each connected by what its equations read.
+
+    Args:
+      late: the program.
+      numbers: of equations that are computed again, in order.
+      again: what of their results is read late as computed then.
+    """
     maker = {var: k for k in numbers for var in late.program.equations[k].outvars}
-    found: list[set[int]] = []
-    for k in numbers:
+    wanted: dict[int, int] = {}  # for equations the first that needs them beyond the turning point
+    for k in reversed(numbers):
+        eqn = late.program.equations[k]
+        for first in (beyond[0] for var in eqn.outvars if var in again and (beyond := late.beyond(var))):
+            wanted[k] = min(wanted.get(k, first), first)
+        for atom in eqn.invars if k in wanted else ():
+            if isinstance(atom, Var) and atom in again:
+                made = maker[atom]
+                wanted[made] = min(wanted.get(made, wanted[k]), wanted[k])
+    found: list[tuple[int, set[int]]] = []
+    for k in (k for k in numbers if k in wanted):
+        time = late.time(wanted[k])
         reads = {maker[atom] for atom in late.program.equations[k].invars if isinstance(atom, Var) and atom in maker}
-        joined = {k}.union(*(each for each in found if each & reads))
-        found = [each for each in found if not each & reads] + [joined]
-    return found
+        near = [members for at, members in found if at == time and members & reads]
+        found = [(at, members) for at, members in found if members not in near]
+        found.append((time, {k}.union(*near)))
+    return [members for _, members in found]
 
 
 def copied(

@@ -1,7 +1,7 @@
 """Which values a step keeps for its backward pass, and which it computes again there: an integer programme.
 
-Knows what is read late (`vnode.analysis.late`), what loops keep (`vnode.analysis.again`), rooflines and
-`scipy.optimize.milp`. Must not know meshes, nor how much memory a device has.
+Knows what is read late (`vnode.analysis.late`), what loops keep (`vnode.analysis.again`), kernels, rooflines and
+integer programmes. Must not know meshes, nor how much memory a device has.
 
 What is read beyond the turning point of a program is read at times in a row. A value is there at the turning point, or
 it is computed at one of these times, for which all that it is computed from has to be there then; and it is there until
@@ -12,12 +12,10 @@ value computed once more at most. What only one other reads is computed with tha
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -26,14 +24,10 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.again import Kept, Stacked
 from vnode.analysis.late import Late, Made
-from vnode.operators.cost import nbytes
-from vnode.partition.cost.pieces import piece_of
+from vnode.partition.cost.kernels import Kernel, Kernels, Target, kernels_of
 from vnode.partition.cost.time import Roofline
 from vnode.partition.machine import Kind
 from vnode.partition.searches.programme import milp
-
-TIMES = 12
-"""How many times are told apart beyond the turning point."""
 
 STEP = 0.85
 """Of two limits that are tried one after the other, the second is so many times the first."""
@@ -54,7 +48,8 @@ class Value:
 
     Attributes:
       bytes: of it.
-      equations: that make it again, by number, in order; none if it cannot be computed again.
+      equations: that make it again, by number, in order, and what is made of it at once where it is read late; none if
+        it cannot be computed again.
       seconds: that these take.
       operands: the other values that they read.
       reads: the times at which the program reads it.
@@ -74,14 +69,15 @@ class Keeping:
       late: the step's program, and what of it is read late.
       kept: what its loops keep for later ones.
       kind: of device.
+      target: what its compiler makes of programs.
     """
 
-    def __init__(self, late: Late, kept: Mapping[Stacked, Kept], kind: Kind) -> None:
-        self.late, self.kept = late, kept
+    def __init__(self, late: Late, kept: Mapping[Stacked, Kept], kind: Kind, target: Target) -> None:
+        self.late = late
         rate = max(kind.rate("float32"), kind.vector)
         self.stacked = {made: (each.bytes, each.flops / rate) for made, each in kept.items()}
-        self.loops = {var for k, j in kept if (var := late.program.equations[k].outvars[j])}
-        self.values = values_of(late, self.loops, functools.partial(seconds_of, late, kind))
+        stacked = {var for k, j in kept if (var := late.program.equations[k].outvars[j])}
+        self.values = _Values(late, kernels_of(late.program, target), stacked, kind).all()
         self.found: dict[int, tuple[Made, ...] | None] = {0: ()}
 
     @property
@@ -114,78 +110,128 @@ class Keeping:
             return None
         again, stacked = chosen
         numbers = {k for var in again for k in self.values[var].equations}
-        made = {made for made in self.late.repeatable if made[0] in numbers}
         kept = {var for var in self.values if var not in again}
-        made = {each for each in made if self.late.repeatable[each] not in kept}
+        made = {each for each, var in self.late.repeatable.items() if each[0] in numbers and var not in kept}
         return tuple(sorted(made | {each for each, gone in zip(self.stacked, stacked, strict=True) if gone}))
 
 
-def seconds_of(late: Late, kind: Kind, equations: Sequence[JaxprEqn], var: Var) -> float:
-    """What a kernel takes by the roofline."""
-    return Roofline(launch=0).seconds(piece_of(equations, [var]).cost, kind)
-
-
-def values_of(
-    late: Late, without: set[Var], seconds: Callable[[Sequence[JaxprEqn], Var], float]
-) -> dict[Var, Value]:
-    """What may be there beyond the turning point: what is read there, and what that is computed from.
+class _Values:
+    """What may be there beyond the turning point of a program: what kernels read there, and what that is computed from.
 
     Args:
       late: the program.
+      kernels: that its compiler makes of it.
       without: what is not among it.
-      seconds: that it takes to evaluate equations for the sake of one of their results.
+      kind: of device.
     """
-    program, repeatable = late.program, {var: k for (k, _), var in late.repeatable.items()}
-    made = {var for eqn in program.equations for var in eqn.outvars}
 
-    held = [var for var in late.held if var not in without]
-    held.sort(key=lambda var: nbytes(var.aval))
-    sizes = np.cumsum([nbytes(var.aval) for var in held])
-    small = {*held[: np.searchsorted(sizes, SMALL * sizes[-1]) if held else 0]}
-    held = [var for var in late.held if var not in without and var not in small]
-    def operands(k: int) -> list[Var]:
-        read = (atom for atom in program.equations[k].invars if isinstance(atom, Var))
-        return [v for v in dict.fromkeys(read) if v in late.varying and v in made and v not in without and v not in small]
+    def __init__(self, late: Late, kernels: Kernels, without: Collection[Var], kind: Kind) -> None:
+        self.late, self.kernels, self.kind = late, kernels, kind
+        self.number = {id(eqn): k for k, eqn in enumerate(late.program.equations)}
+        self.maker: dict[Var, Kernel] = {}
+        self.readers: dict[Var, list[Kernel]] = {}
+        for kernel in kernels.kernels:
+            if not self.is_late(kernel):
+                self.maker.update(dict.fromkeys(kernel.piece.writes, kernel))
+            for var in {*map(kernels.memory_of, kernel.piece.reads)}:
+                self.readers.setdefault(var, []).append(kernel)
+        held = [var for var in self.maker if var in late.varying and var not in without and self.beyond(var)]
+        held.sort(key=kernels.nbytes)
+        sizes = np.cumsum([kernels.nbytes(var) for var in held])
+        small = int(np.searchsorted(sizes, SMALL * sizes[-1])) if held else 0
+        self.left_out = {*without, *held[:small]}
+        self.held = held[small:]
 
-    users: dict[Var, int] = {}
-    pending, seen = [*held], {*held}
-    while pending:
-        var = pending.pop()
-        for operand in operands(repeatable[var]) if var in repeatable else ():
-            users[operand] = users.get(operand, 0) + 1
-            if operand not in seen:
-                seen.add(operand)
-                pending.append(operand)
-    times = times_of(late, held)
-    inside = {v for v in seen if v in repeatable and users.get(v) == 1 and not late.beyond(v)}
-    found: dict[Var, Value] = {}
-    for var in seen - inside:
-        value = found[var] = Value(nbytes(var.aval), reads=tuple(sorted({times(k) for k in late.beyond(var)})))
-        if var not in repeatable:
-            continue
-        numbers, read, ahead = set[int](), dict[Var, None](), [var]
-        while ahead:
-            k = repeatable[ahead.pop()]
-            numbers.add(k)
-            for operand in operands(k):
-                if operand in inside:
-                    ahead.append(operand)
-                else:
-                    read[operand] = None
-        value.equations, value.operands = tuple(sorted(numbers)), tuple(v for v in read if v is not var)
-        value.seconds = seconds([program.equations[k] for k in value.equations], var)
-    return found
+    def place(self, kernel: Kernel, var: Var) -> int:
+        """The number of the first equation beyond the turning point that a kernel computes of a value.
 
+        The last may be an update, which comes at the end of the program, with the product that it is made of.
+        """
+        numbers = (self.number[id(eqn)] for eqn in self.made_of(kernel, var))
+        return min((k for k in numbers if k > self.late.turn), default=self.late.turn + 1)
 
-def times_of(late: Late, held: Sequence[Var]) -> Callable[[int], int]:
-    """From equations beyond the turning point, by number, to times, 1 to `TIMES`: at each about as much is read first."""
-    first = sorted((late.beyond(var)[0], nbytes(var.aval)) for var in held)
-    sums = np.cumsum([each for _, each in first], dtype=float)
-    ends: list[int] = []
-    for part in range(1, TIMES) if first else ():
-        ends.append(first[min(int(np.searchsorted(sums, sums[-1] * part / TIMES)), len(first) - 1)][0])
-    several = sorted({*ends})
-    return lambda k: 1 + bisect.bisect_left(several, k)
+    def made_of(self, kernel: Kernel, var: Var) -> Iterator[JaxprEqn]:
+        """The equations of a kernel that depend on a value that it reads."""
+        depends = self.names[var].copy()
+        for eqn in kernel.piece.equations:
+            if depends.intersection(atom for atom in eqn.invars if isinstance(atom, Var)):
+                depends.update(eqn.outvars)
+                yield eqn
+
+    @functools.cached_property
+    def names(self) -> Mapping[Var, set[Var]]:
+        """All variables that have a value's memory, by that value."""
+        found: dict[Var, set[Var]] = {var: {var} for var in self.maker}
+        for other in self.kernels.names:
+            found.setdefault(self.kernels.memory_of(other), set()).add(other)
+        return found
+
+    def is_late(self, kernel: Kernel) -> bool:
+        """Whether a kernel runs beyond the turning point."""
+        return max(self.number[id(eqn)] for eqn in kernel.piece.equations) > self.late.turn
+
+    def beyond(self, var: Var) -> list[Kernel]:
+        """The kernels beyond the turning point that read a value."""
+        return [kernel for kernel in self.readers.get(var, ()) if self.is_late(kernel)]
+
+    def is_repeatable(self, var: Var) -> bool:
+        """Whether a value can be computed again."""
+        return var in self.maker and {
+            self.number[id(eqn)] for eqn in self.maker[var].piece.equations if self.varies(eqn)
+        } <= {k for k, _ in self.late.repeatable}
+
+    def varies(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation's results depend on examples."""
+        return any(var in self.late.varying for var in eqn.outvars)
+
+    def operands(self, var: Var) -> list[Var]:
+        """The other values from which a value is computed."""
+        read = dict.fromkeys(map(self.kernels.memory_of, self.maker[var].piece.reads))
+        return [v for v in read if v in self.late.varying and v in self.maker and v not in self.left_out]
+
+    def followers(self, var: Var) -> tuple[int, ...]:
+        """The equations that are computed of a value inside of kernels beyond the turning point, or rename it."""
+        definitions, turn = self.late.program.definitions, self.late.turn
+        found = {self.number[id(definitions[other])] for other in self.names[var] if other is not var}
+        found.update(self.number[id(eqn)] for kernel in self.beyond(var) for eqn in self.made_of(kernel, var))
+        return tuple(sorted(k for k in found if k <= turn))
+
+    def all(self) -> dict[Var, Value]:
+        """The values; what only one other is computed from, and nothing else reads, is computed with that."""
+        users: dict[Var, int] = {}
+        pending, seen = [*self.held], dict.fromkeys(self.held)
+        while pending:
+            var = pending.pop()
+            for operand in self.operands(var) if self.is_repeatable(var) else ():
+                users[operand] = users.get(operand, 0) + 1
+                if operand not in seen:
+                    seen[operand] = None
+                    pending.append(operand)
+        late = {var for var in seen if self.beyond(var)}
+        inside = {var for var in seen if var not in late and users.get(var) == 1 and self.is_repeatable(var)}
+        found: dict[Var, Value] = {}
+        for var in seen:
+            if var in inside:
+                continue
+            reads = {self.late.time(self.place(kernel, var)) for kernel in self.beyond(var)}
+            value = found[var] = Value(self.kernels.nbytes(var), reads=tuple(sorted(reads)))
+            if not self.is_repeatable(var):
+                continue
+            numbers, read, ahead = set[int](), dict[Var, None](), [var]
+            while ahead:
+                each = ahead.pop()
+                piece = self.maker[each].piece
+                value.seconds += Roofline(launch=0).seconds(piece.cost, self.kind)
+                numbers.update(self.number[id(eqn)] for eqn in piece.equations if self.varies(eqn))
+                numbers.update(self.followers(each))
+                for operand in self.operands(each):
+                    if operand in inside:
+                        ahead.append(operand)
+                    else:
+                        read[operand] = None
+            value.equations = tuple(sorted(numbers))
+            value.operands = tuple(v for v in read if v is not var)
+        return found
 
 
 class Programme:
@@ -257,12 +303,12 @@ class Programme:
             ),
             shape=(len(rows), self.size),
         )
-        limits = scipy.optimize.LinearConstraint(matrix, [row[1] for row in rows], [row[2] for row in rows])  # pyright: ignore[reportArgumentType]
+        lows, highs = np.array([row[1:] for row in rows]).T
+        limits = scipy.optimize.LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
         discrete = np.zeros(self.size)
         discrete[[*self.there.values(), *self.kept]] = 1
-        result: Any = milp(
-            cost, discrete, scipy.optimize.Bounds(lower, 1), [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, pause  # pyright: ignore[reportArgumentType]
-        )
+        bounds = scipy.optimize.Bounds(lower, np.ones(self.size))  # pyright: ignore[reportArgumentType]
+        result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, pause)
         if result.x is None:
             return None
         gone = {var for var, _ in self.computed if result.x[self.there[var, 0]] < 0.5}

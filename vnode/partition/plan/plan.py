@@ -17,8 +17,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
+from vnode.analysis.late import Made
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
@@ -96,8 +96,8 @@ class Plan(Drawn):
         return self.prediction.timeline
 
     @property
-    def again(self) -> tuple[Stacked, ...]:
-        """What loops of the step do not keep for later ones, which compute it again."""
+    def again(self) -> tuple[Made, ...]:
+        """What the step does not keep for its backward pass, which computes it again: results of equations."""
         return self.pattern.options.again
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
@@ -257,7 +257,7 @@ class Plan(Drawn):
             Fact("memory", f"{size(self.figures.memory)} of {size(self.memory)} on each device"),
             *self._branches(),
             *self._host(),
-            *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
+            *[Fact("recomputed", f"{several(len(self.again), 'value')} where they are read late")][: len(self.again)],
         )
         said = f"{seconds(self.figures.seconds)} a step, {size(self.figures.memory)} a device (predicted)"
         blocks = (Facts(facts), self._beside(), *self._state(), *self._divisions())

@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vnode.analysis.late import Made
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
+from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
@@ -152,9 +154,10 @@ class _Search:
         yield subject, found
         if any(not each.host for each in fitting(found, self.limit)):
             return
-        keeping = Keeping(subject.late, subject.kept, self.machine.kinds[0])
+        kind = self.machine.kinds[0]
+        keeping = Keeping(subject.late, subject.kept, kind, Target.on(self.platform, kind.name))
         low, high = 0, keeping.levels
-        count, fits, tried = high, False, {()}
+        count, fits, tried = high, False, set[tuple[Made, ...]]([()])
         for _ in range(TRIES + 1):
             left = self.until - time.monotonic()
             if count == low or left < 0:
