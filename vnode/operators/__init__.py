@@ -10,6 +10,7 @@ from vnode.operators import (  # noqa: F401
     indexing,
     linalg,
     order,
+    postponed,
     random,
     reduce,
     shape,

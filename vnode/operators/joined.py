@@ -15,8 +15,10 @@ from typing import Any, TypeVar
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.description import OperatorDescription
+from vnode.operators.evaluate import evaluate
 
 T = TypeVar("T")
+Describe = Callable[[JaxprEqn], OperatorDescription | None]
 
 
 def is_part(eqn: JaxprEqn, description: OperatorDescription | None) -> bool:
@@ -28,7 +30,7 @@ def is_part(eqn: JaxprEqn, description: OperatorDescription | None) -> bool:
 def as_written(
     items: Iterable[T],
     equation: Callable[[T], JaxprEqn | None],
-    describe: Callable[[JaxprEqn], OperatorDescription | None],
+    describe: Describe,
     needs: Callable[[T, Sequence[T]], bool],
 ) -> Iterator[list[T]]:
     """Groups what is evaluated, in order: parts of what was one equation together, everything else by itself.
@@ -59,3 +61,20 @@ def as_written(
         yield [item]
     if pending:
         yield pending
+
+
+def evaluate_together(eqn: JaxprEqn, describe: Describe, operands: Sequence[Any], platform: str) -> list[Any]:
+    """Evaluates an identity of several operands.
+
+    Args:
+      eqn: the part of one of them.
+      describe: an equation.
+      operands: of all parts, in order.
+      platform: what the program is compiled for, e.g. ``"cpu"``.
+
+    Returns:
+      The results of all parts.
+    """
+    description = describe(eqn)
+    assert description is not None
+    return evaluate(description, eqn, operands, description.sizes, {}, platform)

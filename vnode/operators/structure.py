@@ -31,7 +31,7 @@ def pass_through(
     return list(operands)
 
 
-def identities(eqn: JaxprEqn, emit: Any = None) -> OperatorDescription:
+def identities(eqn: JaxprEqn, emit: Any = None, replaced_on: Mapping[str, Any] | None = None) -> OperatorDescription:
     """Operand i to result i; the operands share no factors."""
     f = Factors()
     dims = tuple(f.dims(atom.aval.shape) for atom in eqn.invars)
@@ -43,6 +43,7 @@ def identities(eqn: JaxprEqn, emit: Any = None) -> OperatorDescription:
         algebra=Algebra.MOVES,
         part=part_of,
         emit=emit,
+        replaced_on=replaced_on or {},
     )
 
 

@@ -25,7 +25,7 @@ from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, ev
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Region, Run
 from vnode.operators.in_program import InProgram, as_array
-from vnode.operators.joined import as_written
+from vnode.operators.joined import as_written, evaluate_together
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -164,7 +164,7 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
             env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
             continue
         parts = [action, *(other for other in others if isinstance(other, Evaluation))]
-        values = evaluate_parts(parts, read) if others else evaluate_action(action, read, node, known)
+        values = evaluate_parts(parts, read, known, node) if others else evaluate_action(action, read, node, known)
         wanted = [(var, form) for part in parts for var, form in zip(part.step.eqn.outvars, part.results, strict=True)]
         for (var, form), value in zip(wanted, values, strict=True):
             if form is not None:
@@ -183,7 +183,9 @@ def is_made_by(action: Conversion | Evaluation, others: Sequence[Conversion | Ev
     return isinstance(action, Conversion) and action.var in made
 
 
-def evaluate_parts(parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any]) -> list[Any]:
+def evaluate_parts(
+    parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any], known: Known, node: Node | Once
+) -> list[Any]:
     """Evaluates the parts of an identity of several operands together, in whatever forms these are."""
     eqn = parts[0].step.eqn
     operands = [
@@ -193,7 +195,7 @@ def evaluate_parts(parts: Sequence[Evaluation], read: Callable[[Atom, Form], Any
         if form is not None
     ]
     with context_of(eqn):
-        return bind(eqn, operands)
+        return evaluate_together(eqn, known.describe, operands, node.platform)
 
 
 def typed(values: Sequence[Any], atoms: Sequence[Atom]) -> list[Any]:

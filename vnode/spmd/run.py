@@ -31,7 +31,8 @@ from vnode.operators import (
     evaluate_wide,
 )
 from vnode.operators.in_program import InProgram, as_array
-from vnode.operators.joined import as_written
+from vnode.operators.joined import as_written, evaluate_together
+from vnode.operators.postponed import behind
 from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
@@ -158,7 +159,7 @@ class _Run:
             self.operand(step.eqn, step.choice, 0) if step.choice else self.read(step.eqn.invars[0], step.operands[0])
             for step in steps
         ]
-        return bind(steps[0].eqn, operands)
+        return evaluate_together(steps[0].eqn, self.flow.program.describe, operands, self.platform)
 
     def read(self, atom: Atom, layout: Layout) -> Any:
         """A value in a layout."""
@@ -481,19 +482,6 @@ def equation_of(step: Step) -> JaxprEqn | None:
 def nbytes(value: Any) -> int:
     """Of one device's array; none of keys."""
     return int(getattr(value, "size", 0)) * itemsize(getattr(value, "dtype", None))
-
-
-def behind(value: Any, latest: Any) -> Any:
-    """The bits of a value, as integers that are there when `latest` is, and not before.
-
-    Else compilers would take a copy of it for the same as an earlier one, or make it as early. A barrier is not enough:
-    XLA removes them on CPUs before it looks for equal operations, and before it orders them.
-    """
-    value, latest = lax.optimization_barrier((value, latest))
-    kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-    one = lax.reshape(latest, (latest.size,))[0]
-    nothing = (one != one).astype(kind) >> 1
-    return lax.bitcast_convert_type(value, kind) ^ nothing
 
 
 def places(way: Way, length: int) -> jax.Array:

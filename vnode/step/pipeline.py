@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,15 +23,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.again import Stacked, computed_again
+from vnode.analysis.again import computed_again
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
+from vnode.analysis.late import Late, Made, computed_late
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Program, message_about
 from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import PartitionError, PlacementError, VnodeError, layout_message
+from vnode.operators.control import region_of
 from vnode.placement.context import NO_MESH, typed_mesh, untyped
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Patterns
@@ -62,7 +64,7 @@ class Options:
     automatic: bool = False
     patterns: Patterns = ()
     host: tuple[str, ...] = ()
-    again: tuple[Stacked, ...] = ()
+    again: tuple[Made, ...] = ()
     records: Records | None = None
 
     @property
@@ -150,7 +152,8 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
             states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
-    program = computed_again(traced.program, options.again) if options.again else traced.program
+    batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
+    program = keeping_less(traced.program, options.again, batched) if options.again else traced.program
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
@@ -161,6 +164,32 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     return Analysis(traced, made, couplings)
+
+
+def keeping_less(program: Program, several: Collection[Made], batched: Sequence[int]) -> Program:
+    """A program that computes some values again where they are read late.
+
+    Args:
+      program: with calls inlined.
+      several: results of loops that these stack (`vnode.analysis.again`), and of other equations
+        (`vnode.analysis.late`).
+      batched: the inputs that have examples, by number.
+
+    Returns:
+      Another program of the same inputs and outputs.
+
+    Raises:
+      PartitionError: some of them cannot be computed again.
+    """
+    count = len(program.equations)
+    unknown = [made for made in several if not (0 <= made[0] < count)]
+    if unknown:
+        raise PartitionError(f"{unknown} are of none of the program's {count} equations")
+    stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
+    turn = Late.of(program, batched).turn
+    less = computed_again(program, stacked) if stacked else program
+    others = set(several) - stacked
+    return computed_late(Late.of(less, batched, turn), others) if others else less
 
 
 @collector_paused()

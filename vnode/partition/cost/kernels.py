@@ -100,6 +100,8 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
+      library: whether a library computes products that sum over the last dimension of their first operand: of products
+        that could run as soon, others come later.
     """
 
     contractions: bool = True
@@ -113,6 +115,7 @@ class Target:
     ordered: bool = False
     on_chip: int = 0
     sinks: bool = False
+    library: bool = False
 
     @staticmethod
     def on(platform: str, kind: str = "") -> Target:
@@ -126,7 +129,8 @@ class Target:
         """
         match platform:
             case "cpu":
-                return Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True, ordered=True)
+                cpu = Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True)
+                return dataclasses.replace(cpu, ordered=True, library=True)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)

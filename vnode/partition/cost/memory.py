@@ -116,6 +116,7 @@ class Buffers:
       kept: values that are held to the end.
       after: for each kernel those that must have run before it.
       of: for each kernel, which of the program's it is, or is a part of.
+      last: kernels that run after others that could run as soon.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -125,6 +126,7 @@ class Buffers:
     kept: frozenset[Var]
     after: tuple[frozenset[int], ...]
     of: tuple[int, ...]
+    last: frozenset[int] = frozenset()
 
     def held(self, order: Sequence[int]) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
         """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes."""
@@ -226,7 +228,7 @@ class Buffers:
                 following[n].append(k)
         order = [k for k, n in enumerate(missing) if n == 0]
         for k in order:
-            for n in following[k]:
+            for n in sorted(following[k], key=self.last.__contains__):
                 missing[n] -= 1
                 if missing[n] == 0:
                     order.append(n)
@@ -416,7 +418,18 @@ def buffers_of(
     ]
     after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
     ends = frozenset(kernels.memory_of(var) for var in kept)
-    return Buffers(*map(tuple, (written, read, inside, over)), ends, tuple(after), tuple(of))  # type: ignore[arg-type]
+    last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel)}
+    several = map(tuple, (written, read, inside, over))
+    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last))  # type: ignore[arg-type]
+
+
+def by_itself(kernel: Kernel) -> bool:
+    """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
+    numbers = kernel.root.params.get("dimension_numbers") if kernel.shape is Shape.CONTRACTED else None
+    if not isinstance(numbers, tuple):  # a convolution
+        return False
+    (summed, _), _ = numbers
+    return len(summed) > 0 and kernel.root.invars[0].aval.ndim - 1 not in summed
 
 
 def made_in_loops(kernels: Kernels) -> set[Var]:

@@ -18,8 +18,8 @@ import numpy as np
 from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
-from vnode.analysis.again import Stacked
 from vnode.analysis.fingerprint import Fingerprint
+from vnode.analysis.late import Made
 from vnode.analysis.passes import Schedule
 from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
@@ -103,8 +103,8 @@ class Plan(Drawn):
         return None if self.prediction is None else self.prediction.timeline
 
     @property
-    def again(self) -> tuple[Stacked, ...]:
-        """What loops of the step do not keep for later ones, which compute it again."""
+    def again(self) -> tuple[Made, ...]:
+        """What the step does not keep for its backward pass, which computes it again: results of equations."""
         return self.pattern.options.again
 
     def step(self, devices: Sequence[Any] | None = None) -> VirtualStep[..., Any]:
@@ -288,7 +288,7 @@ class Plan(Drawn):
             Fact("memory", self._memory()),
             *self._branches(),
             *self._host(),
-            *[Fact("recomputed", f"{several(len(self.again), 'value')} that loops would keep")][: len(self.again)],
+            *[Fact("recomputed", f"{several(len(self.again), 'value')} where they are read late")][: len(self.again)],
         )
         said = "not predicted: an earlier version of vnode wrote its file"
         if self.prediction is not None:

@@ -11,10 +11,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from vnode.analysis.late import Made
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
+from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
+from vnode.partition.plan.keep import Keeping
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
@@ -30,6 +33,9 @@ GAP = 0.01
 
 TRIES = 3
 """How often a search is repeated with less memory where the prediction is above what was searched for."""
+
+SOLVING = 5.0
+"""Seconds that may be spent on a choice of what is kept."""
 
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
@@ -146,24 +152,29 @@ class _Search:
     def ways(self, subject: Subject) -> Iterator[tuple[Subject, list[Candidate]]]:
         """A step with its candidates; where none fits without the host, also the step that keeps less.
 
-        Of what its loops keep for later ones, what is cheapest to compute again is not kept: all, and if that fits,
-        then half, or else what is between, by bisection.
+        How little is kept for the backward pass is found by bisection.
         """
         found = self.candidates(subject)
         yield subject, found
         if any(not each.host for each in fitting(found, self.limit)):
             return
-        low, high = 0, len(subject.kept)
-        count = high
+        kind = self.machine.kinds[0]
+        keeping = Keeping(subject.late, subject.kept, kind, Target.on(self.platform, kind.name))
+        low, high = 0, keeping.levels
+        count, fits, tried = high, False, set[tuple[Made, ...]]([()])
         for _ in range(TRIES + 1):
-            if count == low or time.monotonic() > self.until:
+            left = self.until - time.monotonic()
+            if count == low or left < 0:
                 return
-            less = subject_of(computing_again(subject.step, subject.kept[:count]), self.args)
-            found = self.candidates(less)
-            yield less, found
-            fits = any(not each.host for each in fitting(found, self.limit))
+            several = keeping.chosen(count, min(SOLVING, left))
+            if several not in tried:
+                tried.add(several)
+                less = subject_of(computing_again(subject.step, several), self.args)
+                found = self.candidates(less)
+                yield less, found
+                fits = any(not each.host for each in fitting(found, self.limit))
             low, high = (low, count) if fits else (count, high)
-            if count == len(subject.kept) and not fits:
+            if count == keeping.levels and not fits:
                 return
             count = (low + high) // 2
 

@@ -122,7 +122,6 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         again = [(int(k), int(j)) for k, j in content.get("again", ())]
         memory, name = int(content["memory"]), str(content["name"])
     step = on_nodes(step, nodes, options)
-    step = computing_again(step, again) if again else step
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
     if step.options.virtual_nodes != nodes:
@@ -135,6 +134,12 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
                 remedies=["search a plan for this step", "or give the step and the shapes that it was made for"],
             )
         )
+    if again:
+        try:
+            step = computing_again(step, again)
+            subject = subject_of(step, args)
+        except PartitionError as error:
+            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: again: {error}") from error
     return Plan(
         step,
         subject.args,

@@ -6,13 +6,15 @@ Knows steps, calls and how they are analysed. Must not know machines, layouts no
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
 
-from vnode.analysis.again import Stacked, kept_for_later
+from vnode.analysis.again import Kept, Stacked, kept_for_later
 from vnode.analysis.fingerprint import Fingerprint, Writer
+from vnode.analysis.late import Late, Made
 from vnode.analysis.passes import Schedule
 from vnode.errors import PartitionError
 from vnode.placement.leaves import shapes_of
@@ -39,7 +41,7 @@ class Subject:
       donated: inputs that are given away.
       carried: for outputs, by number, the input that they become in the next step.
       examples: of the whole batch.
-      kept: what its loops keep for later ones, and could be computed again, cheapest a byte first.
+      kept: what its loops keep for later ones, and could be computed again.
     """
 
     step: Any
@@ -51,7 +53,7 @@ class Subject:
     donated: frozenset[int]
     carried: Mapping[int, int]
     examples: int
-    kept: tuple[Stacked, ...] = ()
+    kept: Mapping[Stacked, Kept] = dataclasses.field(default_factory=dict)
 
     @property
     def state(self) -> tuple[int, ...]:
@@ -61,6 +63,11 @@ class Subject:
     @property
     def virtual_nodes(self) -> int:
         return self.step.options.virtual_nodes
+
+    @functools.cached_property
+    def late(self) -> Late:
+        """What its program reads late, if nothing of it is computed again."""
+        return Late.of(self.schedule.flow.program, self.batch)
 
     @property
     def inputs(self) -> Sequence[Any]:
@@ -89,8 +96,8 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 
-def computing_again(step: Any, several: Collection[Stacked]) -> Any:
-    """A step, a `VirtualStep`, whose loops do not keep some values for later ones."""
+def computing_again(step: Any, several: Collection[Made]) -> Any:
+    """A step, a `VirtualStep`, that computes some values again where they are read late."""
     options = dataclasses.replace(step.options, again=tuple(sorted(several)))
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
@@ -129,5 +136,5 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
         frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
         {j: i for j, i in enumerate(before) if i is not None},
         call.size,
-        tuple(sorted(kept, key=lambda each: (kept[each].flops / kept[each].bytes, each))),
+        kept,
     )

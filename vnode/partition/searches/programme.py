@@ -135,33 +135,12 @@ def solved(
     pause: Callable[[], None],
     unit: float,
 ) -> Found:
-    """Solves a programme in a thread, so that this one hears Ctrl-C."""
+    """Solves a programme."""
     options: dict[str, Any] = {"mip_rel_gap": gap}
     if math.isfinite(seconds):
         options["time_limit"] = max(seconds, POLL)
-    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
-
-    def work() -> None:
-        try:
-            future.set_result(
-                scipy.optimize.milp(
-                    cost,
-                    integrality=whole,
-                    bounds=scipy.optimize.Bounds(0, upper),  # pyright: ignore[reportArgumentType]
-                    constraints=constraints,
-                    options=options,
-                )
-            )
-        except BaseException as error:
-            future.set_exception(error)
-
-    background(work, "integer programme")
-    while True:
-        try:
-            result = future.result(POLL)
-            break
-        except concurrent.futures.TimeoutError:
-            pause()
+    bounds = scipy.optimize.Bounds(0, upper)  # pyright: ignore[reportArgumentType]
+    result = milp(cost, whole, bounds, constraints, options, pause)
     if result.status == 2:
         return Found(None, math.inf)
     bound = getattr(result, "mip_dual_bound", None)
@@ -171,3 +150,39 @@ def solved(
     first = np.cumsum([0, *problem.sizes])
     chosen = np.array([result.x[a:b].argmax() for a, b in itertools.pairwise(first)], np.int64)
     return Found(chosen, bound)
+
+
+def milp(
+    cost: Array,
+    whole: Array,
+    bounds: scipy.optimize.Bounds,
+    constraints: list[Any],
+    options: dict[str, Any],
+    pause: Callable[[], None],
+) -> Any:
+    """What `scipy.optimize.milp` finds, in a thread, so that this one hears Ctrl-C.
+
+    Args:
+      cost: what is minimised, float ``[variables]``.
+      whole: 1 for variables that have to be whole numbers, ``[variables]``.
+      bounds: of variables.
+      constraints: rows.
+      options: of the solver.
+      pause: called now and then while it is solved; may raise.
+    """
+    future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def work() -> None:
+        try:
+            future.set_result(
+                scipy.optimize.milp(cost, integrality=whole, bounds=bounds, constraints=constraints, options=options)
+            )
+        except BaseException as error:
+            future.set_exception(error)
+
+    background(work, "integer programme")
+    while True:
+        try:
+            return future.result(POLL)
+        except concurrent.futures.TimeoutError:
+            pause()

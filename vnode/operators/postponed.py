@@ -1,0 +1,75 @@
+"""Values that programs have when a later one is there, and not before, so that what is computed of them again waits.
+
+Knows the barriers of compilers, and what these make of them. Must not know programs, nor who postpones what, and why.
+
+Compilers compute as early as they like, and find that something was computed before. A barrier of several operands
+keeps them from both; but XLA removes barriers on CPUs before it looks for equal operations, and before it orders them.
+There a value is made of itself and of one element of the later one, in a way that leaves its bits as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Primitive
+
+from vnode.operators.description import OperatorDescription, Positions, Sizes
+from vnode.operators.registry import rule
+from vnode.operators.structure import identities
+
+postponed_p = Primitive("postponed")
+postponed_p.multiple_results = True
+"""Its operands, the last of which is the one that the others wait for. In programs only: no jaxpr has it."""
+
+
+@postponed_p.def_abstract_eval
+def _(*avals: Any) -> list[Any]:
+    return list(avals)
+
+
+@rule("postponed")
+def postponed(eqn: JaxprEqn) -> OperatorDescription:
+    emits = dict.fromkeys(("gpu", "tpu"), by_barrier) | {"cpu": by_bits}
+    return identities(eqn, replaced_on=emits)
+
+
+def by_barrier(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Emits a barrier."""
+    return list(lax.optimization_barrier(tuple(operands)))
+
+
+def by_bits(
+    d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
+) -> list[Any]:
+    """Emits what XLA keeps on CPUs."""
+    *values, latest = operands
+    if not (jnp.issubdtype(latest.dtype, np.floating) and latest.size):
+        return by_barrier(d, e, operands, sizes, positions)
+    return [*(as_it_was(value, latest) for value in values), latest]
+
+
+def as_it_was(value: Any, latest: Any) -> Any:
+    """A value that is there when `latest` is, if it is of numbers."""
+    number = jnp.issubdtype(value.dtype, np.number) and not jnp.issubdtype(value.dtype, np.complexfloating)
+    whole_bytes = number and value.dtype.itemsize in (1, 2, 4, 8) and "int4" not in value.dtype.name
+    return lax.bitcast_convert_type(behind(value, latest), value.dtype) if whole_bytes else value
+
+
+def behind(value: Any, latest: Any) -> Any:
+    """The bits of a value, as integers that are there when `latest` is, and not before.
+
+    Args:
+      value: an array of real numbers, any shape.
+      latest: an array of floating-point numbers, not empty.
+    """
+    value, latest = lax.optimization_barrier((value, latest))
+    kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
+    one = lax.reshape(latest, (latest.size,))[0]
+    nothing = (one != one).astype(kind) >> 1
+    return lax.bitcast_convert_type(value, kind) ^ nothing
