@@ -31,6 +31,9 @@ Made = tuple[int, int]
 TIMES = 12
 """How many times are told apart beyond the turning point."""
 
+SPAN = 3
+"""Within so many times one set of equations is computed again."""
+
 SPREAD = 3
 """So many times the bytes of what it reads an equation makes at least that spreads it."""
 
@@ -138,7 +141,7 @@ class Late:
     def can_be_waited_for(self, var: Var) -> bool:
         """Whether a variable depends on examples, and has floating-point numbers."""
         aval = var.aval
-        return var in self.varying and jnp.issubdtype(getattr(aval, "dtype", None), np.floating) and aval.size > 0
+        return var in self.varying and jnp.issubdtype(getattr(aval, "dtype", np.bool_), np.floating) and aval.size > 0
 
 
 def readers_of(program: Program) -> dict[Var, list[int]]:
@@ -213,7 +216,9 @@ def said(atoms: Sequence[Atom], names: Mapping[Var, Var]) -> list[Atom]:
 
 
 def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list[set[int]]:
-    """Equations, by number, in sets that are computed at one time, each connected by what its equations read.
+    """Equations, by number, in sets that are computed one after another, each connected by what its equations read.
+
+    What is computed for another set is written to memory, whatever a compiler would have fused: so sets are large.
 
     Args:
       late: the program.
@@ -230,14 +235,23 @@ def together(late: Late, numbers: Sequence[int], again: Collection[Var]) -> list
             if isinstance(atom, Var) and atom in again:
                 made = maker[atom]
                 wanted[made] = min(wanted.get(made, wanted[k]), wanted[k])
-    found: list[tuple[int, set[int]]] = []
-    for k in (k for k in numbers if k in wanted):
-        time = late.time(wanted[k])
+    times = {k: late.time(first) for k, first in wanted.items()}
+    found: list[set[int]] = []
+    for members in connected(late, sorted(wanted), maker):
+        begin, end = min(times[k] for k in members), max(times[k] for k in members)
+        windows = [[k for k in sorted(members) if t <= times[k] < t + SPAN] for t in range(begin, end + 1, SPAN)]
+        found += [several for window in windows for several in connected(late, window, maker)]
+    return found
+
+
+def connected(late: Late, numbers: Sequence[int], maker: Mapping[Var, int]) -> list[set[int]]:
+    """Equations, by number, in sets of which none reads what another makes."""
+    found: list[set[int]] = []
+    for k in numbers:
         reads = {maker[atom] for atom in late.program.equations[k].invars if isinstance(atom, Var) and atom in maker}
-        near = [members for at, members in found if at == time and members & reads]
-        found = [(at, members) for at, members in found if members not in near]
-        found.append((time, {k}.union(*near)))
-    return [members for _, members in found]
+        joined = {k}.union(*(each for each in found if each & reads))
+        found = [each for each in found if not each & reads] + [joined]
+    return found
 
 
 def copied(

@@ -14,7 +14,7 @@ import contextvars
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -23,17 +23,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.again import computed_again
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.late import Late, Made, computed_late
+from vnode.analysis.late import Made
+from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Program, message_about
 from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
-from vnode.errors import PartitionError, PlacementError, VnodeError, layout_message
-from vnode.operators.control import region_of
+from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH, typed_mesh, untyped
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Patterns
@@ -164,32 +163,6 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     return Analysis(traced, made, couplings)
-
-
-def keeping_less(program: Program, several: Collection[Made], batched: Sequence[int]) -> Program:
-    """A program that computes some values again where they are read late.
-
-    Args:
-      program: with calls inlined.
-      several: results of loops that these stack (`vnode.analysis.again`), and of other equations
-        (`vnode.analysis.late`).
-      batched: the inputs that have examples, by number.
-
-    Returns:
-      Another program of the same inputs and outputs.
-
-    Raises:
-      PartitionError: some of them cannot be computed again.
-    """
-    count = len(program.equations)
-    unknown = [made for made in several if not (0 <= made[0] < count)]
-    if unknown:
-        raise PartitionError(f"{unknown} are of none of the program's {count} equations")
-    stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
-    turn = Late.of(program, batched).turn
-    less = computed_again(program, stacked) if stacked else program
-    others = set(several) - stacked
-    return computed_late(Late.of(less, batched, turn), others) if others else less
 
 
 @collector_paused()

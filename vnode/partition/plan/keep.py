@@ -41,6 +41,9 @@ LIMITS = 14
 GAP = 0.02
 """How far above the least time what is computed again may be."""
 
+SOLVING = 5.0
+"""Seconds that may be spent on one choice."""
+
 
 @dataclasses.dataclass(eq=False)
 class Value:

@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 
 from vnode.errors import VnodeError
+from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import doubled
 from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
+from vnode.partition.plan.keep import SOLVING, Keeping
 from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
 from vnode.partition.plan.subject import Subject, computing_again, subject_of
@@ -229,7 +231,7 @@ class Remedies:
                 yield from ((machine, candidate) for candidate in several)
 
     def subjects(self, change: Change) -> Iterator[Subject]:
-        """The step with a change; then so that its loops keep nothing for later ones."""
+        """The step with a change; then so that it keeps as little as it can for its backward pass."""
         step = self.subject.step
         reduction = "fast" if change.fast else step.options.reduction
         options = dataclasses.replace(
@@ -239,8 +241,11 @@ class Remedies:
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
-        if subject.kept:
-            yield subject_of(computing_again(subject.step, subject.kept), self.subject.args)
+        kind = self.machine.kinds[0]
+        keeping = Keeping(subject.late, subject.kept, kind, Target.on(self.platform, kind.name))
+        again = keeping.chosen(keeping.levels, SOLVING)
+        if again:
+            yield subject_of(computing_again(subject.step, again), self.subject.args)
 
     def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
         """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""

@@ -17,7 +17,7 @@ from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
-from vnode.partition.plan.keep import Keeping
+from vnode.partition.plan.keep import SOLVING, Keeping
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
@@ -33,9 +33,6 @@ GAP = 0.01
 
 TRIES = 3
 """How often a search is repeated with less memory where the prediction is above what was searched for."""
-
-SOLVING = 5.0
-"""Seconds that may be spent on a choice of what is kept."""
 
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
