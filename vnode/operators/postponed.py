@@ -56,8 +56,9 @@ def by_bits(
 
 def as_it_was(value: Any, latest: Any) -> Any:
     """A value that is there when `latest` is, if it is of numbers."""
-    number = jnp.issubdtype(value.dtype, np.number) and not jnp.issubdtype(value.dtype, np.complexfloating)
-    whole_bytes = number and value.dtype.itemsize in (1, 2, 4, 8) and "int4" not in value.dtype.name
+    real = jnp.issubdtype(value.dtype, np.floating), jnp.issubdtype(value.dtype, np.integer)
+    about = jnp.finfo if real[0] else jnp.iinfo
+    whole_bytes = any(real) and about(value.dtype).bits == 8 * value.dtype.itemsize
     return lax.bitcast_convert_type(behind(value, latest), value.dtype) if whole_bytes else value
 
 
