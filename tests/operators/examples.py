@@ -603,6 +603,7 @@ UNREACHABLE = {
     "reciprocal": "in Pallas kernels only",
     "platform_index": "no factors; the lowering chooses it",
     "psum_invariant": "inside shard_map with checks of variance; over positional axes like psum",
+    "postponed": "in programs that vnode rewrites only; tests/test_late.py",
     "reshard": "needs a mesh with explicit axes",
     "layout_constraint": "needs a device layout",
     "tie": "made by jax's own optimizers of programs only",

@@ -28,7 +28,7 @@ from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of
+from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, slides
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -418,18 +418,18 @@ def buffers_of(
     ]
     after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
     ends = frozenset(kernels.memory_of(var) for var in kept)
-    last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel)}
+    last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel, kernels.program)}
     several = map(tuple, (written, read, inside, over))
     return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last))  # type: ignore[arg-type]
 
 
-def by_itself(kernel: Kernel) -> bool:
+def by_itself(kernel: Kernel, program: Program) -> bool:
     """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
-    numbers = kernel.root.params.get("dimension_numbers") if kernel.shape is Shape.CONTRACTED else None
-    if not isinstance(numbers, tuple):  # a convolution
+    of = program.describe(kernel.root) if kernel.shape is Shape.CONTRACTED else None
+    if of is None or slides(kernel.root, program):
         return False
-    (summed, _), _ = numbers
-    return len(summed) > 0 and kernel.root.invars[0].aval.ndim - 1 not in summed
+    *_, last = of.operands[0] or [()]
+    return bool(of.reduced) and not of.reduced.keys() & {*last}
 
 
 def made_in_loops(kernels: Kernels) -> set[Var]:
