@@ -65,7 +65,7 @@ class Case:
 
 
 CASES = {
-    "large activations": Case(arguments(16, 512), 260 * 1024, {"virtual_nodes"}),
+    "large activations": Case(arguments(16, 512), 230 * 1024, {"virtual_nodes"}),
     "a state that is kept": Case(arguments(64, 512, 32), 620 * 1024, {"donate_argnums"}, donated=False),
     "sums that wait": Case(arguments(64, 512, 32), 600 * 1024, {"reduction"}),
     "activations and sums": Case(arguments(16, 512), 200 * 1024, {"virtual_nodes", "reduction"}),
