@@ -210,3 +210,19 @@ def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
         taken.append(step.lower(*args).compile().memory_analysis().temp_size_in_bytes)
     jax.tree.map(np.testing.assert_array_equal, *results)
     assert taken[1] < 0.75 * taken[0]
+
+
+def test_an_interruption_while_it_is_chosen_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was found until then: here nothing that fits."""
+    asked: list[int] = []
+
+    def interrupted(self: Keeping, level: int, *_: Any) -> None:
+        asked.append(level)
+        if len(asked) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Keeping, "chosen", interrupted)
+    _, of = subject(2, 16, 64)
+    with pytest.raises(vnode.MemoryLimitError, match="about 25 devices"):
+        search(train, of.args, ONE, memory=4096, virtual_nodes=2, reduction="fast")
+    assert len(asked) == 1

@@ -115,6 +115,7 @@ class Late:
         """
         beyond = self.beyond(var)
         before = self.readers[var][: len(self.readers[var]) - len(beyond)]
+
         def largest(several: Sequence[int]) -> int:
             return max((nbytes(out.aval) for k in several for out in self.program.equations[k].outvars), default=0)
 

@@ -127,6 +127,11 @@ class _Search:
         self.platform = platform_of(machine)
         self.shown: Any = None
         self.smallest: Candidate | None = None
+        self.more = MORE
+
+    def interrupted(self) -> None:
+        """Ends the search with what was found so far; what would fit where nothing does is not tried either."""
+        self.until, self.more = time.monotonic(), 0.0
 
     def plan(self, virtual_nodes: int | str) -> Plan:
         searched = virtual_nodes == "auto" and not isinstance(self.given, VirtualStep)
@@ -163,7 +168,11 @@ class _Search:
             left = self.until - time.monotonic()
             if count == low or left < 0:
                 return
-            several = keeping.chosen(count, min(SOLVING, left))
+            try:
+                several = keeping.chosen(count, min(SOLVING, left))
+            except KeyboardInterrupt:
+                self.interrupted()
+                return
             if several not in tried:
                 tried.add(several)
                 less = subject_of(computing_again(subject.step, several), self.args)
@@ -210,6 +219,7 @@ class _Search:
                 if self.side_by_side(on, found, took):
                     break
         except KeyboardInterrupt:
+            self.interrupted()
             if not found:
                 raise
         least = min(found, key=lambda c: c.figures.memory)
@@ -237,6 +247,8 @@ class _Search:
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
                 self.add(on, candidate, found)
+            if interrupted:
+                self.interrupted()
             if interrupted or candidate is None or candidate.name == "least memory":
                 return interrupted
             over = candidate.figures.memory - self.limit
@@ -306,7 +318,7 @@ class _Search:
         assert least is not None
         kept, devices = least.figures, len(self.machine.devices)
         away = least.slots.figures(kept, self.machine, len(least.slots.held))
-        self.until = time.monotonic() + MORE * self.budget
+        self.until = time.monotonic() + self.more * self.budget
         self.shown.update(1000, "nothing fits; what would?")
 
         def divided(on: OnMesh) -> list[Candidate]:
