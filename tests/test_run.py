@@ -40,8 +40,6 @@ from vnode.elastic.signals import Stop
 from vnode.errors import BatchError, CheckpointError, PlacementError, VnodeError
 from vnode.placement.host import HostCopy
 
-pytestmark = pytest.mark.quickly
-
 ALONE = step.on(jax.devices()[:1])
 
 
