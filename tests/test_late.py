@@ -26,7 +26,6 @@ from vnode.analysis.late import Late, computed_late
 from vnode.analysis.program import Program, bind, inline
 from vnode.operators.postponed import postponed_p
 from vnode.partition import Machine, Plan, search
-from vnode.partition.cost.kernels import Target
 from vnode.partition.plan.keep import Keeping, Programme, Value
 from vnode.partition.plan.subject import Subject, computing_again, subject_of
 from vnode.step.virtual import VirtualStep
@@ -136,7 +135,7 @@ def subject(layers: int, width: int, examples: int) -> tuple[Any, Subject]:
 def test_less_memory_is_taken() -> None:
     """Of the compiled programs: with everything that need not be kept computed again, half of what it was at most."""
     step, of = subject(6, 32, 2048)
-    keeping = Keeping(of.late, of.kept, ONE.kinds[0], Target.on("cpu"))
+    keeping = Keeping.of(of, ONE, "cpu")
     taken = []
     for level in (0, keeping.levels // 2, keeping.levels):
         chosen = keeping.chosen(level, 10.0)
@@ -183,7 +182,7 @@ def best(values: Mapping[int, Value], share: float) -> float | None:
 @settings(max_examples=60, deadline=None)
 @given(problems(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
 def test_the_programme_finds_the_best_of_all_choices(values: Any, share: float) -> None:
-    found = Programme(values, []).solved(share, 10.0, lambda: None)
+    found = Programme(values, []).solved(share, 10.0)
     expected = best(values, share)
     assert (found is None) == (expected is None)
     if found is not None and expected is not None:

@@ -46,11 +46,13 @@ class Late:
       program: with calls inlined.
       varying: variables that depend on examples.
       turn: the number of the equation after which most is held that depends on examples; the first of several such.
+      readers: the equations that read a variable, by number, in order.
     """
 
     program: Program
     varying: frozenset[Var]
     turn: int
+    readers: Mapping[Var, Sequence[int]]
 
     @staticmethod
     def of(program: Program, batched: Iterable[int], turn: int | None = None) -> Late:
@@ -65,12 +67,9 @@ class Late:
         for eqn in program.equations:
             if any(atom in varying for atom in eqn.invars if isinstance(atom, Var)):
                 varying.update(eqn.outvars)
-        return Late(program, frozenset(varying), turning_point(program, varying) if turn is None else turn)
-
-    @functools.cached_property
-    def readers(self) -> Mapping[Var, Sequence[int]]:
-        """The equations that read a variable, by number, in order."""
-        return readers_of(self.program)
+        readers = readers_of(program)
+        turn = turning_point(program, varying, readers) if turn is None else turn
+        return Late(program, frozenset(varying), turn, readers)
 
     def beyond(self, var: Var) -> Sequence[int]:
         """The equations beyond the turning point that read a variable."""
@@ -154,10 +153,9 @@ def readers_of(program: Program) -> dict[Var, list[int]]:
     return found
 
 
-def turning_point(program: Program, varying: Collection[Var]) -> int:
+def turning_point(program: Program, varying: Collection[Var], readers: Mapping[Var, Sequence[int]]) -> int:
     """The number of the equation after which most is held of some variables, in a program's order; -1 of none."""
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
-    readers = readers_of(program)
     change = np.zeros(len(program.equations) + 1, np.int64)
     for k, eqn in enumerate(program.equations):
         for var in eqn.outvars:
@@ -190,10 +188,11 @@ def computed_late(late: Late, chosen: Collection[Made]) -> Program:
     several += [(set[int](), {var}) for var in late.held if var not in again and late.is_spread(var)] if chosen else []
     for numbers, spread in several:
         wanted = {late.repeatable[made] for made in chosen if made[0] in numbers} | spread
-        first = next((k for k in sorted(k for var in wanted for k in late.beyond(var)) if late.trigger(k)), None)
-        trigger = None if first is None else late.trigger(first)
-        if first is None or trigger is None:
+        readers = sorted({k for var in wanted for k in late.beyond(var)})
+        begin = next(((k, var) for k in readers if (var := late.trigger(k)) is not None), None)
+        if begin is None:
             continue
+        first, trigger = begin
         copies, own = copied([equations[k] for k in sorted(numbers)], [*spread], late.varying, trigger)
         inserted.setdefault(first, []).extend(copies)
         names += [(first, var, own[var]) for var in (*wanted, trigger)]

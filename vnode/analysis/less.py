@@ -34,7 +34,6 @@ def keeping_less(program: Program, several: Collection[Made], batched: Sequence[
     if unknown:
         raise PartitionError(f"{unknown} are of none of the program's {count} equations")
     stacked = {made for made in several if region_of(program.equations[made[0]]) is not None}
-    turn = Late.of(program, batched).turn
-    less = computed_again(program, stacked) if stacked else program
     others = set(several) - stacked
-    return computed_late(Late.of(less, batched, turn), others) if others else less
+    less = computed_again(program, stacked) if stacked else program
+    return computed_late(Late.of(less, batched, Late.of(program, batched).turn), others) if others else less

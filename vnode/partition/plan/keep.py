@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 import scipy.optimize
@@ -26,7 +26,8 @@ from vnode.analysis.again import Kept, Stacked
 from vnode.analysis.late import Late, Made
 from vnode.partition.cost.kernels import Kernel, Kernels, Target, kernels_of
 from vnode.partition.cost.time import Roofline
-from vnode.partition.machine import Kind
+from vnode.partition.machine import Kind, Machine
+from vnode.partition.plan.subject import Subject
 from vnode.partition.searches.programme import milp
 
 STEP = 0.85
@@ -79,7 +80,7 @@ class Keeping:
         self.late = late
         rate = max(kind.rate("float32"), kind.vector)
         self.stacked = {made: (each.bytes, each.flops / rate) for made, each in kept.items()}
-        stacked = {var for k, j in kept if (var := late.program.equations[k].outvars[j])}
+        stacked = {late.program.equations[k].outvars[j] for k, j in kept}
         self.values = _Values(late, kernels_of(late.program, target), stacked, kind).all()
         self.found: dict[int, tuple[Made, ...] | None] = {0: ()}
 
@@ -89,26 +90,31 @@ class Keeping:
         some = any(value.equations and value.reads for value in self.values.values())
         return LIMITS if some or self.stacked else 0
 
-    def chosen(self, level: int, seconds: float, pause: Callable[[], None] = lambda: None) -> tuple[Made, ...]:
+    @staticmethod
+    def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
+        """That of a step, on the first kind of a machine's devices."""
+        kind = machine.kinds[0]
+        return Keeping(subject.late, subject.kept, kind, Target.on(platform, kind.name))
+
+    def chosen(self, level: int, seconds: float) -> tuple[Made, ...]:
         """What is computed again.
 
         Args:
           level: 0 to keep all, up to `levels`.
           seconds: after which the best so far is taken.
-          pause: called now and then; may raise.
 
         Returns:
           Results of equations, in order; if so little cannot be held, what holds least of what was found.
         """
         if level not in self.found:
-            self.found[level] = self.solved(STEP**level, seconds, pause)
+            self.found[level] = self.solved(STEP**level, seconds)
         found = self.found[level]
-        return self.chosen(level - 1, seconds, pause) if found is None else found
+        return self.chosen(level - 1, seconds) if found is None else found
 
-    def solved(self, share: float, seconds: float, pause: Callable[[], None]) -> tuple[Made, ...] | None:
+    def solved(self, share: float, seconds: float) -> tuple[Made, ...] | None:
         """What is computed again so that at no time more is there than a share of what is if all is kept."""
         programme = Programme(self.values, [*self.stacked.values()])
-        chosen = programme.solved(share, seconds, pause)
+        chosen = programme.solved(share, seconds)
         if chosen is None:
             return None
         again, stacked = chosen
@@ -257,15 +263,12 @@ class Programme:
         self.kept = [next(count) for _ in stacked]
         self.size = next(count)
 
-    def solved(
-        self, share: float, seconds: float, pause: Callable[[], None]
-    ) -> tuple[set[Var], list[bool]] | None:
+    def solved(self, share: float, seconds: float) -> tuple[set[Var], list[bool]] | None:
         """What is computed again, of the values and of what loops keep; None if nothing was found.
 
         Args:
           share: of what is there at the turning point if all is kept; so much may be there.
           seconds: after which the best so far is taken.
-          pause: called now and then; may raise.
         """
         rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
         times: dict[int, dict[int, float]] = {}
@@ -311,7 +314,7 @@ class Programme:
         discrete = np.zeros(self.size)
         discrete[[*self.there.values(), *self.kept]] = 1
         bounds = scipy.optimize.Bounds(lower, np.ones(self.size))  # pyright: ignore[reportArgumentType]
-        result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, pause)
+        result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, lambda: None)
         if result.x is None:
             return None
         gone = {var for var, _ in self.computed if result.x[self.there[var, 0]] < 0.5}

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import doubled
@@ -241,8 +240,7 @@ class Remedies:
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
-        kind = self.machine.kinds[0]
-        keeping = Keeping(subject.late, subject.kept, kind, Target.on(self.platform, kind.name))
+        keeping = Keeping.of(subject, self.machine, self.platform)
         again = keeping.chosen(keeping.levels, SOLVING)
         if again:
             yield subject_of(computing_again(subject.step, again), self.subject.args)

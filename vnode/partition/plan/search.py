@@ -13,7 +13,6 @@ from typing import Any
 
 from vnode.analysis.late import Made
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
-from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
@@ -160,8 +159,7 @@ class _Search:
         yield subject, found
         if any(not each.host for each in fitting(found, self.limit)):
             return
-        kind = self.machine.kinds[0]
-        keeping = Keeping(subject.late, subject.kept, kind, Target.on(self.platform, kind.name))
+        keeping = Keeping.of(subject, self.machine, self.platform)
         low, high = 0, keeping.levels
         count, fits, tried = high, False, set[tuple[Made, ...]]([()])
         for _ in range(TRIES + 1):
