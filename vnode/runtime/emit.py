@@ -38,6 +38,7 @@ from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.handed import Among, handed_on
 from vnode.runtime.node import Node, Once, arrange
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
+from vnode.runtime.waiting import stacked_far
 from vnode.spmd.exchange import convert, in_step
 from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
@@ -61,6 +62,7 @@ def emit(
     arguments: Collection[int] | None = None,
     slotted: Collection[int] | None = None,
     division: Division | None = None,
+    far: int = 0,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -76,11 +78,13 @@ def emit(
       slotted: which batched inputs are as devices hold them, ``[slots, ...]``; batched outputs are to be so, too. None
         if neither are.
       division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
+      far: if it is invariant: how many of the sums that wait for others are on the host, those that wait longest; not
+        of loops that have passes of their own.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -98,10 +102,12 @@ class Emission:
         lane: int,
         slotted: Collection[int] | None = None,
         division: Division | None = None,
+        far: int = 0,
     ) -> None:
         self.alone = inputs is not None  # else what it reads is put in place, and others hold other nodes
         self.mode = mode
         self.lane = lane
+        self.far = far
         self.schedule = schedule
         self.placement = placement
         self.flow = schedule.flow
@@ -553,7 +559,8 @@ class Emission:
                 case Mode.INVARIANT:
                     number, starts, merges = (table[0] for table in runs)
                     own = loops.Runs(loops.opaque(number), starts, merges)
-                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers)
+                    fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
+                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers, fold)
                     return completed(combine(sums, rest, exact, plan, axis)), kept
             return completed(collectives.combined(sums, totals, axis, parts)), kept
 

@@ -237,7 +237,13 @@ class PartialBlocks(NamedTuple):
 
 
 def in_tree_order(
-    program: NodeProgram, sums: Sequence[Sum], runs: Runs, depth: int, most: int, buffers: list[Any]
+    program: NodeProgram,
+    sums: Sequence[Sum],
+    runs: Runs,
+    depth: int,
+    most: int,
+    buffers: list[Any],
+    fold: Callable[..., tuple[PartialBlocks, Any]] = stacked,
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
     """Adds what nodes contribute in the order of a tree.
 
@@ -251,6 +257,7 @@ def in_tree_order(
       depth: blocks that wait while another run comes.
       most: blocks that any run is joined by.
       buffers: for what nodes keep.
+      fold: adds runs, as `stacked` does.
 
     Returns:
       What partial_blocks of the sums that are not exact, the totals of those that are, and what is kept.
@@ -283,7 +290,7 @@ def in_tree_order(
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
-        remaining, last = stacked(run, rest, runs.count, runs.merges, depth, most, first)
+        remaining, last = fold(run, rest, runs.count, runs.merges, depth, most, first)
     return remaining, last.totals, put(last.buffers, last.kept, nodes - 1)
 
 

@@ -64,6 +64,7 @@ class Options:
     patterns: Patterns = ()
     host: tuple[str, ...] = ()
     again: tuple[Made, ...] = ()
+    far: int = 0
     records: Records | None = None
 
     @property
@@ -191,7 +192,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, division=division)
+            return emit(made.schedule, placement, values, mode, options.lane, division=division, far=options.far)
 
     mesh = typed_mesh(values)
     if mesh is not None:
