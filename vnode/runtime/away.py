@@ -84,14 +84,14 @@ def brought(value: Any, after: Any) -> Any:
     return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
 
 
-def pieces_of(shape: Sequence[int], itemsize: int) -> tuple[int, int]:
-    """The dimension along which an array is copied in pieces, and in how many.
+def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE) -> tuple[int, int]:
+    """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
 
     >>> pieces_of((24, 4096, 1024), 4), pieces_of((1, 1000, 40000), 4), pieces_of((100,), 4)
     ((0, 24), (1, 10), (0, 1))
     """
     dim = next((d for d, n in enumerate(shape) if n > 1), 0)
-    least = -(-math.prod(shape) * itemsize // PIECE)
+    least = -(-math.prod(shape) * itemsize // piece)
     if least < 2:
         return dim, 1
     return dim, next(k for k in range(min(least, shape[dim]), shape[dim] + 1) if shape[dim] % k == 0)
