@@ -139,7 +139,7 @@ def test_less_memory_is_taken() -> None:
     taken = []
     for level in (0, keeping.levels // 2, keeping.levels):
         chosen = keeping.chosen(level, 10.0)
-        less = VirtualStep(computing_again(step, chosen).spec, step.placement) if chosen else step
+        less = VirtualStep(computing_again(step, *chosen).spec, step.placement)
         taken.append(less.lower(*of.args).compile().memory_analysis().temp_size_in_bytes)
     assert taken[2] < taken[1] < taken[0] and taken[2] < taken[0] / 2
 

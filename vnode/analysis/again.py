@@ -32,11 +32,17 @@ class Kept:
       readers: the later loops, by number, and which of their operands it is.
       bytes: of all turns.
       flops: that it takes to compute it again from what a turn begins with.
+      turns: of the loop.
+      begins: of what a turn begins with what that needs, by number among what is carried.
+      is_begin: whether it is itself what a turn begins with, the only one of `begins`.
     """
 
     readers: tuple[tuple[int, int], ...]
     bytes: int
     flops: int
+    turns: int
+    begins: tuple[int, ...]
+    is_begin: bool
 
 
 def kept_for_later(program: Program) -> dict[Stacked, Kept]:
@@ -63,15 +69,18 @@ def kept_for_later(program: Program) -> dict[Stacked, Kept]:
             var = eqn.outvars[j]
             several = readers.get(var, [])
             if several and var not in returned and all(turn_by_turn(program, at, i, loop) for at, i in several):
-                found[k, j] = Kept(tuple(several), var.aval.size * var.aval.dtype.itemsize, flops_of(eqn, j))
+                found[k, j] = kept_of(eqn, j, several)
     return found
 
 
-def flops_of(eqn: JaxprEqn, j: int) -> int:
-    """Scalar operations that all turns of a loop take for one of its results."""
-    one = Earlier.of(eqn, [j])
+def kept_of(eqn: JaxprEqn, j: int, readers: Sequence[tuple[int, int]]) -> Kept:
+    """What a loop keeps as one of its results."""
+    one, aval = Earlier.of(eqn, [j]), eqn.outvars[j].aval
     of = map(one.body.describe, one.needed)
-    return one.loop.length * sum(description.flops for description in of if description is not None)
+    flops = one.loop.length * sum(description.flops for description in of if description is not None)
+    is_begin = j in beginnings(one.loop, one.body)
+    size = aval.size * aval.dtype.itemsize
+    return Kept(tuple(readers), size, flops, one.loop.length, one.begins, is_begin)
 
 
 def turn_by_turn(program: Program, k: int, i: int, like: Loop) -> bool:
@@ -156,9 +165,11 @@ class Earlier:
         left = [j for j in range(count, len(self.eqn.outvars)) if j not in self.gone]
         inputs = self.body.inputs
         outputs = [*self.body.outputs[:count], *(self.body.outputs[j] for j in left)]
-        outputs += [inputs[carried[n]] for n in self.begins]
-        begun = [stacked(inputs[carried[n]].aval, self.loop.length) for n in self.begins]
-        results = [*self.eqn.outvars[:count], *(self.eqn.outvars[j] for j in left), *begun]
+        results = [*self.eqn.outvars[:count], *(self.eqn.outvars[j] for j in left)]
+        there = {n: self.eqn.outvars[j] for j, n in beginnings(self.loop, self.body).items() if j in left}
+        begun = [there.get(n) or stacked(inputs[carried[n]].aval, self.loop.length) for n in self.begins]
+        outputs += [inputs[carried[n]] for n in self.begins if n not in there]
+        results += [var for n, var in zip(self.begins, begun, strict=True) if n not in there]
         body = Program(inputs, self.body.constants, self.body.equations, outputs)
         return scan_of(self.eqn, self.loop, body, self.eqn.invars, len(self.loop.fixed), results), begun
 
@@ -213,6 +224,13 @@ class Earlier:
         """Whether what is not kept needs an input of the body."""
         var = self.body.inputs[i]
         return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.gone)
+
+
+def beginnings(loop: Loop, body: Program) -> dict[int, int]:
+    """For results of a loop, by number, that are what its turns begin with, of what it carries which that is."""
+    place = {body.inputs[i]: n for n, i in enumerate(loop.carried)}
+    several = range(len(loop.carried), len(body.outputs))
+    return {j: place[atom] for j in several if isinstance(atom := body.outputs[j], Var) and atom in place}
 
 
 def stacked(aval: Any, length: int) -> Var:

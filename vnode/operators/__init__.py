@@ -4,6 +4,7 @@ Knows jax only. Importing this package fills the registry from the families besi
 """
 
 from vnode.operators import (  # noqa: F401
+    aside,
     contraction,
     elementwise,
     host,

@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.operators.description import Algebra, Dims, OperatorDescription, Role, Sizes
+from vnode.operators.spaces import on_host
 from vnode.operators.splits import LookedUp
 
 
@@ -100,7 +101,7 @@ def bytes_of(eqn: JaxprEqn, description: OperatorDescription, sizes: Sizes | Non
     """
 
     def held(atom: Any, shape: tuple[int, ...]) -> int:
-        return math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
+        return 0 if on_host(atom.aval) else math.prod(shape) * getattr(getattr(atom.aval, "dtype", None), "itemsize", 0)
 
     own: dict[Any, int] = {}  # a value that is read twice is read once
     operands = [held(atom, description.operand_shape(i, sizes)) for i, atom in enumerate(eqn.invars)]
@@ -122,5 +123,10 @@ def has_any(dims: Dims, factors: Set[int]) -> bool:
 
 
 def nbytes(aval: Any) -> int:
-    """Bytes of an array of a type."""
+    """Bytes of an array of a type in a device's memory: none if it lies on the host."""
+    return 0 if on_host(aval) else all_bytes(aval)
+
+
+def all_bytes(aval: Any) -> int:
+    """Bytes of an array of a type, wherever it lies."""
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)

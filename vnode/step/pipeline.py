@@ -64,6 +64,7 @@ class Options:
     patterns: Patterns = ()
     host: tuple[str, ...] = ()
     again: tuple[Made, ...] = ()
+    away: tuple[Made, ...] = ()
     far: int = 0
     records: Records | None = None
 
@@ -153,7 +154,9 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
-    program = keeping_less(traced.program, options.again, batched) if options.again else traced.program
+    program = traced.program
+    if options.again or options.away:
+        program = keeping_less(program, options.again, batched, options.away)
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:
         follower = Follower(batch, options.virtual_nodes, functools.partial(mode_of, option))
@@ -226,7 +229,7 @@ def with_derivative(
         flat.specs,
     )  # not `flat`: jax keeps what is kept here
     # The step itself was accepted; of its derivative no plan knows.
-    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=())
+    unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=(), away=())
     step = jax.custom_jvp(step)
 
     @step.defjvp

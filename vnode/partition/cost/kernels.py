@@ -13,7 +13,8 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
-- Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it.
+- Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
+  what moves a value to the host's memory, or back.
 
 Collectives of one kind over the same axes that do not wait for each other are sent together (XLA's combiners), so that
 what all of them send, and bring, is in memory at once.
@@ -42,6 +43,7 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
+from vnode.operators.spaces import crosses
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
@@ -80,6 +82,8 @@ class Shape(enum.Enum):
     """The first operand with some elements replaced, in place where it can be."""
     COLLECTIVE = "collective"
     REGION = "region"
+    AWAY = "away"
+    """To the host's memory, or from there."""
     OTHER = "other"
 
 
@@ -100,6 +104,7 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
+      apart: whether programs have the host's memory beside the device's.
       library: whether a library computes products that sum over the last dimension of their first operand: of products
         that could run as soon, others come later.
     """
@@ -116,6 +121,7 @@ class Target:
     on_chip: int = 0
     sinks: bool = False
     library: bool = False
+    apart: bool = True
 
     @staticmethod
     def on(platform: str, kind: str = "") -> Target:
@@ -130,7 +136,7 @@ class Target:
         match platform:
             case "cpu":
                 cpu = Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True)
-                return dataclasses.replace(cpu, ordered=True, library=True)
+                return dataclasses.replace(cpu, ordered=True, library=True, apart=False)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
@@ -197,6 +203,8 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
         return Shape.COLLECTIVE
     if region_of(eqn) is not None:
         return Shape.REGION
+    if crosses(eqn):
+        return Shape.AWAY
     if description is None or len(eqn.outvars) != 1:
         return Shape.OTHER
     if description.has(Algebra.CONTRACTS):

@@ -8,6 +8,10 @@ it to the last that reads it, under whatever name. A kernel that goes element by
 reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
 holds at most; branches the largest of theirs.
 
+What lies in the host's memory is counted apart: all that loops of a program, or of a body, stack there, beside what
+their bodies do. What comes from there is asked for before anything else of a turn runs, and held from then on; what
+goes there is held to the end of the turn, when that is waited for (seen of the TPU compiler).
+
 TPUs hold temporary arrays in memory on the chip if all of them fit there (`Target.on_chip`).
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
@@ -26,7 +30,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
-from vnode.operators.cost import nbytes
+from vnode.operators.cost import all_bytes, nbytes
+from vnode.operators.spaces import on_host
 from vnode.partition.cost.device import DeviceProgram, bodies_of
 from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, slides
 from vnode.show.units import size
@@ -79,6 +84,7 @@ class Memory:
       temporaries: bytes of everything else, at the moment at which that is most.
       held: what these are then, the largest first.
       on_chip: bytes of what would be temporary too, but is on the chip, and counts nowhere here.
+      host: bytes of what is temporary in the host's memory.
     """
 
     arguments: int
@@ -87,6 +93,7 @@ class Memory:
     temporaries: int
     held: tuple[Held, ...] = ()
     on_chip: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -100,6 +107,8 @@ class Memory:
         ]
         if self.on_chip:
             lines[0] += f", on the chip {size(self.on_chip)}"
+        if self.host:
+            lines[0] += f", on the host {size(self.host)}"
         lines += [f"  {size(each.bytes)} {each.type} of {each.where}" for each in self.held[:5]]
         return "\n".join(lines)
 
@@ -117,6 +126,7 @@ class Buffers:
       after: for each kernel those that must have run before it.
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
+      first: kernels that are begun before all others: what comes from the host's memory.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -127,6 +137,7 @@ class Buffers:
     after: tuple[frozenset[int], ...]
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
+    first: frozenset[int] = frozenset()
 
     def held(self, order: Sequence[int]) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
         """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes."""
@@ -238,7 +249,8 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        return min((list(range(len(self.after))), self.depth_first(), self.freeing()), key=self.peak)
+        several = (list(range(len(self.after))), self.depth_first(), self.freeing())
+        return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
 
 
 def memory_of(device: DeviceProgram, target: Target) -> Memory:
@@ -270,7 +282,25 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
     on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
-    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
+    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip, host_bytes(program))
+
+
+def host_bytes(program: Program) -> int:
+    """Bytes of what a program's loops stack in the host's memory, beside the most that their bodies have there.
+
+    >>> import jax, jax.numpy as jnp
+    >>> from vnode.analysis.program import inline
+    >>> turn = lambda c, x: (c, jax.device_put(c * x, jax.memory.Space.Host))
+    >>> traced = jax.make_jaxpr(lambda x: jax.lax.scan(turn, x[0], x)[0])(jnp.ones((4, 3)))
+    >>> host_bytes(inline(traced.jaxpr, traced.consts))
+    48
+    """
+    own = inner = 0
+    for eqn in program.equations:
+        if region_of(eqn) is not None:
+            own += sum(all_bytes(var.aval) for var in eqn.outvars if on_host(var.aval))
+            inner = max([inner, *map(host_bytes, bodies_of(eqn))])
+    return own + inner
 
 
 def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
@@ -417,10 +447,14 @@ def buffers_of(
         {maker[var] for var in map(kernels.memory_of, kernel.piece.reads) if var in maker} for kernel in kernels.kernels
     ]
     after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
-    ends = frozenset(kernels.memory_of(var) for var in kept)
+    sent = [kernel for kernel in kernels.kernels if kernel.shape is Shape.AWAY and on_host(kernel.root.outvars[0].aval)]
+    last_read = {var for kernel in sent for var in map(kernels.memory_of, kernel.piece.reads) if var in counted}
+    ends = frozenset(kernels.memory_of(var) for var in kept) | last_read
     last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel, kernels.program)}
+    fetches = [kernel.shape is Shape.AWAY and not on_host(kernel.root.outvars[0].aval) for kernel in kernels.kernels]
+    first = {k for k, fetch in enumerate(fetches) if fetch and not after[k]}
     several = map(tuple, (written, read, inside, over))
-    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last))  # type: ignore[arg-type]
+    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
 
 
 def by_itself(kernel: Kernel, program: Program) -> bool:

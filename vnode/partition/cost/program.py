@@ -6,8 +6,11 @@ All devices run the same program, so that one timeline stands for all: a kernel 
 of device, and a collective what the busiest link needs. In the timeline one resource computes; the links are as many
 resources as there are sets of links that the program's collectives tell apart, so that two collectives wait for each
 other where they share a link. Kernels start in the program's order when their operands are there, and collectives run
-beside them, unless `overlap` is False. The turns of a loop follow each other: its body has a timeline of its own, which
-counts once for every turn; one without collectives takes what somebody measured of it as a whole, if that is known.
+beside them, unless `overlap` is False. A value's way to the host's memory, or back, takes the time of its bytes on the
+link to the host, beside what is computed in the same turn of a loop: compilers begin it when the value is there, and
+wait for it where it is read, or when the turn ends. The turns of a loop follow each other: its body has a timeline of
+its own, which counts once for every turn; one without collectives takes what somebody measured of it as a whole, if
+that is known.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
 from vnode.operators.control import Region, region_of
+from vnode.operators.cost import all_bytes
+from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
 from vnode.partition.cost.kernels import BESIDE, Kernels, Shape, Target, kernels_of
@@ -48,6 +53,23 @@ class Planned:
 
 
 @dataclasses.dataclass(frozen=True)
+class Moved:
+    """A value's way to the host's memory, or from there.
+
+    Attributes:
+      bytes: of it.
+      runs: how often it goes there, loops counted by their turns.
+      back: whether it comes from there.
+      seconds: of one run.
+    """
+
+    bytes: int
+    runs: int
+    back: bool
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
 class ProgramCost:
     """What a split program takes on a machine.
 
@@ -57,6 +79,7 @@ class ProgramCost:
       timeline: both together, as far as they overlap.
       collectives: those that a device takes part in; of branches those of the one that takes longest.
       others: those of the other branches, which are in the program, too.
+      moves: to the host's memory and back; of branches those of the one that takes longest.
       memory: of one device.
       sources: seconds of `compute` by who says so.
       noise: seconds by which measured times may be off together.
@@ -74,6 +97,12 @@ class ProgramCost:
     unknown: frozenset[str] = frozenset()
     open_loops: int = 0
     others: tuple[Planned, ...] = ()
+    moves: tuple[Moved, ...] = ()
+
+    @property
+    def transfer(self) -> float:
+        """Seconds of all ways to the host's memory and back, one after the other."""
+        return sum(each.seconds * each.runs for each in self.moves)
 
     @property
     def seconds(self) -> float:
@@ -83,7 +112,7 @@ class ProgramCost:
     @property
     def total(self) -> float:
         """Of one run, if nothing overlapped."""
-        return self.compute + self.exchange
+        return self.compute + self.exchange + self.transfer
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -173,7 +202,12 @@ def program_cost(
         unknown=frozenset(taken.unknown),
         open_loops=taken.open_loops,
         others=tuple(taken.others),
+        moves=tuple(taken.moves),
     )
+
+
+HOST_LINK = -1
+"""The number of a device's link to its host, beside the machine's resources."""
 
 
 @dataclasses.dataclass
@@ -199,6 +233,7 @@ class _Taken:
         self.times: list[tuple[Time, float]] = []
         self.collectives: list[Planned] = []
         self.others: list[Planned] = []  # of branches that others take
+        self.moves: list[Moved] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
 
@@ -232,9 +267,13 @@ class _Taken:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(Planned(transfer, runs, share))
             return seconds, cost.resources, False
+        if shape is Shape.AWAY:
+            (move,) = [self.moved(each, runs) for each in piece.equations]
+            self.moves.append(move)
+            return move.seconds, (HOST_LINK,), False
         region = region_of(eqn) if shape is Shape.REGION else None
         if region is not None:
-            known = None if exchanges(eqn) else self.source.known(piece, self.machine.kinds)
+            known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
             if known is None:
                 return self.region(eqn, region, runs)
             self.times.append((known, runs))
@@ -247,6 +286,12 @@ class _Taken:
         self.times.append((found, runs))
         return found.seconds, (), True
 
+    def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
+        """A value's way to the host or from there, on the kind of device whose link takes longest."""
+        bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
+        seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
+        return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
+
     def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
         bodies = bodies_of(eqn)
@@ -254,20 +299,21 @@ class _Taken:
         if counts is None:
             self.open_loops += 1
             counts = [1] * len(bodies)
-        before = len(self.times), len(self.collectives)
-        found = list[tuple[float, list[tuple[Time, float]], list[Planned]]]()
+        before = len(self.times), len(self.collectives), len(self.moves)
+        found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
         for body, turns in zip(bodies, counts, strict=True):
             seconds = self.timeline(body, runs * turns).seconds * turns
-            found.append((seconds, self.times[before[0] :], self.collectives[before[1] :]))
-            del self.times[before[0] :], self.collectives[before[1] :]
+            found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
+            del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
-        for _, times, collectives in chosen:
+        for _, times, collectives, moves in chosen:
             self.times += times
             self.collectives += collectives
+            self.moves += moves
         for branch in found:
             self.others += branch[2] if not any(branch is each for each in chosen) else []
         links = set[int]()
-        for _, _, collectives in chosen:
+        for _, _, collectives, _ in chosen:
             for each in collectives:
                 links.update(each.transfer.cost(self.machine, self.mesh).resources)
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
@@ -277,6 +323,12 @@ def exchanges(eqn: JaxprEqn) -> bool:
     """Whether there is a collective in the bodies of a loop or branch."""
     inner = [each for body in bodies_of(eqn) for each in body.equations]
     return any(each.primitive.name in KINDS or exchanges(each) for each in inner)
+
+
+def moves_within(eqn: JaxprEqn) -> bool:
+    """Whether something in the bodies of a loop or branch goes to the host's memory, or comes from there."""
+    inner = [each for body in bodies_of(eqn) for each in body.equations]
+    return any(moves_within(each) if region_of(each) is not None else crosses(each) for each in inner)
 
 
 def turns_of(region: Region, bodies: int) -> list[int] | None:

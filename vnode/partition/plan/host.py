@@ -123,7 +123,7 @@ class Slots:
             temporary=without.temporary + room,
             state=without.state - total,
             host=total,
-            transfer=seconds,
+            transfer=without.transfer + seconds,
         )
 
     def fewest(self, without: Figures, machine: Machine, limit: float) -> tuple[tuple[str, ...], Figures] | None:

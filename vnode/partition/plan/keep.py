@@ -1,29 +1,38 @@
-"""Which values a step keeps for its backward pass, and which it computes again there: an integer programme.
+"""Which values a step keeps for its backward pass, which it computes again there, and which it has on the host.
 
-Knows what is read late (`vnode.analysis.late`), what loops keep (`vnode.analysis.again`), kernels, rooflines and
-integer programmes. Must not know meshes, nor how much memory a device has.
+Knows what is read late (`vnode.analysis.late`), what loops keep (`vnode.analysis.again`) and can have on the host
+(`vnode.analysis.away`), kernels, rooflines and integer programmes. Must not know meshes, nor how much memory a device
+has.
 
 What is read beyond the turning point of a program is read at times in a row. A value is there at the turning point, or
 it is computed at one of these times, for which all that it is computed from has to be there then; and it is there until
 it is read last. At no time more may be there than a limit; of all such choices this is the one that takes least time:
 Checkmate's programme (Jain et al., MLSys 2020, section 4) for the second half of a program, with few times, and each
 value computed once more at most. What only one other reads is computed with that, inside of its kernel if that can be.
+
+Of what loops keep there is a third choice: it lies on the host in between, and a device holds that of one turn. That
+takes the time of its bytes on the link to the host, there and back, as if nothing were computed beside it. So does what
+turns begin with, which has to be kept, here or there, if anything is computed again that needs it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import scipy.optimize
 import scipy.sparse
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.again import Kept, Stacked
+from vnode.analysis.again import Kept, stacked
+from vnode.analysis.away import is_movable
 from vnode.analysis.late import Late, Made
+from vnode.operators.cost import all_bytes
 from vnode.partition.cost.kernels import Kernel, Kernels, Target, kernels_of
 from vnode.partition.cost.time import Roofline
 from vnode.partition.machine import Kind, Machine
@@ -66,6 +75,39 @@ class Value:
     reads: tuple[int, ...] = ()
 
 
+class Less(NamedTuple):
+    """What a step does not keep on the device, results of equations in order.
+
+    Attributes:
+      again: what is computed again.
+      away: what is on the host; results that a loop carries stand for what its turns begin with.
+    """
+
+    again: tuple[Made, ...] = ()
+    away: tuple[Made, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Stacked:
+    """Something that a loop could keep of every turn.
+
+    Attributes:
+      bytes: of all turns.
+      part: bytes of one.
+      seconds: that it takes to compute it again; None if that cannot be, or is no gain.
+      way: seconds of its way to the host and back; None if it cannot go there.
+      begins: of others, by number, those that have to be kept if it is computed again.
+      optional: whether it is kept for the sake of others only, and not there if all are kept.
+    """
+
+    bytes: int
+    part: int
+    seconds: float | None
+    way: float | None = None
+    begins: tuple[int, ...] = ()
+    optional: bool = False
+
+
 class Keeping:
     """What a step keeps, less and less of it.
 
@@ -76,13 +118,12 @@ class Keeping:
       target: what its compiler makes of programs.
     """
 
-    def __init__(self, late: Late, kept: Mapping[Stacked, Kept], kind: Kind, target: Target) -> None:
+    def __init__(self, late: Late, kept: Mapping[Made, Kept], kind: Kind, target: Target) -> None:
         self.late = late
-        rate = max(kind.rate("float32"), kind.vector)
-        self.stacked = {made: (each.bytes, each.flops / rate) for made, each in kept.items()}
-        stacked = {late.program.equations[k].outvars[j] for k, j in kept}
-        self.values = _Values(late, kernels_of(late.program, target), stacked, kind).all()
-        self.found: dict[int, tuple[Made, ...] | None] = {0: ()}
+        self.stacked = stacked_of(late, kept, kind, target.apart)
+        without = {late.program.equations[k].outvars[j] for k, j in kept}
+        self.values = _Values(late, kernels_of(late.program, target), without, kind).all()
+        self.found: dict[int, Less | None] = {0: Less()}
 
     @property
     def levels(self) -> int:
@@ -96,32 +137,80 @@ class Keeping:
         kind = machine.kinds[0]
         return Keeping(subject.late, subject.kept, kind, Target.on(platform, kind.name))
 
-    def chosen(self, level: int, seconds: float) -> tuple[Made, ...]:
-        """What is computed again.
+    def chosen(self, level: int, seconds: float) -> Less:
+        """What is computed again, or on the host.
 
         Args:
           level: 0 to keep all, up to `levels`.
           seconds: after which the best so far is taken.
 
         Returns:
-          Results of equations, in order; if so little cannot be held, what holds least of what was found.
+          The choice; if so little cannot be held, what holds least of what was found.
         """
         if level not in self.found:
             self.found[level] = self.solved(STEP**level, seconds)
         found = self.found[level]
         return self.chosen(level - 1, seconds) if found is None else found
 
-    def solved(self, share: float, seconds: float) -> tuple[Made, ...] | None:
-        """What is computed again so that at no time more is there than a share of what is if all is kept."""
+    def solved(self, share: float, seconds: float) -> Less | None:
+        """What is not kept so that at no time more is there than a share of what is if all is kept."""
         programme = Programme(self.values, [*self.stacked.values()])
         chosen = programme.solved(share, seconds)
         if chosen is None:
             return None
-        again, stacked = chosen
+        again, places = chosen
         numbers = {k for var in again for k in self.values[var].equations}
         kept = {var for var in self.values if var not in again}
         made = {each for each, var in self.late.repeatable.items() if each[0] in numbers and var not in kept}
-        return tuple(sorted(made | {each for each, gone in zip(self.stacked, stacked, strict=True) if gone}))
+        several = [(each, of, place) for (each, of), place in zip(self.stacked.items(), places, strict=True)]
+        made |= {each for each, of, place in several if place is NOWHERE and not of.optional}
+        return Less(tuple(sorted(made)), tuple(sorted(each for each, _, place in several if place is HOST)))
+
+
+class Place(enum.Enum):
+    """Where something that a loop stacks is."""
+
+    DEVICE = "device"
+    HOST = "host"
+    NOWHERE = "nowhere"
+
+
+DEVICE, HOST, NOWHERE = Place.DEVICE, Place.HOST, Place.NOWHERE
+
+
+def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) -> dict[Made, Stacked]:
+    """What loops could keep: what they stack, and what their turns begin with, called by what is carried.
+
+    Args:
+      late: the step's program, and what of it depends on examples: nothing else goes to the host.
+      kept: what loops stack for later ones.
+      kind: of device.
+      host: whether its host's memory can be used.
+    """
+    rate = max(kind.rate("float32"), kind.vector)
+    equations = late.program.equations
+
+    def way(var: Var, like: Var, turns: int) -> float | None:
+        """Seconds of something's way to the host and back, turn by turn, if it depends on examples as `like` does."""
+        if not host or like not in late.varying or not is_movable(var):
+            return None
+        return 2 * (all_bytes(var.aval) / kind.host_bandwidth + turns * kind.host_latency)
+
+    begun = {(made[0], *each.begins): made for made, each in kept.items() if each.is_begin}
+    others = {(k, n): each.turns for (k, _), each in kept.items() for n in each.begins if (k, n) not in begun}
+    numbers = {made: i for i, made in enumerate((*kept, *others))}
+    numbers.update({place: numbers[made] for place, made in begun.items()})
+    found: dict[Made, Stacked] = {}
+    for (k, j), each in kept.items():
+        var = equations[k].outvars[j]
+        seconds = None if each.is_begin else each.flops / rate
+        needs = () if each.is_begin else tuple(numbers[k, n] for n in each.begins)
+        found[k, j] = Stacked(each.bytes, each.bytes // each.turns, seconds, way(var, var, each.turns), needs)
+    for (k, n), turns in others.items():
+        carried = equations[k].outvars[n]
+        whole, part = stacked(carried.aval, turns), all_bytes(carried.aval)
+        found[k, n] = Stacked(turns * part, part, 0.0, way(whole, carried, turns), optional=True)
+    return found
 
 
 class _Values:
@@ -247,24 +336,24 @@ class Programme:
     """The integer programme.
 
     Variables, all between 0 and 1: for each value and each time, and for the turning point, whether it is there; for
-    each value and each time whether it is computed then; for each stacked result whether it is kept.
+    each value and each time whether it is computed then; for each stacked result and each place whether it is there.
 
     Args:
       values: what may be there.
-      stacked: for what loops keep, its bytes and the seconds that it takes to compute it again.
+      stacked: what loops could keep.
     """
 
-    def __init__(self, values: Mapping[Var, Value], stacked: Sequence[tuple[int, float]]) -> None:
+    def __init__(self, values: Mapping[Var, Value], stacked: Sequence[Stacked]) -> None:
         self.values, self.stacked = values, stacked
         self.end = ends_of(values)
         count = itertools.count()
         self.there = {(var, t): next(count) for var, end in self.end.items() for t in range(end + 1)}
         self.computed = {(var, t): next(count) for var, t in self.there if t and values[var].equations}
-        self.kept = [next(count) for _ in stacked]
+        self.places = [{place: next(count) for place in Place} for _ in stacked]
         self.size = next(count)
 
-    def solved(self, share: float, seconds: float) -> tuple[set[Var], list[bool]] | None:
-        """What is computed again, of the values and of what loops keep; None if nothing was found.
+    def solved(self, share: float, seconds: float) -> tuple[set[Var], list[Place]] | None:
+        """What is computed again of the values, and where is what loops could keep; None if nothing was found.
 
         Args:
           share: of what is there at the turning point if all is kept; so much may be there.
@@ -272,8 +361,9 @@ class Programme:
         """
         rows: list[tuple[dict[int, float], float, float]] = []  # coefficients, least and most
         times: dict[int, dict[int, float]] = {}
-        whole = sum(value.bytes for value in self.values.values() if value.reads) + sum(b for b, _ in self.stacked)
-        cost, lower = np.zeros(self.size), np.zeros(self.size)
+        whole = sum(value.bytes for value in self.values.values() if value.reads)
+        whole += sum(each.bytes for each in self.stacked if not each.optional)
+        cost, lower, upper = np.zeros(self.size), np.zeros(self.size), np.ones(self.size)
         if not whole:
             return None
         for (var, t), place in self.there.items():
@@ -291,16 +381,23 @@ class Programme:
             rows.append(({self.computed[var, t]: 1, place: -1, before: 1}, 0, np.inf))
             for operand in value.operands:
                 rows.append(({self.there[operand, t]: 1, place: -1, before: 1}, 0, np.inf))
-        total = sum(value.seconds for value in self.values.values()) + sum(s for _, s in self.stacked)
+        total = sum(value.seconds for value in self.values.values()) + sum(each.seconds or 0.0 for each in self.stacked)
         for (var, _), place in self.computed.items():
             cost[place] += self.values[var].seconds / (total or 1)
         for var, end in self.end.items():
             again = [self.computed[var, t] for t in range(1, end + 1) if (var, t) in self.computed]
             rows.append(({self.there[var, 0]: 1, **dict.fromkeys(again, 1.0)}, -np.inf, 1))
-        for place, (held, lost) in zip(self.kept, self.stacked, strict=True):
-            cost[place] -= lost / (total or 1)
+        for places, each in zip(self.places, self.stacked, strict=True):
+            rows.append((dict.fromkeys(places.values(), 1.0), 1, 1))
+            upper[places[NOWHERE]] = each.seconds is not None
+            upper[places[HOST]] = each.way is not None
+            cost[places[NOWHERE]] = (each.seconds or 0.0) / (total or 1)
+            cost[places[HOST]] = (each.way or 0.0) / (total or 1)
             for row in times.values() or [times.setdefault(0, {})]:
-                row[place] = held / whole
+                row[places[DEVICE]], row[places[HOST]] = each.bytes / whole, each.part / whole
+            for begin in each.begins:  # neither it nor what it is computed from may be nowhere
+                nowhere = {places[NOWHERE]: 1.0, self.places[begin][NOWHERE]: 1.0}
+                rows.append((nowhere, -np.inf, 1))
         rows += [(row, -np.inf, share) for row in times.values()]
         matrix = scipy.sparse.csr_array(
             (
@@ -312,14 +409,18 @@ class Programme:
         lows, highs = np.array([row[1:] for row in rows]).T
         limits = scipy.optimize.LinearConstraint(matrix, lows, highs)  # pyright: ignore[reportArgumentType]
         discrete = np.zeros(self.size)
-        discrete[[*self.there.values(), *self.kept]] = 1
-        bounds = scipy.optimize.Bounds(lower, np.ones(self.size))  # pyright: ignore[reportArgumentType]
+        discrete[[*self.there.values(), *(place for places in self.places for place in places.values())]] = 1
+        bounds = scipy.optimize.Bounds(lower, upper)  # pyright: ignore[reportArgumentType]
         result = milp(cost, discrete, bounds, [limits], {"mip_rel_gap": GAP, "time_limit": seconds}, lambda: None)
         if result.x is None:
             return None
         gone = {var for var, _ in self.computed if result.x[self.there[var, 0]] < 0.5}
         needed = {var for var, t in self.there if var in gone and result.x[self.there[var, t]] > 0.5}
-        return needed, [bool(result.x[place] < 0.5) for place in self.kept]
+        found = [max(places, key=lambda place, of=places: result.x[of[place]]) for places in self.places]
+        wanted = {i for each, place in zip(self.stacked, found, strict=True) for i in each.begins if place is NOWHERE}
+        return needed, [
+            place if i in wanted or not self.stacked[i].optional else NOWHERE for i, place in enumerate(found)
+        ]
 
 
 def ends_of(values: Mapping[Var, Value]) -> dict[Var, int]:

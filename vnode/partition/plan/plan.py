@@ -103,6 +103,12 @@ class Plan(Drawn):
         return None if self.prediction is None else self.prediction.timeline
 
     @property
+    def away(self) -> tuple[Made, ...]:
+        """What loops keep on the host for their backward pass: results of equations; of those that they carry, what turns
+        begin with."""
+        return self.pattern.options.away
+
+    @property
     def again(self) -> tuple[Made, ...]:
         """What the step does not keep for its backward pass, which computes it again: results of equations."""
         return self.pattern.options.again
@@ -315,14 +321,16 @@ class Plan(Drawn):
         return found
 
     def _host(self) -> list[Fact]:
-        if not self.host:
-            return []
-        arrays = several(len(self.host), "array")
+        parts = []
+        if self.host:
+            parts.append(("of the state", several(len(self.host), "array"), "host"))
+        if self.away:
+            parts.append(("of what loops keep", several(len(self.away), "value"), "aside"))
         if self.prediction is None:
-            return [Fact("on the host", f"{arrays} of the state")]
-        said = f"{size(self.figures.host)} of the state, in {arrays}"
+            return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
+        sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]
         way = f"their way to the device and back: {seconds(self.figures.transfer)} a step"
-        return [Fact("on the host", said, way)]
+        return [Fact("on the host", "; ".join(sizes), way)][: len(parts)]
 
     def _beside(self) -> Table:
         def row(name: str, figures: Figures, strong: bool = False) -> tuple[Cell, ...]:

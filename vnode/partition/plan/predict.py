@@ -60,7 +60,9 @@ class Figures:
       pending: bytes of sums that wait for others, for the sake of the same bits on any devices; they are temporary.
       collectives: bytes of one device's arrays in collectives, by kind.
       host: bytes of one device's part of the state that lie in the host's memory, in none of the others.
-      transfer: seconds of their way to the device and back, part of `seconds`.
+      transfer: seconds of their way to the device and back, and of that of what is `aside`, part of `seconds`.
+      aside: bytes of what loops keep for later ones that lie in the host's memory, likewise.
+      back: bytes of what comes from there in a step, loops counted by their turns; as many go there before.
     """
 
     seconds: float
@@ -75,6 +77,8 @@ class Figures:
     collectives: Mapping[str, int]
     host: int = 0
     transfer: float = 0.0
+    aside: int = 0
+    back: int = 0
 
     @property
     def memory(self) -> int:
@@ -180,6 +184,9 @@ def predicted(
         state=sum(given[i] for i in {*state.values()}),
         pending=across.waiting * sums,
         collectives=cost.bytes,
+        transfer=cost.transfer,
+        aside=memory.host,
+        back=sum(each.bytes * each.runs for each in cost.moves if each.back),
     )
     return Prediction(
         figures,

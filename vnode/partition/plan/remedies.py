@@ -20,7 +20,7 @@ from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import doubled
 from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of
-from vnode.partition.plan.keep import SOLVING, Keeping
+from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import INNER
 from vnode.partition.plan.predict import NODES, Figures
 from vnode.partition.plan.subject import Subject, computing_again, subject_of
@@ -234,16 +234,16 @@ class Remedies:
         step = self.subject.step
         reduction = "fast" if change.fast else step.options.reduction
         options = dataclasses.replace(
-            step.options, virtual_nodes=change.virtual_nodes, reduction=reduction, automatic=False, again=()
+            step.options, virtual_nodes=change.virtual_nodes, reduction=reduction, automatic=False, again=(), away=()
         )
         donated = (*step.spec.donate_argnums, *change.donated)
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
         keeping = Keeping.of(subject, self.machine, self.platform)
-        again = keeping.chosen(keeping.levels, SOLVING)
-        if again:
-            yield subject_of(computing_again(subject.step, again), self.subject.args)
+        less = keeping.chosen(keeping.levels, SOLVING)
+        if less != Less():
+            yield subject_of(computing_again(subject.step, *less), self.subject.args)
 
     def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
         """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""

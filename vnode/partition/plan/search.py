@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from vnode.analysis.late import Made
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
-from vnode.partition.plan.keep import SOLVING, Keeping
+from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
@@ -144,16 +143,16 @@ class _Search:
                     best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > subject.examples or time.monotonic() > self.until
-            plain = best is not None and not (best[1].host or best[0].step.options.again)
+            plain = best is not None and not (best[1].host or best[0].step.options.again or best[0].step.options.away)
             if best is not None and (over or plain):  # else more nodes may need neither the host nor more work
                 return self.made(*best)
             if over:
                 raise self.nothing_fits(subject)
 
     def ways(self, subject: Subject) -> Iterator[tuple[Subject, list[Candidate]]]:
-        """A step with its candidates; where none fits without the host, also the step that keeps less.
+        """A step with its candidates; where none fits with its state on the devices, also the step that keeps less.
 
-        How little is kept for the backward pass is found by bisection.
+        How little is kept for the backward pass, on the devices, is found by bisection.
         """
         found = self.candidates(subject)
         yield subject, found
@@ -161,7 +160,7 @@ class _Search:
             return
         keeping = Keeping.of(subject, self.machine, self.platform)
         low, high = 0, keeping.levels
-        count, fits, tried = high, False, set[tuple[Made, ...]]([()])
+        count, fits, tried = high, False, {Less()}
         for _ in range(TRIES + 1):
             left = self.until - time.monotonic()
             if count == low or left < 0:
@@ -173,7 +172,7 @@ class _Search:
                 return
             if several not in tried:
                 tried.add(several)
-                less = subject_of(computing_again(subject.step, several), self.args)
+                less = subject_of(computing_again(subject.step, *several), self.args)
                 found = self.candidates(less)
                 yield less, found
                 fits = any(not each.host for each in fitting(found, self.limit))

@@ -62,6 +62,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
         "host": list(plan.host),
         "again": [list(each) for each in plan.again],
+        "away": [list(each) for each in plan.away],
     }
     target = Path(path)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
@@ -119,7 +120,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         host = tuple(map(str, content.get("host", ())))
         if not set(host) <= set(specs):
             raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
-        again = [(int(k), int(j)) for k, j in content.get("again", ())]
+        again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
         memory, name = int(content["memory"]), str(content["name"])
     step = on_nodes(step, nodes, options)
     subject = subject_of(step, args)
@@ -134,12 +135,13 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
                 remedies=["search a plan for this step", "or give the step and the shapes that it was made for"],
             )
         )
-    if again:
+    if again or away:
         try:
-            step = computing_again(step, again)
+            step = computing_again(step, again, away)
             subject = subject_of(step, args)
         except PartitionError as error:
-            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: again: {error}") from error
+            what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
+            raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
     return Plan(
         step,
         subject.args,

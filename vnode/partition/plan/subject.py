@@ -96,9 +96,9 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 
-def computing_again(step: Any, several: Collection[Made]) -> Any:
-    """A step, a `VirtualStep`, that computes some values again where they are read late."""
-    options = dataclasses.replace(step.options, again=tuple(sorted(several)))
+def computing_again(step: Any, several: Collection[Made], away: Collection[Made] = ()) -> Any:
+    """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
+    options = dataclasses.replace(step.options, again=tuple(sorted(several)), away=tuple(sorted(away)))
     return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
 
