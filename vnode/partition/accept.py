@@ -1,4 +1,4 @@
-"""Whether a compiled program is what was planned: its collectives, by kind, group and bytes, and its memory.
+"""Whether a compiled program is what was planned: collectives, by kind, group and bytes, memory, and the host's.
 
 Knows compiled programs and predictions. Must not know how a split was found, or what it is good for.
 
@@ -20,7 +20,7 @@ from vnode.errors import ProfileError, layout_message
 from vnode.partition.cost.collectives import NAMES
 from vnode.partition.cost.memory import Memory
 from vnode.partition.cost.program import Planned, ProgramCost
-from vnode.partition.hlo import Found, found_collectives, parse
+from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several, size
@@ -73,6 +73,8 @@ class Acceptance(Drawn):
       tolerance: by which share memory may differ.
       limit: bytes that one device may hold, if that is known.
       platforms: what was predicted for, and what it was compiled for, if these differ.
+      on_host: bytes of what is temporary in the host's memory in the compiled program.
+      fetched: bytes that come from there in a step, as planned and in the compiled program.
     """
 
     planned: dict[str, int]
@@ -91,6 +93,8 @@ class Acceptance(Drawn):
     limit: int | None = None
     platforms: tuple[str, str] | None = None
     added: tuple[Exchange, ...] = ()
+    on_host: int = 0
+    fetched: tuple[int, int] = (0, 0)
 
     @property
     def memory(self) -> int:
@@ -113,9 +117,16 @@ class Acceptance(Drawn):
         return not (self.missing or self.extra)
 
     @property
+    def host_accepted(self) -> bool:
+        """Whether what loops were to keep on the host is there, and comes from there, up to the tolerance."""
+        planned, found = self.fetched
+        pairs = (self.predicted.host, self.on_host), (planned, found)
+        return not self.predicted.host or all(abs(a - b) <= self.tolerance * b for a, b in pairs)
+
+    @property
     def accepted(self) -> bool:
-        """Whether both are."""
-        return self.memory_accepted and self.exchange_accepted
+        """Whether all is as planned."""
+        return self.memory_accepted and self.exchange_accepted and self.host_accepted
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -127,6 +138,9 @@ class Acceptance(Drawn):
         if not self.memory_accepted:
             side = "above" if self.memory_error > 0 else "below"
             found.append(f"it takes {size(self.memory)}, the prediction is {abs(self.memory_error):.0%} {side} that")
+        if not self.host_accepted:
+            planned, there = (f"{size(a)}, read as {size(b)}" for a, b in zip(*self._host(), strict=True))
+            found.append(f"loops keep {there} on the host, not {planned} as planned")
         return tuple(found)
 
     @property
@@ -148,6 +162,10 @@ class Acceptance(Drawn):
                 "time its steps before relying on it: the predicted time counts what was planned to be exchanged"
             )
         return tuple(found)
+
+    def _host(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """What is on the host, as planned and in the compiled program, and what comes from there."""
+        return (self.predicted.host, self.on_host), self.fetched
 
     def page(self) -> Page:
         """What there is to see."""
@@ -189,14 +207,17 @@ class Acceptance(Drawn):
 
         p = self.predicted
         off = f"{self.memory_error:+.1%}"
+        of_host = [row(name, *pair) for name, pair in zip(("on the host", "from the host"), self._host(), strict=True)]
         rows = (
             row("arguments", p.arguments, self.arguments),
             row("results", p.outputs - p.aliased, self.outputs - self.aliased),
             row("temporary", p.temporaries, self.temporaries),
             (*row("in all", p.total, self.memory)[:3], Cell(off, strong=not self.memory_accepted)),
+            *of_host[: len(of_host) * bool(p.host)],
         )
         columns = (Column("memory"), *(Column(name, right=True) for name in ("predicted", "compiled", "off by")))
         note = f"of one device; accepted up to {self.tolerance:.0%}"
+        note += "; what loops keep on the host, and what comes from there in a step" * bool(p.host)
         return Table("held", columns, rows, note)
 
 
@@ -247,6 +268,7 @@ def compared(
     limit: int | None = None,
     over_nodes: int | None = None,
     platforms: tuple[str, str] | None = None,
+    fetched: int = 0,
 ) -> Acceptance:
     """Compares a compiled program with collectives and memory.
 
@@ -258,6 +280,7 @@ def compared(
       limit: bytes that one device may hold, if that is known.
       over_nodes: how often loops over a device's nodes run whose length the compiled text does not tell.
       platforms: what was predicted for, and what it was compiled for, if these differ.
+      fetched: bytes that are to come from the host's memory in a step.
 
     Returns:
       What differs.
@@ -274,7 +297,8 @@ def compared(
                 remedies=["compile for a platform that says so: CPU, GPU or TPU"],
             )
         )
-    found = found_collectives(parse(text), over_nodes)
+    module = parse(text)
+    found = found_collectives(module, over_nodes)
     there = counted(each for each in found if not each.added)
     missing, extra, rewritten = matched(wanted - there, there - wanted)
     return Acceptance(
@@ -294,6 +318,8 @@ def compared(
         tolerance=tolerance,
         limit=limit,
         platforms=platforms,
+        on_host=getattr(memory, "host_temp_size_in_bytes", 0),
+        fetched=(fetched, found_fetches(module, over_nodes)),
     )
 
 

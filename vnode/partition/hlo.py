@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 COLLECTIVES = (
@@ -31,6 +31,7 @@ _TRIPS = re.compile(r'known_trip_count"?[:=]\{"?n"?[:=]"?(\d+)')
 _OP_NAME = re.compile(r'op_name="([^"]*)"')
 _NAMES = re.compile(r"%([\w.\-]+)")
 _SHAPE = re.compile(r"\b(pred|bf16|f8\w*|[suf]\d+|c\d+)\[([\d,]*)\]")
+_LAID_OUT = re.compile(_SHAPE.pattern + r"(\{[^}]*\})?")
 
 
 @dataclass(frozen=True)
@@ -219,7 +220,7 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
         module: The module.
         over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
     """
-    nodes = {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
+    nodes = loops_over_nodes(module)
     found, chains = [], set[tuple[str, ...]]()
     scattered = _scattered(module)
     moved = _beyond_the_border(module, scattered)
@@ -246,14 +247,52 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             own = [n * devices for n in own]
         if instruction.name in scattered:
             kind, own = "reduce-scatter", [scattered[instruction.name]]
-        known = [trip for _, trip in visit.loops if trip is not None]
-        unknown = [name for name, trip in visit.loops if trip is None]
-        runs = math.prod(known)
-        if unknown:
-            runs = runs * over_nodes if over_nodes is not None and nodes.issuperset(unknown) else None
+        runs = runs_of(visit, nodes, over_nodes)
         added = instruction.name in moved
         found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type, added))
     return found
+
+
+def loops_over_nodes(module: Module) -> set[str]:
+    """The names of loops over the nodes of a device (`OVER_NODES`)."""
+    return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
+
+
+def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> int | None:
+    """How often an instruction runs; None in a loop whose length the text does not tell.
+
+    Args:
+        visit: The instruction.
+        nodes: The loops over a device's nodes, by name.
+        over_nodes: How often these run in all, where the text does not tell.
+    """
+    runs = math.prod(trip for _, trip in visit.loops if trip is not None)
+    unknown = {name for name, trip in visit.loops if trip is None}
+    if not unknown:
+        return runs
+    return runs * over_nodes if over_nodes is not None and unknown.issubset(nodes) else None
+
+
+def found_fetches(module: Module, over_nodes: int | None = None) -> int:
+    """Bytes of slices that a module begins to fetch from the host's memory, each as often as that runs.
+
+    Args:
+        module: The module.
+        over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
+    """
+    nodes, total = loops_over_nodes(module), 0
+    for visit in module.walk():
+        if visit.instruction.opcode != "dynamic-slice-start":
+            continue
+        (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
+        if HOST in layout:
+            sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
+            total += max(sizes, default=0) * (runs_of(visit, nodes, over_nodes) or 1)
+    return total
+
+
+HOST = "S(5)"
+"""How a layout says that an array is in the host's memory."""
 
 
 def _scattered(module: Module) -> dict[str, int]:

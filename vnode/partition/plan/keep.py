@@ -48,6 +48,9 @@ SMALL = 0.02
 LIMITS = 14
 """How many limits are tried: the last one is a tenth of what is there if all is kept."""
 
+WITH_HOST = 14
+"""How many more are tried where something can be on the host: the last one is a hundredth."""
+
 GAP = 0.02
 """How far above the least time what is computed again may be."""
 
@@ -129,7 +132,8 @@ class Keeping:
     def levels(self) -> int:
         """How many choices there are beside keeping all: each holds less than the one before, if that is possible."""
         some = any(value.equations and value.reads for value in self.values.values())
-        return LIMITS if some or self.stacked else 0
+        host = any(each.way is not None for each in self.stacked.values())
+        return LIMITS + WITH_HOST * host if some or self.stacked else 0
 
     @staticmethod
     def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
@@ -196,7 +200,7 @@ def stacked_of(late: Late, kept: Mapping[Made, Kept], kind: Kind, host: bool) ->
             return None
         return 2 * (all_bytes(var.aval) / kind.host_bandwidth + turns * kind.host_latency)
 
-    begun = {(made[0], *each.begins): made for made, each in kept.items() if each.is_begin}
+    begun = {(made[0], each.begins[0]): made for made, each in kept.items() if each.is_begin}
     others = {(k, n): each.turns for (k, _), each in kept.items() for n in each.begins if (k, n) not in begun}
     numbers = {made: i for i, made in enumerate((*kept, *others))}
     numbers.update({place: numbers[made] for place, made in begun.items()})

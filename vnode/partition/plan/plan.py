@@ -104,8 +104,7 @@ class Plan(Drawn):
 
     @property
     def away(self) -> tuple[Made, ...]:
-        """What loops keep on the host for their backward pass: results of equations; of those that they carry, what turns
-        begin with."""
+        """What loops keep on the host for later ones: results of equations; for those that they carry, beginnings."""
         return self.pattern.options.away
 
     @property
@@ -185,7 +184,7 @@ class Plan(Drawn):
                 raise
             raise MemoryLimitError(self._refused(needed)) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
-        predicted = Memory(figures.arguments, figures.results, 0, figures.temporary)
+        predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside)
         return compared(
             compiled,
             counted_exchanges(prediction.exchanges),
@@ -193,6 +192,7 @@ class Plan(Drawn):
             tolerance=tolerance,
             limit=self.memory,
             over_nodes=prediction.turns,
+            fetched=figures.back,
             platforms=None if wanted == given else (wanted, given),
         )
 

@@ -32,8 +32,11 @@ from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
 FORMAT = "vnode plan"
-VERSION = 2
-"""Of the file, and of what is predicted: 1 was for sums over nodes in a tree of two branches everywhere."""
+VERSION = 3
+"""Of the file: 2 knew nothing of what loops keep on the host."""
+
+PREDICTED = 2
+"""The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -112,7 +115,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             for name, spec in content["specs"].items()
         }
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
-        made = content["prediction"] if content["version"] == VERSION else None
+        made = content["prediction"] if content["version"] >= PREDICTED else None
         prediction = None if made is None else prediction_of(made)
         beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
         gap = None if made is None else content["gap"]

@@ -1,0 +1,348 @@
+"""What loops keep for later loops on the host: the same bits, chosen, predicted and compared where a plan needs it.
+
+Knows steps, machines, plans, and what compilers say of memory. References are the program and the step that keep all on
+the device, and of the integer programme all choices that there are.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.extend.core import Literal, Var
+from jax.sharding import Mesh, PartitionSpec
+
+import vnode
+from benchmarks import tpu
+from tests.partition.test_again import arguments, train
+from tests.rounding import assert_same
+from vnode.analysis.again import kept_for_later
+from vnode.analysis.away import movable, moved
+from vnode.analysis.less import keeping_less
+from vnode.analysis.program import Program, bind, inline
+from vnode.operators.aside import aside_p
+from vnode.operators.control import region_of
+from vnode.operators.spaces import on_host
+from vnode.partition import Machine, Plan, search
+from vnode.partition.cost.kernels import Target
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.keep import Keeping, Place, Programme, Stacked, stacked_of
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+from vnode.step.virtual import VirtualStep
+
+P = PartitionSpec
+ONE = Machine.tpu("v5e:1x1")
+
+
+def shapes(*sizes: int) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(*sizes))
+
+
+# Programs
+
+
+def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:
+    """What a program makes of its inputs, equation by equation, turn by turn; what is moved is what it was."""
+    env: dict[Var, Any] = {**program.constants, **dict(zip(program.inputs, values, strict=True))}
+
+    def read(atom: Any) -> Any:
+        return atom.val if isinstance(atom, Literal) else env[atom]
+
+    for eqn in program.equations:
+        operands, loop = [read(atom) for atom in eqn.invars], region_of(eqn)
+        if loop is not None and loop.stacks:
+            (body,) = program.bodies(eqn)
+            fixed, carried = operands[: loop.carried.start], operands[loop.carried.start : loop.carried.stop]
+            turns = [*range(loop.times)][:: -1 if eqn.params["reverse"] else 1]
+            kept: dict[int, list[Any]] = {}
+            for t in turns:
+                made = evaluated(body, [*fixed, *carried, *(operands[i][t] for i in loop.scanned)])
+                carried, kept[t] = made[: len(carried)], made[len(carried) :]
+            ends = [np.stack([kept[t][j] for t in sorted(kept)]) for j in range(len(eqn.outvars) - len(carried))]
+            env.update(zip(eqn.outvars, [*carried, *ends], strict=True))
+        else:
+            env.update(zip(eqn.outvars, operands if eqn.primitive is aside_p else bind(eqn, operands), strict=True))
+    return [read(atom) for atom in program.outputs]
+
+
+@functools.cache
+def written() -> tuple[Program, list[Any], list[Any]]:
+    leaves, tree = jax.tree.flatten(arguments(3, 4, 4))
+    traced = jax.make_jaxpr(lambda *leaves: jax.tree.leaves(train(*jax.tree.unflatten(tree, leaves))))(*leaves)
+    program = inline(traced.jaxpr, traced.consts)
+    return program, leaves, evaluated(program, leaves)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.data())
+def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
+    """Whatever is on the host, and whatever else is computed again; nothing that is chosen is kept on the device."""
+    program, leaves, plain = written()
+    where = {made: data.draw(st.sampled_from(["device", "host", "again"])) for made in sorted(kept_for_later(program))}
+    away = {made for made, place in where.items() if place == "host"} & movable(program)
+    again = {made for made, place in where.items() if place == "again"}
+    less = keeping_less(program, again, [len(leaves) - 1], away)
+    for got, expected in zip(evaluated(less, leaves), plain, strict=True):
+        np.testing.assert_array_equal(got, expected)
+    there = [var for eqn in less.equations for var in eqn.outvars if on_host(var.aval)]
+    assert len(there) == len(away)
+    gone = {program.equations[k].outvars[j] for k, j in away}
+    assert not gone & {atom for eqn in less.equations for atom in (*eqn.invars, *eqn.outvars) if isinstance(atom, Var)}
+
+
+def test_what_cannot_be_there_is_refused() -> None:
+    program, *_ = written()
+    kept = kept_for_later(program)
+    rows = {made for made in kept if len(program.equations[made[0]].outvars[made[1]].aval.shape) == 3}
+    assert movable(program) == {(k, j) for k, j in rows if program.equations[k].outvars[j].aval.shape[-1] > 1}, (
+        "arrays of several rows go there, and nothing else"
+    )
+    (scan, _), *_ = sorted(kept)
+    with pytest.raises(vnode.PartitionError, match=rf"no loop keeps \[\({scan}, 0\)\] for later ones alone"):
+        moved(program, [(scan, 0)])
+    with pytest.raises(vnode.PartitionError, match=rf"no loop keeps \({scan}, 99\) for later ones, so"):
+        keeping_less(program, [], [], [(scan, 99)])
+    with pytest.raises(vnode.PartitionError, match="both computed again and on the host"):
+        keeping_less(program, [min(kept)], [], [min(kept)])
+    with pytest.raises(vnode.PartitionError, match=r"are of none of the program's"):
+        keeping_less(program, [], [], [(len(program.equations), 0)])
+
+
+# Steps
+
+
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+@pytest.mark.parametrize(
+    ("shape", "partition"), [((1,), {}), ((2,), {}), ((2, 4), {"up$": P(None, None, "model")})], ids=str
+)
+def test_the_bits_are_those_of_a_step_that_keeps_all(shape: tuple[int, ...], partition: Any, reduction: str) -> None:
+    """With all on the host; some, and the rest computed again; and what turns begin with, and all else again."""
+    state, batch = arguments()
+    mesh = Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("vnode", "model")[: len(shape)])
+    options = {"partition": partition} if partition else {}
+    placement = vnode.Placement(4, mesh=mesh)
+    step = vnode.virtualize(train, virtual_nodes=4, reduction=reduction, placement=placement, **options)
+    plain = step(step.put(state), batch)
+    subject = subject_of(step, (state, batch))
+    can = sorted(movable(subject.schedule.flow.program))
+    assert len(can) > 6
+    for again, away in (((), can), (can[::2], can[1::2]), (subject.kept, [(can[0][0], 0)])):
+        less = VirtualStep(computing_again(step, again, away).spec, step.placement)
+        got = less(less.put(state), batch)
+        assert_same(got, jax.jit(train), state, batch)
+        jax.tree.map(np.testing.assert_array_equal, got, plain)
+
+
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 3**12))
+def test_the_bits_are_the_same_whichever_are_chosen(seed: int) -> None:
+    state, batch = arguments()
+    step = vnode.virtualize(train, virtual_nodes=2, placement=vnode.Placement(2, jax.devices()[:2]))
+    program = subject_of(step, (state, batch)).schedule.flow.program
+    draws = np.random.default_rng(seed).integers(0, 3, len(movable(program)))
+    places = dict(zip(sorted(movable(program)), draws, strict=True))
+    again, away = ([made for made, place in places.items() if place == wanted] for wanted in (1, 2))
+    less = VirtualStep(computing_again(step, again, away).spec, step.placement)
+    jax.tree.map(np.testing.assert_array_equal, less(less.put(state), batch), step(step.put(state), batch))
+
+
+# The choice
+
+
+@st.composite
+def several_stacked(draw: st.DrawFn) -> list[Stacked]:
+    """Few results of loops; some are what others need to be computed again."""
+    found = []
+    for i in range(draw(st.integers(1, 6))):
+        begins = tuple(k for k, each in enumerate(found) if each.seconds in (None, 0.0) and draw(st.booleans()))
+        optional = i == 0 and draw(st.booleans())
+        seconds = 0.0 if optional else draw(st.sampled_from([None, 1.0, 3.0, 7.0]))
+        way = draw(st.sampled_from([None, 2.0, 5.0]))
+        part = draw(st.integers(1, 2))
+        needs = begins if seconds else ()
+        found.append(Stacked(part * draw(st.integers(2, 5)), part, seconds, way, needs, optional))
+    if all(each.optional for each in found):
+        found.append(Stacked(6, 1, 2.0, 3.0, (0,)))
+    return found
+
+
+def cost_of(several: Sequence[Stacked], places: Sequence[Place], share: float) -> float | None:
+    """The seconds that a choice takes; None if it is none."""
+    whole = sum(each.bytes for each in several if not each.optional)
+    held = seconds = 0.0
+    for each, place in zip(several, places, strict=True):
+        taken = {Place.DEVICE: 0.0, Place.HOST: each.way, Place.NOWHERE: each.seconds}[place]
+        if taken is None:
+            return None
+        if place is Place.NOWHERE and any(places[n] is Place.NOWHERE for n in each.begins):
+            return None
+        seconds += taken
+        held += {Place.DEVICE: each.bytes, Place.HOST: each.part, Place.NOWHERE: 0}[place]
+    return seconds if held <= share * whole + 1e-9 else None
+
+
+@settings(max_examples=80, deadline=None)
+@given(several_stacked(), st.sampled_from([1.0, 0.8, 0.6, 0.4, 0.2]))
+def test_the_programme_finds_the_best_of_all_choices(several: list[Stacked], share: float) -> None:
+    found = Programme({}, several).solved(share, 10.0)
+    costs = [cost_of(several, places, share) for places in itertools.product(Place, repeat=len(several))]
+    possible = [cost for cost in costs if cost is not None]
+    assert (found is None) == (not possible)
+    if found is not None:
+        cost = cost_of(several, found[1], share)
+        assert cost is not None and cost <= 1.03 * min(possible) + 1e-3
+
+
+def test_what_turns_begin_with_can_be_on_the_host_while_the_rest_is_computed_again() -> None:
+    """Every residual is computed from what its turn begins with, which is then all that is kept."""
+    step = on_nodes(train, 2, {"reduction": "fast"})
+    subject = subject_of(step, shapes(8, 32, 2048))
+    kind = ONE.kinds[0]
+    found = stacked_of(subject.late, subject.kept, kind, True)
+    assert not any(each.way for each in stacked_of(subject.late, subject.kept, kind, False).values())
+    begins = [made for made, each in found.items() if each.optional or each.seconds is None]
+    assert len(begins) == 1 and found[begins[0]].bytes == 8 * 2048 * 32 * 4
+    assert found[begins[0]].way == pytest.approx(2 * (8 * 2048 * 32 * 4 / kind.host_bandwidth + 8 * kind.host_latency))
+    keeping = Keeping.of(subject, ONE, "tpu")
+    again, away = keeping.chosen(keeping.levels, 10.0)
+    assert away == tuple(begins) and {*again} <= subject.kept.keys() - {*begins}
+    left = sum(each.bytes for made, each in subject.kept.items() if made not in again)
+    assert left < 0.01 * sum(each.bytes for each in subject.kept.values())
+    assert not Keeping.of(subject, ONE, "cpu").chosen(keeping.levels, 10.0).away
+
+
+# Plans
+
+
+@functools.cache
+def plans() -> tuple[Plan, Plan, Any]:
+    """One with enough memory, one without, and arguments: layers enough that what they begin with does not fit."""
+    args = shapes(64, 128, 8192)
+    options = {"reduction": "fast", "donate_argnums": (0,)}
+    step = on_nodes(train, 2, options)
+    free, again = (
+        plan_of(subject, on.candidate("data parallel", on.whole), ONE, 1 << 34, {})
+        for less in ((), subject_of(step, args).kept)
+        for subject in [subject_of(computing_again(step, less), args)]
+        for on in [OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)]
+    )
+    limit = again.figures.memory - BEGINS // 2
+    return free, search(train, args, ONE, memory=limit, virtual_nodes=2, **options), args
+
+
+BEGINS = 64 * 4096 * 128 * 4
+"""Bytes of what the turns of 64 layers begin with, of one node."""
+
+
+def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(tmp_path: Any) -> None:
+    free, tight, args = plans()
+    assert not free.away and not free.again and tight.away and tight.again and not tight.host
+    figures = tight.figures
+    assert figures.memory <= tight.memory < free.figures.memory
+    assert figures.aside == BEGINS and figures.back == 2 * figures.aside
+    kind = ONE.kinds[0]
+    assert figures.transfer == pytest.approx(2 * (figures.back / kind.host_bandwidth + 2 * 64 * kind.host_latency))
+    assert figures.seconds < figures.compute + figures.transfer
+    assert "128.0 MiB of what loops keep, in 1 value" in str(tight) and "on the host" not in str(free)
+    assert "of what loops keep" in tight._repr_html_() and "of what loops keep" in str(tight.explain())
+
+    tight.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
+    assert (loaded.away, loaded.again, loaded.figures) == (tight.away, tight.again, tight.figures)
+    content = json.loads((tmp_path / "plan.json").read_text())
+    (tmp_path / "older.json").write_text(json.dumps({**content, "version": 2}))
+    assert Plan.load(tmp_path / "older.json", train, args, reduction="fast", donate_argnums=0).figures == figures
+    (tmp_path / "plan.json").write_text(json.dumps({**content, "away": [[0, 77]]}))
+    with pytest.raises(vnode.PartitionError, match=r"damaged: again and away: no loop keeps \(0, 77\)"):
+        Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
+
+
+def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
+    args = shapes(8, 32, 2048)
+    step = on_nodes(train, 2, {"reduction": "fast"})
+    machine, keeping = ONE, Keeping.of(subject_of(step, args), ONE, "tpu")
+    made = []
+    for level in (0, keeping.levels):
+        subject = subject_of(computing_again(step, *keeping.chosen(level, 10.0)), args)
+        on = OnMesh(subject, machine, {"vnode": 1}, "tpu", None)
+        made.append(plan_of(subject, on.candidate("data parallel", on.whole), machine, 1 << 34, {}))
+    assert made[1].away and made[1].figures.aside and not made[0].figures.aside
+    state, batch = arguments(8, 32, 2048)
+    results = [each(each.put(state), batch) for each in (plan.step(jax.devices()[:1]) for plan in made)]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+# What compilers make of it
+
+
+def test_a_host_that_is_not_apart_is_told() -> None:
+    """CPUs compute in their host's memory: a plan for TPUs, compiled for one, has nothing on the host."""
+    _, tight, _ = plans()
+    assert Target.on("tpu").apart and not Target.on("cpu").apart
+    report = tight.accept(jax.devices()[:1])
+    assert not report.accepted and not report.host_accepted and report.on_host == 0
+    assert any(
+        "loops keep 0 B, read as 0 B on the host, not 128.0 MiB, read as 256.0 MiB" in why for why in report.reasons
+    )
+    assert "from the host" in str(report) and any("compile it for tpu" in what for what in report.advice)
+
+
+AHEAD = """
+import json, sys
+from benchmarks import tpu
+from tests.partition.test_away import ONE, shapes, train
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.keep import Keeping
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+from vnode.analysis.away import movable
+
+args = shapes(8, 512, 16384)
+step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})
+plain = subject_of(step, args)
+begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
+found = []
+choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
+for again, away in choices:
+    subject = subject_of(computing_again(step, again, away), args)
+    on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
+    plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
+    report = plan.accept(tpu.topology("v5e:2x4")[:1])
+    found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, report.accepted])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> None:
+    """By the TPU compiler: what is kept, computed again, with beginnings on the host, and all on the host."""
+    done = subprocess.run(
+        [sys.executable, "-c", AHEAD, reduction],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    kept, again, begun, away = json.loads(done.stdout.splitlines()[-1])
+    layers = 8 * 8192 * 512 * 4
+    assert kept[1] == again[1] == 0 and kept[0] > 7 * again[0]
+    assert again[0] - begun[0] > 0.9 * layers and begun[1:3] == [layers, layers] and begun[3:5] == [2 * layers] * 2
+    assert away[0] < kept[0] / 4 and away[1] == away[2] > kept[0] * 0.9 and away[3] == away[4] == 2 * away[1]
+    assert begun[5]
