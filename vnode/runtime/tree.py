@@ -73,6 +73,21 @@ class Fold:
     rest: tuple[Range, ...]
     depth: int
 
+    def crossings(self, lowest: int) -> tuple[int, int]:
+        """How often one of so many at the bottom of the stack is put there, and how often one is taken from there.
+
+        Example:
+          >>> fold = Tree.over(64).fold([(i, i + 2) for i in range(0, 64, 2)])
+          >>> fold.depth, fold.crossings(1), fold.crossings(2)
+          (2, (10, 10), (31, 31))
+        """
+        put = taken = height = 0
+        for merges in self.merges:
+            put += 0 < height <= lowest
+            taken += max(min(height, lowest) - (height - merges), 0)
+            height += 1 - merges
+        return put, taken
+
     def of(self, values: Iterable[T], add: Callable[[T, T], T]) -> list[T]:
         """The values of the remaining ranges, from those of the ranges that come.
 

@@ -21,6 +21,7 @@ from vnode.partition.cost.kernels import BESIDE
 from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan
+from vnode.runtime.waiting import can_be_far
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout
 from vnode.spmd.program import at_the_border
@@ -35,12 +36,14 @@ class Across:
       lane: consecutive nodes that are added one after another, before the tree.
       invariant: whether that is in the order of a tree, whatever the devices.
       axis: of the mesh, over which rows are numbered.
+      far: how many of the sums that wait are on the host, the lowest of the stack; not of passes in loops.
     """
 
     counts: tuple[int, ...]
     lane: int
     invariant: bool
     axis: str
+    far: int = 0
 
     @functools.cached_property
     def plan(self) -> ReductionPlan:
@@ -51,6 +54,20 @@ class Across:
     def waiting(self) -> int:
         """Sums of each kind that wait for others on a device, besides the one that nodes are added to."""
         return self.plan.depth if self.invariant else 0
+
+    @property
+    def farthest(self) -> int:
+        """How many of them may be on the host: what remains in the end would have to come back for its exchange."""
+        return self.waiting if self.plan.left == 1 else 0
+
+    @property
+    def crossings(self) -> int:
+        """How often a sum goes to the host or comes back in a pass, on the device that has most to do."""
+        return max(sum(fold.crossings(self.far)) for fold in self.plan.own) if self.far else 0
+
+    def near(self, s: loops.Sum) -> int:
+        """How many of those that wait of a sum are on the device."""
+        return self.waiting - (min(self.far, self.waiting) if can_be_far(s.shape, s.dtype) else 0)
 
     def totals(self, values: Sequence[Any], monoids: Sequence[Any], parts: Parts) -> list[Any]:
         """Totals of what a row's devices have, by collectives; where there is one row, the values.
@@ -79,9 +96,19 @@ class Across:
         height = jnp.int32(len(self.plan.own[0].rest))
         if not self.waiting or not sums:
             return loops.PartialBlocks(list(last), [], list(last), height)
-        held = [BESIDE.bind(value, count=self.waiting - 1) for value in last]
-        first, others = [each[0] for each in held], [each[1] for each in held if self.waiting > 1]
-        first = jax.lax.fori_loop(0, 1, lambda _, given: loops.add_all(sums, given, last), first)
+        first, others = list(last), []
+        held = {
+            i: BESIDE.bind(v, count=self.near(s) - 1)
+            for i, (s, v) in enumerate(zip(sums, last, strict=True))
+            if self.near(s)
+        }
+        if held:
+            some, added = [sums[i] for i in held], [last[i] for i in held]
+            begun = [each[0] for each in held.values()]
+            begun = jax.lax.fori_loop(0, 1, lambda _, given: loops.add_all(some, given, added), begun)
+            for i, value in zip(held, begun, strict=True):
+                first[i] = value
+            others = [each[1] for each in held.values() if not self.far and self.waiting > 1]
         return loops.PartialBlocks(first, others, list(last), height)
 
     def in_any_order(self, sums: Sequence[loops.Sum], values: Sequence[Any], parts: Parts) -> list[Any]:
@@ -139,7 +166,8 @@ def added(flow: Flow, across: Across) -> Flow:
         if over:
             steps.append(together(list(several), across))
         else:
-            steps += [dataclasses.replace(s, bodies=tuple(added(b, across) for b in s.bodies)) for s in several]
+            inner = dataclasses.replace(across, far=0)
+            steps += [dataclasses.replace(s, bodies=tuple(added(b, inner) for b in s.bodies)) for s in several]
     program = flow.program
     equations = [step.eqn for step in steps]
     made = Program(program.inputs, program.constants, equations, program.outputs)

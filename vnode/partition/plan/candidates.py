@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
@@ -58,6 +58,8 @@ class Candidate:
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dear operations.
       host: names of leaves that lie in the host's memory.
+      far: how many of the sums that wait are in the host's memory.
+      farther: the same with others, and how many there may be.
     """
 
     name: str
@@ -71,15 +73,25 @@ class Candidate:
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
+    far: int = 0
+    farther: tuple[Callable[..., Candidate], int] | None = None
+
+    @property
+    def uses_host(self) -> bool:
+        """Whether anything of the state, or of what waits, is in the host's memory."""
+        return bool(self.host or self.far)
 
     def with_host(self, machine: Machine, memory: float) -> Candidate | None:
-        """The same with as little of the state on the host as fits; None if all of it does not suffice."""
-        found = self.slots.fewest(self.figures, machine, memory)
-        if found is None:
-            return None
-        return dataclasses.replace(
-            self, host=found[0], prediction=dataclasses.replace(self.prediction, figures=found[1])
-        )
+        """The same with some of the state, or of what waits, on the host, as is fastest; None if nothing suffices."""
+        made, most = self.farther or (None, 0)
+        several = [self, *(made(far=far) for far in range(1, most + 1) if made is not None)]
+        found: list[Candidate] = [each for each in several[1:] if each.figures.memory <= memory][:1]
+        for each in several:
+            slots = each.slots.fewest(each.figures, machine, memory)
+            if slots is not None:
+                prediction = dataclasses.replace(each.prediction, figures=slots[1])
+                found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
+        return min(found, key=lambda each: each.figures.seconds, default=None)
 
     @property
     def figures(self) -> Figures:
@@ -208,7 +220,9 @@ class OnMesh:
                     found.add(self.search.flat.named(atom, dims[var]))
         return found
 
-    def candidate(self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None) -> Candidate:
+    def candidate(
+        self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None, far: int = 0
+    ) -> Candidate:
         """What a flow through the row's program makes of the step.
 
         Args:
@@ -216,14 +230,16 @@ class OnMesh:
           flow: through the row's program.
           over_rows: whether the state is sharded over the rows as well.
           gap: of the search.
+          far: how many of the sums that wait are on the host.
         """
+        across = dataclasses.replace(self.across, far=far)
         flow = in_pieces(flow, self.axes)
         subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
         prediction = predicted(
             flow,
             self.machine,
             self.mesh,
-            self.across,
+            across,
             platform=self.platform,
             state=subject.carried,
             batch=subject.batch,
@@ -239,7 +255,20 @@ class OnMesh:
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
         counts = self.shares.counts
-        return Candidate(name, flow, dict(self.sizes), counts, specs, records, prediction, slots, gap, divisions)
+        return Candidate(
+            name,
+            flow,
+            dict(self.sizes),
+            counts,
+            specs,
+            records,
+            prediction,
+            slots,
+            gap,
+            divisions,
+            far=far,
+            farther=(functools.partial(self.candidate, name, flow, over_rows, gap), across.farthest),
+        )
 
     def over_rows(self, candidate: Candidate) -> Candidate:
         """A candidate with its state sharded over the rows as well."""

@@ -68,6 +68,7 @@ class Plan(Drawn):
       gap: by which share the predicted cost may be above the best on this mesh; None if nothing was searched.
       divisions: of the dearest operations.
       host: names of the leaves of the state that lie in the host's memory between updates.
+      far: how many of the sums that wait for others lie there meanwhile.
     """
 
     pattern: Any
@@ -86,6 +87,7 @@ class Plan(Drawn):
     gap: float | None = None
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
+    far: int = 0
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -148,6 +150,7 @@ class Plan(Drawn):
             automatic=False,
             patterns=patterns(self.specs),
             host=tuple(f"^{re.escape(name)}$" for name in self.host),
+            far=self.far,
             records=dict(self.records) or None,
         )
         placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
@@ -184,7 +187,7 @@ class Plan(Drawn):
                 raise
             raise MemoryLimitError(self._refused(needed)) from error
         wanted, given = prediction.platform, step.placement.devices[0].platform
-        predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside)
+        predicted = Memory(figures.arguments, figures.results, 0, figures.temporary, host=figures.aside + figures.far)
         return compared(
             compiled,
             counted_exchanges(prediction.exchanges),
@@ -326,6 +329,8 @@ class Plan(Drawn):
             parts.append(("of the state", several(len(self.host), "array"), "host"))
         if self.away:
             parts.append(("of what loops keep", several(len(self.away), "value"), "aside"))
+        if self.far:
+            parts.append(("of sums that wait for others", several(self.far, "time") + " each", "far"))
         if self.prediction is None:
             return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
         sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]

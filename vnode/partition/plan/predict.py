@@ -36,6 +36,7 @@ from vnode.runtime.divided import followed
 from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
+from vnode.runtime.waiting import can_be_far
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec
@@ -60,9 +61,10 @@ class Figures:
       pending: bytes of sums that wait for others, for the sake of the same bits on any devices; they are temporary.
       collectives: bytes of one device's arrays in collectives, by kind.
       host: bytes of one device's part of the state that lie in the host's memory, in none of the others.
-      transfer: seconds of their way to the device and back, and of that of what is `aside`, part of `seconds`.
+      transfer: seconds of their way to the device and back, and of that of what is `aside` or `far`, part of `seconds`.
       aside: bytes of what loops keep for later ones that lie in the host's memory, likewise.
       back: bytes of what comes from there in a step, loops counted by their turns; as many go there before.
+      far: bytes of sums that wait for others in the host's memory.
     """
 
     seconds: float
@@ -79,6 +81,7 @@ class Figures:
     transfer: float = 0.0
     aside: int = 0
     back: int = 0
+    far: int = 0
 
     @property
     def memory(self) -> int:
@@ -173,8 +176,11 @@ def predicted(
     cost = program_cost(device, machine, mesh, times=times, target=target)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
+    far = across.far * far_sums(flow, inner)
+    kind = machine.kinds[0]
+    way = across.crossings * (far // max(across.far, 1)) / kind.host_bandwidth
     figures = Figures(
-        seconds=cost.seconds,
+        seconds=cost.seconds + way,
         compute=cost.compute,
         exchange=cost.exchange,
         sent=cost.sent,
@@ -182,11 +188,12 @@ def predicted(
         results=memory.outputs - memory.aliased,
         temporary=memory.temporaries,
         state=sum(given[i] for i in {*state.values()}),
-        pending=across.waiting * sums,
+        pending=across.waiting * sums - far,
         collectives=cost.bytes,
-        transfer=cost.transfer,
+        transfer=cost.transfer + way,
         aside=memory.host,
         back=sum(each.bytes * each.runs for each in cost.moves if each.back),
+        far=far,
     )
     return Prediction(
         figures,
@@ -290,6 +297,17 @@ def local_sums(flow: Flow, axes: Axes) -> int:
     flows = [flow, *(body for _, body in loop_bodies(flow))]
     sums = (step for each in flows for step in each.steps if step.eqn.primitive is OVER_ROWS)
     return sum(nbytes(step.made[0], step.eqn.outvars[0], axes) for step in sums)
+
+
+def far_sums(flow: Flow, axes: Axes) -> int:
+    """The same of those that may wait on the host: not of passes in loops, nor small ones."""
+    found = 0
+    for step in flow.steps:
+        if step.eqn.primitive is OVER_ROWS:
+            var, (layout,) = step.eqn.outvars[0], step.made
+            if can_be_far(layout.local(var.aval.shape, axes), var.aval.dtype):
+                found += nbytes(layout, var, axes)
+    return found
 
 
 def platform_of(machine: Machine) -> str:

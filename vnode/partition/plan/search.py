@@ -143,7 +143,9 @@ class _Search:
                     best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
             over = not searched or nodes > subject.examples or time.monotonic() > self.until
-            plain = best is not None and not (best[1].host or best[0].step.options.again or best[0].step.options.away)
+            plain = best is not None and not (
+                best[1].uses_host or best[0].step.options.again or best[0].step.options.away
+            )
             if best is not None and (over or plain):  # else more nodes may need neither the host nor more work
                 return self.made(*best)
             if over:
@@ -156,7 +158,7 @@ class _Search:
         """
         found = self.candidates(subject)
         yield subject, found
-        if any(not each.host for each in fitting(found, self.limit)):
+        if any(not each.uses_host for each in fitting(found, self.limit)):
             return
         keeping = Keeping.of(subject, self.machine, self.platform)
         low, high = 0, keeping.levels
@@ -175,7 +177,7 @@ class _Search:
                 less = subject_of(computing_again(subject.step, *several), self.args)
                 found = self.candidates(less)
                 yield less, found
-                fits = any(not each.host for each in fitting(found, self.limit))
+                fits = any(not each.uses_host for each in fitting(found, self.limit))
             low, high = (low, count) if fits else (count, high)
             if count == keeping.levels and not fits:
                 return
@@ -385,6 +387,7 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.gap,
         chosen.divisions,
         chosen.host,
+        chosen.far,
     )
 
 

@@ -64,6 +64,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "gap": plan.gap,
         "divisions": [dataclasses.asdict(each) for each in plan.divisions],
         "host": list(plan.host),
+        "far": plan.far,
         "again": [list(each) for each in plan.again],
         "away": [list(each) for each in plan.away],
     }
@@ -124,6 +125,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         if not set(host) <= set(specs):
             raise ValueError(f"host: {', '.join(sorted(set(host) - set(specs)))} is no leaf of the state")
         again, away = ([(int(k), int(j)) for k, j in content.get(name, ())] for name in ("again", "away"))
+        far = int(content.get("far", 0))
+        if not 0 <= far <= nodes:
+            raise ValueError(f"far: {far} sums cannot wait for others")
         memory, name = int(content["memory"]), str(content["name"])
     step = on_nodes(step, nodes, options)
     subject = subject_of(step, args)
@@ -162,6 +166,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         gap,
         divisions,
         host,
+        far,
     )
 
 
