@@ -276,6 +276,8 @@ def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> int
 def found_fetches(module: Module, over_nodes: int | None = None) -> int:
     """Bytes of slices that a module begins to fetch from the host's memory, each as often as that runs.
 
+    Those in other loops whose length the text does not tell are left out: sums that wait come back in such loops.
+
     Args:
         module: The module.
         over_nodes: How often the loops over a device's nodes (`OVER_NODES`) run in all, where the text does not tell.
@@ -287,7 +289,7 @@ def found_fetches(module: Module, over_nodes: int | None = None) -> int:
         (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
         if HOST in layout:
             sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
-            total += max(sizes, default=0) * (runs_of(visit, nodes, over_nodes) or 1)
+            total += max(sizes, default=0) * (runs_of(visit, nodes, over_nodes) or 0)
     return total
 
 

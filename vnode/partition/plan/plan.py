@@ -330,7 +330,7 @@ class Plan(Drawn):
         if self.away:
             parts.append(("of what loops keep", several(len(self.away), "value"), "aside"))
         if self.far:
-            parts.append(("of sums that wait for others", several(self.far, "time") + " each", "far"))
+            parts.append(("of sums that wait for others", f"at most {self.far} of each", "far"))
         if self.prediction is None:
             return [Fact("on the host", ", ".join(f"{arrays} {what}" for what, arrays, _ in parts))][: len(parts)]
         sizes = [f"{size(getattr(self.figures, name))} {what}, in {arrays}" for what, arrays, name in parts]

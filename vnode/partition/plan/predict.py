@@ -36,7 +36,7 @@ from vnode.runtime.divided import followed
 from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
-from vnode.runtime.waiting import can_be_far
+from vnode.runtime.waiting import PIECE, can_be_far
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec
@@ -176,9 +176,9 @@ def predicted(
     cost = program_cost(device, machine, mesh, times=times, target=target)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
     memory = cost.memory
-    far = across.far * far_sums(flow, inner)
-    kind = machine.kinds[0]
-    way = across.crossings * (far // max(across.far, 1)) / kind.host_bandwidth
+    once, kind = far_sums(flow, inner), machine.kinds[0]
+    far = across.far * once
+    way = across.crossings * (once / kind.host_bandwidth + -(-once // PIECE) * kind.host_latency)
     figures = Figures(
         seconds=cost.seconds + way,
         compute=cost.compute,
