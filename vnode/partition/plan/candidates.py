@@ -93,6 +93,12 @@ class Candidate:
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
         return min(found, key=lambda each: each.figures.seconds, default=None)
 
+    def all_on_host(self, machine: Machine) -> Figures:
+        """What it takes with everything on the host that can be there."""
+        made, most = self.farther or (None, 0)
+        each = made(far=most) if made is not None and most else self
+        return each.slots.figures(each.figures, machine, len(each.slots.held))
+
     @property
     def figures(self) -> Figures:
         """What it takes, in numbers."""

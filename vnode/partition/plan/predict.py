@@ -37,6 +37,7 @@ from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
 from vnode.runtime.waiting import PIECE, can_be_far
+from vnode.show.units import size
 from vnode.spmd.choice import Choice, itemsize
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec
@@ -87,6 +88,14 @@ class Figures:
     def memory(self) -> int:
         """Bytes of one device, the peak."""
         return self.arguments + self.results + self.temporary
+
+    @property
+    def on_host(self) -> str:
+        """What of it could be on the devices, and is on the host, in words; nothing if nothing is."""
+        parts = ((self.host, "the state"), (self.far, "sums that wait"))
+        return " and ".join(f"{size(n)} of {what}" for n, what in parts if n) + " on the host" * any(
+            n for n, _ in parts
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

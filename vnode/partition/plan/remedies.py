@@ -84,7 +84,7 @@ class Tried:
         parts += [f"{devices * 2**change.doublings} devices"] if change.doublings else []
         takes = [size(figures.memory)]
         if self.fits:
-            takes += [f"{size(figures.host)} of the state on the host"] if figures.host else []
+            takes += [figures.on_host] if figures.on_host else []
             takes += [placed(self.name, self.mesh)]
         return f"{', '.join(parts)} ({', '.join(takes)})"
 
@@ -192,8 +192,7 @@ class Remedies:
     @property
     def state(self) -> int:
         """Bytes of one device's part of the state, before and after a step; without what may lie on the host."""
-        figures, slots = self.least.figures, self.least.slots
-        several = figures, slots.figures(figures, self.machine, len(slots.held))
+        several = self.least.figures, self.least.all_on_host(self.machine)
         return min(each.state + each.results for each in several)
 
     def result(self, change: Change) -> Tried | None:
@@ -205,9 +204,7 @@ class Remedies:
                 fitting = candidate if fits else candidate.with_host(machine, self.memory)
                 if fitting is not None:
                     return Tried(change, fitting.figures, fitting.name, fitting.mesh, True)
-                slots = candidate.slots
-                away = slots.figures(candidate.figures, machine, len(slots.held))
-                figures = min(candidate.figures, away, key=lambda each: each.memory)
+                figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
                     least = Tried(change, figures, candidate.name, candidate.mesh, False)
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine

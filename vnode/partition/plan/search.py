@@ -316,7 +316,7 @@ class _Search:
         least = self.smallest
         assert least is not None
         kept, devices = least.figures, len(self.machine.devices)
-        away = least.slots.figures(kept, self.machine, len(least.slots.held))
+        away = least.all_on_host(self.machine)
         self.until = time.monotonic() + self.more * self.budget
         self.shown.update(1000, "nothing fits; what would?")
 
@@ -351,7 +351,7 @@ class _Search:
                     f"the smallest found takes {size(kept.memory)}, {size(kept.memory - self.limit)} too much: "
                     + placed(least.name, least.mesh),
                     f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
-                    *[f"{size(away.memory)} with {size(away.host)} of the state on the host"][: bool(away.host)],
+                    *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                     *[f"not enough, as predicted: {failed}"][: bool(failed)],
                     f"machine: {self.machine.name}, {several(devices, 'device')}",
                 ],
