@@ -6,6 +6,8 @@ least four times the memory of the one TPU v5e that it is planned for:
   whole     the step as written, compiled for it: the compiler refuses, and says what it would take
   plan      what `vnode.partition.search` finds within its memory, beside what it finds with memory without end, and
             what the compiler makes of it: the memory that the compiled program takes on the device and on the host
+  scan      32 layers with a norm in a scan (float32, width 512, 16,384 examples, two nodes), planned within less and
+            less memory: what is computed again and what is on the host, beside what the compiler makes of it
 
 Nothing is run; the compiler is libtpu's, ahead of time. This file knows models, plans and the compiler. It must not
 know how a plan is found.
@@ -77,7 +79,7 @@ def figures(plan: Any) -> dict[str, Any]:
         "seconds": said.seconds,
         "of transfers": said.transfer,
         "device, GiB": said.memory / GIB,
-        "host, GiB": said.host / GIB,
+        "host, GiB": (said.host + said.aside) / GIB,
         "nodes": plan.virtual_nodes,
     }
 
@@ -103,9 +105,57 @@ def planned(made: Any, nodes: Any, budget: float, compiling: bool) -> dict[str, 
     return found
 
 
+LIMITS = "64GiB", "2GiB", "1300MiB"
+"""What one device may hold, of layers in a scan."""
+
+
+def scanned(layers: int = 32, width: int = 512, examples: int = 16384) -> tuple[Any, Any]:
+    """Layers with a norm in a scan, and shapes of their arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    def step(weights: Any, batch: Any) -> Any:
+        def loss(weights: Any) -> Any:
+            def layer(h: Any, w: Any) -> Any:
+                n = (h - h.mean(-1, keepdims=True)) * jax.lax.rsqrt(h.var(-1, keepdims=True) + 1e-5)
+                return h + jax.nn.gelu(n @ w["up"]) @ w["down"], None
+
+            return jnp.mean((jax.lax.scan(layer, batch, weights)[0] - batch) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(weights)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, weights, grads), value
+
+    sizes = {"up": (layers, width, 4 * width), "down": (layers, 4 * width, width)}
+    weights = {name: jax.ShapeDtypeStruct(size, jnp.float32) for name, size in sizes.items()}
+    return step, (weights, jax.ShapeDtypeStruct((examples, width), jnp.float32))
+
+
+def of_scan(compiling: bool) -> list[dict[str, Any]]:
+    """Plans of layers in a scan, for one device with so much memory, and what is compiled of them."""
+    from vnode.partition import Machine, search
+
+    step, args = scanned()
+    found = []
+    for limit in LIMITS:
+        plan = search(
+            step, args, Machine.tpu(MACHINE), virtual_nodes=2, reduction="fast", donate_argnums=0, memory=limit
+        )
+        parts = {"again": len(plan.again), "on the host": len(plan.away), "seconds": plan.figures.seconds}
+        parts["of transfers"] = plan.figures.transfer
+        parts["predicted"] = {"device, GiB": plan.figures.memory / GIB, "host, GiB": plan.figures.aside / GIB}
+        if compiling:
+            report = plan.accept(tpu.topology(tpu.TOPOLOGIES[0])[:1])
+            parts["compiled"] = {"device, GiB": report.memory / GIB, "host, GiB": report.on_host / GIB}
+            parts["fetched, GiB"] = [n / GIB for n in report.fetched]
+            parts["accepted"] = report.accepted
+        found.append({"memory": limit, **parts})
+        print(json.dumps(found[-1]), flush=True)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("whole", "plan"))
+    parser.add_argument("what", choices=("whole", "plan", "scan"))
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--nodes", default="auto", help="virtual nodes; a number, or auto")
@@ -116,6 +166,8 @@ def main() -> None:
     made = model({name: getattr(args, name) for name in SIZES})
     if args.what == "whole":
         found = whole(made)
+    elif args.what == "scan":
+        found = of_scan(not args.no_compile)
     else:
         nodes = args.nodes if args.nodes == "auto" else int(args.nodes)
         found = planned(made, nodes, args.budget, not args.no_compile)

@@ -137,7 +137,7 @@ def test_less_memory_is_taken() -> None:
     step, of = subject(6, 32, 2048)
     keeping = Keeping.of(of, ONE, "cpu")
     taken = []
-    for level in (0, keeping.levels // 2, keeping.levels):
+    for level in (0, keeping.levels(False) // 2, keeping.levels(False)):
         chosen = keeping.chosen(level, 10.0)
         less = VirtualStep(computing_again(step, *chosen).spec, step.placement)
         taken.append(less.lower(*of.args).compile().memory_analysis().temp_size_in_bytes)

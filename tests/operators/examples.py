@@ -604,6 +604,7 @@ UNREACHABLE = {
     "platform_index": "no factors; the lowering chooses it",
     "psum_invariant": "inside shard_map with checks of variance; over positional axes like psum",
     "postponed": "in programs that vnode rewrites only; tests/test_late.py",
+    "aside": "in programs that vnode rewrites only; tests/partition/test_away.py",
     "reshard": "needs a mesh with explicit axes",
     "layout_constraint": "needs a device layout",
     "tie": "made by jax's own optimizers of programs only",

@@ -218,11 +218,11 @@ def test_what_turns_begin_with_can_be_on_the_host_while_the_rest_is_computed_aga
     assert len(begins) == 1 and found[begins[0]].bytes == 8 * 2048 * 32 * 4
     assert found[begins[0]].way == pytest.approx(2 * (8 * 2048 * 32 * 4 / kind.host_bandwidth + 8 * kind.host_latency))
     keeping = Keeping.of(subject, ONE, "tpu")
-    again, away = keeping.chosen(keeping.levels, 10.0)
+    again, away = keeping.chosen(keeping.levels(True), 10.0)
     assert away == tuple(begins) and {*again} <= subject.kept.keys() - {*begins}
     left = sum(each.bytes for made, each in subject.kept.items() if made not in again)
     assert left < 0.01 * sum(each.bytes for each in subject.kept.values())
-    assert not Keeping.of(subject, ONE, "cpu").chosen(keeping.levels, 10.0).away
+    assert not Keeping.of(subject, ONE, "cpu").chosen(keeping.levels(True), 10.0).away
 
 
 # Plans
@@ -276,7 +276,7 @@ def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     step = on_nodes(train, 2, {"reduction": "fast"})
     machine, keeping = ONE, Keeping.of(subject_of(step, args), ONE, "tpu")
     made = []
-    for level in (0, keeping.levels):
+    for level in (0, keeping.levels(True)):
         subject = subject_of(computing_again(step, *keeping.chosen(level, 10.0)), args)
         on = OnMesh(subject, machine, {"vnode": 1}, "tpu", None)
         made.append(plan_of(subject, on.candidate("data parallel", on.whole), machine, 1 << 34, {}))
@@ -317,7 +317,7 @@ plain = subject_of(step, args)
 begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
 found = []
 choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
-for again, away in choices:
+for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     subject = subject_of(computing_again(step, again, away), args)
     on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
     plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
@@ -340,9 +340,17 @@ def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> 
         env={**os.environ, **tpu.ENVIRONMENT},
     )
     assert done.returncode == 0, done.stderr
-    kept, again, begun, away = json.loads(done.stdout.splitlines()[-1])
+    found = json.loads(done.stdout.splitlines()[-1])
+    again, begun = found[-3:-1] if reduction == "fast" else found
     layers = 8 * 8192 * 512 * 4
-    assert kept[1] == again[1] == 0 and kept[0] > 7 * again[0]
-    assert again[0] - begun[0] > 0.9 * layers and begun[1:3] == [layers, layers] and begun[3:5] == [2 * layers] * 2
-    assert away[0] < kept[0] / 4 and away[1] == away[2] > kept[0] * 0.9 and away[3] == away[4] == 2 * away[1]
+    assert (
+        again[1] == 0
+        and again[0] - begun[0] > 0.9 * layers
+        and begun[1:3] == [layers, layers]
+        and begun[3:5] == [2 * layers] * 2
+    )
     assert begun[5]
+    if reduction == "fast":
+        kept, *_, away = found
+        assert kept[1] == 0 and kept[0] > 7 * again[0] and away[0] < kept[0] / 4
+        assert away[1] == away[2] > 0.9 * kept[0] and away[3] == away[4] == 2 * away[1]

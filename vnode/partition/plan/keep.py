@@ -126,14 +126,21 @@ class Keeping:
         self.stacked = stacked_of(late, kept, kind, target.apart)
         without = {late.program.equations[k].outvars[j] for k, j in kept}
         self.values = _Values(late, kernels_of(late.program, target), without, kind).all()
-        self.found: dict[int, Less | None] = {0: Less()}
+        self.found: dict[tuple[int, bool], Less | None] = {(0, False): Less(), (0, True): Less()}
 
     @property
-    def levels(self) -> int:
-        """How many choices there are beside keeping all: each holds less than the one before, if that is possible."""
+    def host(self) -> bool:
+        """Whether anything could be on the host."""
+        return any(each.way is not None for each in self.stacked.values())
+
+    def levels(self, host: bool) -> int:
+        """How many choices there are beside keeping all: each holds less than the one before, if that is possible.
+
+        Args:
+          host: whether with something on the host.
+        """
         some = any(value.equations and value.reads for value in self.values.values())
-        host = any(each.way is not None for each in self.stacked.values())
-        return LIMITS + WITH_HOST * host if some or self.stacked else 0
+        return LIMITS + WITH_HOST * (host and self.host) if some or self.stacked else 0
 
     @staticmethod
     def of(subject: Subject, machine: Machine, platform: str) -> Keeping:
@@ -141,24 +148,26 @@ class Keeping:
         kind = machine.kinds[0]
         return Keeping(subject.late, subject.kept, kind, Target.on(platform, kind.name))
 
-    def chosen(self, level: int, seconds: float) -> Less:
+    def chosen(self, level: int, seconds: float, host: bool = True) -> Less:
         """What is computed again, or on the host.
 
         Args:
           level: 0 to keep all, up to `levels`.
           seconds: after which the best so far is taken.
+          host: whether something may be on the host, where that can be.
 
         Returns:
           The choice; if so little cannot be held, what holds least of what was found.
         """
-        if level not in self.found:
-            self.found[level] = self.solved(STEP**level, seconds)
-        found = self.found[level]
-        return self.chosen(level - 1, seconds) if found is None else found
+        if (level, host) not in self.found:
+            self.found[level, host] = self.solved(STEP**level, seconds, host)
+        found = self.found[level, host]
+        return self.chosen(level - 1, seconds, host) if found is None else found
 
-    def solved(self, share: float, seconds: float) -> Less | None:
+    def solved(self, share: float, seconds: float, host: bool) -> Less | None:
         """What is not kept so that at no time more is there than a share of what is if all is kept."""
-        programme = Programme(self.values, [*self.stacked.values()])
+        several = [each if host else dataclasses.replace(each, way=None) for each in self.stacked.values()]
+        programme = Programme(self.values, several)
         chosen = programme.solved(share, seconds)
         if chosen is None:
             return None

@@ -238,9 +238,10 @@ class Remedies:
         subject = subject_of(VirtualStep(spec, None), self.subject.args)
         yield subject
         keeping = Keeping.of(subject, self.machine, self.platform)
-        less = keeping.chosen(keeping.levels, SOLVING)
-        if less != Less():
-            yield subject_of(computing_again(subject.step, *less), self.subject.args)
+        several = [keeping.chosen(keeping.levels(host), SOLVING, host) for host in sorted({False, keeping.host})]
+        for less in dict.fromkeys(several):
+            if less != Less():
+                yield subject_of(computing_again(subject.step, *less), self.subject.args)
 
     def meshes(self, change: Change, devices: int) -> list[dict[str, int]]:
         """Nodes over all devices, the mesh of what takes least with more rows, and with a longer axis beside them."""

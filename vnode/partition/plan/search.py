@@ -8,8 +8,8 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
@@ -40,6 +40,12 @@ MORE = 0.5
 
 HOPELESS = 2.0
 """So many times the best time without branches: beyond it none is."""
+
+
+T = TypeVar("T")
+
+Ways = Generator[tuple[Subject, list[Candidate]], None, T]
+"""Steps with their candidates, and what comes of them."""
 
 
 def search(
@@ -126,6 +132,7 @@ class _Search:
         self.shown: Any = None
         self.smallest: Candidate | None = None
         self.more = MORE
+        self.fitted: dict[Less, bool] = {}  # of the step that is looked at
 
     def interrupted(self) -> None:
         """Ends the search with what was found so far; what would fit where nothing does is not tried either."""
@@ -151,37 +158,80 @@ class _Search:
             if over:
                 raise self.nothing_fits(subject)
 
-    def ways(self, subject: Subject) -> Iterator[tuple[Subject, list[Candidate]]]:
+    def ways(self, subject: Subject) -> Ways[None]:
         """A step with its candidates; where none fits with its state on the devices, also the step that keeps less.
 
-        How little is kept for the backward pass, on the devices, is found by bisection.
+        How little is kept for the backward pass is found by bisection: first by computing again alone, then, where
+        that does not suffice, also with the host.
         """
         found = self.candidates(subject)
         yield subject, found
         if any(not each.uses_host for each in fitting(found, self.limit)):
             return
         keeping = Keeping.of(subject, self.machine, self.platform)
-        low, high = 0, keeping.levels
-        count, fits, tried = high, False, {Less()}
+        tried = {Less()}
+        self.fitted.clear()
+        level = yield from self.bisected(subject, keeping, False, tried)
+        if keeping.host and level is None:
+            yield from self.bisected(subject, keeping, True, tried)
+        elif keeping.host and level is not None:  # what is dear to compute again may be cheaper there
+            yield from self.keeping_less(subject, keeping, level, True, tried)
+
+    def bisected(self, subject: Subject, keeping: Keeping, host: bool, tried: set[Less]) -> Ways[int | None]:
+        """A step that keeps less and less, until it fits.
+
+        Args:
+          subject: the step.
+          keeping: what it could keep.
+          host: whether also on the host.
+          tried: choices that were tried.
+
+        Returns:
+          How little of those tried suffices, as a level of `keeping`; None if nothing does.
+        """
+        low, high = 0, keeping.levels(host)
+        count, level = high, None
         for _ in range(TRIES + 1):
-            left = self.until - time.monotonic()
-            if count == low or left < 0:
-                return
-            try:
-                several = keeping.chosen(count, min(SOLVING, left))
-            except KeyboardInterrupt:
-                self.interrupted()
-                return
-            if several not in tried:
-                tried.add(several)
-                less = subject_of(computing_again(subject.step, *several), self.args)
-                found = self.candidates(less)
-                yield less, found
-                fits = any(not each.uses_host for each in fitting(found, self.limit))
+            if count == low:
+                break
+            fits = yield from self.keeping_less(subject, keeping, count, host, tried)
+            if fits is None or (count == keeping.levels(host) and not fits):
+                break
+            level = count if fits else level
             low, high = (low, count) if fits else (count, high)
-            if count == keeping.levels and not fits:
-                return
             count = (low + high) // 2
+        return level
+
+    def keeping_less(
+        self, subject: Subject, keeping: Keeping, level: int, host: bool, tried: set[Less]
+    ) -> Ways[bool | None]:
+        """A step that keeps less, if that was not tried.
+
+        Args:
+          subject: the step.
+          keeping: what it could keep.
+          level: how little it keeps.
+          host: whether also on the host.
+          tried: choices that were tried; this one is added.
+
+        Returns:
+          Whether it fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
+        """
+        left = self.until - time.monotonic()
+        if left < 0:
+            return None
+        try:
+            several = keeping.chosen(level, min(SOLVING, left), host)
+        except KeyboardInterrupt:
+            self.interrupted()
+            return None
+        if several not in tried:
+            tried.add(several)
+            less = subject_of(computing_again(subject.step, *several), self.args)
+            found = self.candidates(less)
+            yield less, found
+            self.fitted[several] = any(not each.uses_host for each in fitting(found, self.limit))
+        return self.fitted.get(several, False)
 
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
