@@ -630,7 +630,16 @@ class Emission:
         env: Env = {(var, form): value for (var, form), value in zip(sliced, values[: len(sliced)], strict=True)}
         env.update(((var, WHOLE), value) for var, value in zip(wholes, values[len(sliced) :], strict=True))
         node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, self.platform)
-        return evaluate_recipe(nodes.recipe, env, node)
+        return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the parts of a node that share nothing are to wait for one another.
+
+        XLA's CPU backend computes first what can be computed first, and so would hold what the backward passes of all
+        need at once; the compilers for other devices look for an order that takes little memory.
+        """
+        return self.platform == "cpu" and self.mode is not Mode.DIFFERENTIABLE and not self.axes
 
     def given_shapes(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[jax.ShapeDtypeStruct]:
         """What a node is given in a pass: its number, its parts of batched values, and whole values."""
