@@ -163,6 +163,18 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert up.addressable_shards[0].data.size == up.size // 8
 
 
+@pytest.mark.parametrize("machine", [V5E, Machine.gpus("P100", hosts=1, per_host=8)], ids=["tpu", "gpu"])
+def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp_path: Path) -> None:
+    # What a node computes is written in another way for CPUs: the gradient of a convolution is.
+    step, (state, batch) = example("images")
+    plan = search(step, (state, batch), machine, virtual_nodes=4, budget=2)
+    assert plan.mesh["model"] > 1
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, Plan.load(tmp_path / "plan.json", step, (state, batch))):
+        made = each.step()
+        assert_same(made(made.put(state), batch), step, state, batch)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
