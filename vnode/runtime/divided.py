@@ -16,6 +16,7 @@ from vnode.analysis.meshless import meshless
 from vnode.analysis.program import Program, inline, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
+from vnode.placement.context import NO_MESH
 from vnode.spmd.backward import wished
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
@@ -127,7 +128,7 @@ def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axe
     """
     names = tuple(axes)
     mesh = AbstractMesh(tuple(axes.values()), names, axis_types=(AxisType.Auto,) * len(names))
-    with jax.sharding.use_abstract_mesh(mesh):
+    with jax.sharding.use_abstract_mesh(NO_MESH), jax.sharding.use_abstract_mesh(mesh):  # not within the caller's
         return jax.make_jaxpr(lambda *values: fun(values))(*shapes)
 
 

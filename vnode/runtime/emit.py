@@ -43,7 +43,6 @@ from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
 from vnode.spmd.run import Alike, Later
 
-
 PLATFORMS = ("cpu", "gpu", "tpu")
 """What a plan may have been made for, whatever it is carried out on."""
 
