@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 import vnode
+from tests.rounding import assert_same
 from tests.zoo import kit
 
 BATCH = 64
@@ -65,3 +66,20 @@ def test_activations_of_a_coupled_loss_are_those_of_one_node(loss: Callable[...,
     assert temporaries(jax.jit(step), *args) > 2 * activations
     virtual = vnode.virtualize(step, virtual_nodes=NODES, recompute_budget=10.0).on(jax.devices()[:1])
     assert temporaries(virtual, *args) < activations / 2
+
+
+@pytest.mark.parametrize("reduction", ["invariant", "fast"])
+def test_towers_are_differentiated_one_after_another(reduction: Any) -> None:
+    layers, hidden, length = 8, 32, 256
+
+    def step(params: Any, batch: dict[str, jax.Array]) -> Any:
+        return jax.value_and_grad(clip_loss)(params, batch)
+
+    params = {name: kit.dense(WIDTH, *[hidden] * layers, EMBEDDING, seed=i) for i, name in enumerate("ab")}
+    batch = {name: kit.normal(BATCH, length, WIDTH, seed=i) for i, name in enumerate("ab")}
+    activations = layers * (BATCH // NODES) * length * hidden * 4  # of one tower and node: what each tanh returns
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, recompute_budget=10.0, reduction=reduction)
+    virtual = virtual.on(jax.devices()[:1])
+    gradients = sum(x.nbytes for x in jax.tree.leaves(params))
+    assert temporaries(virtual, params, batch) - 2 * gradients < 1.5 * activations
+    assert_same(virtual(params, batch), step, params, batch)

@@ -9,8 +9,10 @@ import dataclasses
 import json
 import os
 import re
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +28,7 @@ from benchmarks.partition import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.search import _Search, plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
@@ -163,6 +165,18 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert up.addressable_shards[0].data.size == up.size // 8
 
 
+@pytest.mark.parametrize("machine", [V5E, Machine.gpus("P100", hosts=1, per_host=8)], ids=["tpu", "gpu"])
+def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp_path: Path) -> None:
+    # What a node computes is written in another way for CPUs: the gradient of a convolution is.
+    step, (state, batch) = example("images")
+    plan = search(step, (state, batch), machine, virtual_nodes=4, budget=2)
+    assert plan.mesh["model"] > 1
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, Plan.load(tmp_path / "plan.json", step, (state, batch))):
+        made = each.step()
+        assert_same(made(made.put(state), batch), step, state, batch)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
@@ -236,6 +250,52 @@ def test_as_few_nodes_as_fit() -> None:
     allowed = eight.figures.memory - 1
     more = search(step, args, V5E, virtual_nodes="auto", memory=allowed)
     assert more.figures.memory <= allowed and more.virtual_nodes in (8, 16)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("around", ["mesh", "leaks", "nans"])
+def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
+    step, args = example("mlp")
+    contexts = {
+        "mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"))),
+        "leaks": jax.checking_leaks,
+        "nans": lambda: jax.debug_nans(True),
+    }
+    with contexts[around]():
+        plan = search(step, args, V5E, virtual_nodes=4, budget=1, donate_argnums=0)
+        made = plan.step()
+        got = made(made.put(jax.tree.map(jnp.copy, args[0])), args[1])
+        assert "mesh" in str(plan.explain())
+    assert_same(got, step, *args)
+
+
+@pytest.mark.quickly
+def test_outputs_that_are_constants_of_the_step() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        state, value = example("mlp")[0](state, batch)
+        return state, (value, np.int32(len(batch[0])), np.float32(2.5))
+
+    args = example("mlp")[1]
+    plan = search(step, args, V5E, virtual_nodes=4, budget=1)
+    made = plan.step()
+    assert_same(made(made.put(args[0]), args[1]), step, *args)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.floats(1.0, 4.0))
+def test_searched_with_less_memory_it_is_never_with_less_than_none(times: float) -> None:
+    asked: list[float] = []
+
+    def predicted(limit: float, seconds: float, gap: float) -> Any:  # always as much, whatever is asked for
+        asked.append(limit)
+        figures = SimpleNamespace(memory=int(1000 * times), seconds=1.0)
+        return SimpleNamespace(figures=figures, name="searched"), False
+
+    step, args = example("mlp")
+    run = _Search(step, args, V5E, 1000, time.monotonic() + 1, 1.0, None, {})
+    run.add = lambda on, candidate, found: found.append(candidate)  # pyright: ignore[reportAttributeAccessIssue]
+    assert not run.searched(cast(Any, SimpleNamespace(searched=predicted)), [])
+    assert asked and all(0 <= limit <= 1000 for limit in asked)
 
 
 def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:

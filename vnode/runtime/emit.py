@@ -44,6 +44,9 @@ from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
 from vnode.spmd.run import Alike, Later
 
+PLATFORMS = ("cpu", "gpu", "tpu")
+"""What a plan may have been made for, whatever it is carried out on."""
+
 
 class Mode(enum.Enum):
     """What is asked of an emission besides the right result."""
@@ -629,15 +632,32 @@ class Emission:
         return list(handed_on(ends, self.layout, together.reading, self.axes, self.once_axes, self.exact).values())
 
     def as_node(
-        self, nodes: Pass, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]], given: Sequence[Any]
+        self,
+        nodes: Pass,
+        wholes: Sequence[Var],
+        sliced: Sequence[tuple[Var, Slice]],
+        given: Sequence[Any],
+        platform: str | None = None,
     ) -> list[Any]:
-        """What one node computes in a pass, of its number, its parts of batched values, and whole values."""
+        """What one node computes in a pass, of its number, its parts of batched values, and whole values.
+
+        As it is written for another platform, if one is named: what a plan for that says of it holds on this one.
+        """
         number, *values = given
         placement = self.placement
         env: Env = {(var, form): value for (var, form), value in zip(sliced, values[: len(sliced)], strict=True)}
         env.update(((var, WHOLE), value) for var, value in zip(wholes, values[len(sliced) :], strict=True))
-        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, self.platform)
-        return evaluate_recipe(nodes.recipe, env, node)
+        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, platform or self.platform)
+        return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the parts of a node that share nothing are to wait for one another.
+
+        XLA's CPU backend computes first what can be computed first, and so would hold what the backward passes of all
+        need at once; the compilers for other devices look for an order that takes little memory.
+        """
+        return self.platform == "cpu" and self.mode is not Mode.DIFFERENTIABLE and not self.axes
 
     def given_shapes(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[jax.ShapeDtypeStruct]:
         """What a node is given in a pass: its number, its parts of batched values, and whole values."""
@@ -658,10 +678,12 @@ class Emission:
             return None
         shapes = self.given_shapes(wholes, sliced)
         layouts = self.lying(wholes, sliced)
-        run = functools.partial(self.as_node, nodes, wholes, sliced)
+        on = [self.platform, *(platform for platform in PLATFORMS if platform != self.platform)]
+        run, *others = (functools.partial(self.as_node, nodes, wholes, sliced, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
+        records = self.division.records
         try:
-            divided = Divided(run, shapes, layouts, self.axes, self.platform, pieces, self.division.records)
+            divided = Divided(run, shapes, layouts, self.axes, self.platform, pieces, records, others=others)
         except UnsupportedPrimitiveError:
             if self.divides:
                 raise

@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
+from vnode.analysis.apart import Part, parts_of
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
 from vnode.analysis.narrow import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
@@ -26,6 +27,7 @@ from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Region, Run
 from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.joined import as_written, evaluate_together
+from vnode.operators.postponed import as_it_was
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -127,13 +129,14 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known,
         return evaluate_region(action, place, lambda atom, form: read(atom))
 
 
-def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
+def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: bool = False) -> list[Any]:
     """Evaluates a recipe.
 
     Args:
       recipe: what to evaluate.
       env: the leaves' values; extended in place.
       node: the node that evaluates, or where a recipe of whole values is evaluated.
+      one_by_one: whether parts that share nothing wait for one another, whatever the compiler would do.
 
     Returns:
       The requested values, in order.
@@ -157,19 +160,31 @@ def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once) -> list[Any]:
         return cast(value, atom.aval.dtype) if isinstance(source, Partial) else value
 
     known = Known(flow.program)
-    for action, *others in as_written(recipe.actions, equation_of, flow.program.describe, is_made_by):
-        if isinstance(action, Conversion):
-            assert isinstance(node, Node)
-            value = env[(action.var, action.source)]
-            env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
-            continue
-        parts = [action, *(other for other in others if isinstance(other, Evaluation))]
-        values = evaluate_parts(parts, read, known, node) if others else evaluate_action(action, read, node, known)
-        wanted = [(var, form) for part in parts for var, form in zip(part.step.eqn.outvars, part.results, strict=True)]
-        for (var, form), value in zip(wanted, values, strict=True):
-            if form is not None:
-                env[(var, form)] = value
+    latest: Any = None
+    for part in parts_of(recipe) if one_by_one else [Part(tuple(recipe.actions))]:
+        for key in part.begins if latest is not None else ():
+            env[key] = as_it_was(env[key], latest)
+        for action, *others in as_written(part.actions, equation_of, flow.program.describe, is_made_by):
+            if isinstance(action, Conversion):
+                assert isinstance(node, Node)
+                value = env[(action.var, action.source)]
+                env[(action.var, action.target)] = converted(value, action.var, action.source, action.target)
+                continue
+            several = [action, *(other for other in others if isinstance(other, Evaluation))]
+            values = (
+                evaluate_parts(several, read, known, node) if others else evaluate_action(action, read, node, known)
+            )
+            wanted = [key for each in several for key in zip(each.step.eqn.outvars, each.results, strict=True)]
+            for (var, form), value in zip(wanted, values, strict=True):
+                if form is not None:
+                    env[(var, form)] = value
+        latest = next((env[key] for key in reversed(part.ends) if can_be_waited_for(env[key])), latest)
     return [read(atom, form) for atom, form in recipe.requests]
+
+
+def can_be_waited_for(value: Any) -> bool:
+    """Whether something can be computed when a value is there, and not before: it is of floating-point numbers."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jnp.floating) and value.size > 0
 
 
 def equation_of(action: Conversion | Evaluation) -> JaxprEqn | None:

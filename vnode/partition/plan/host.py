@@ -63,7 +63,7 @@ class Slots:
         """
         inputs, works = flow.program.inputs, works_of(flow)
         bits = {inputs[i]: 1 << n for n, i in enumerate(state)}
-        pinned = set(flow.program.outputs)
+        pinned = {atom for atom in flow.program.outputs if isinstance(atom, Var)}
         for step, needs in zip(flow.steps, needed_by(works, [*bits]), strict=True):
             if step.region is not None or step.eqn.primitive is OVER_ROWS:
                 pinned.update(var for var, bit in bits.items() if bit & needs)

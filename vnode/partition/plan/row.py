@@ -250,14 +250,14 @@ def row_program(
     Returns:
       The program. Its inputs and outputs are those of the step, whole.
     """
-    made: list[Row] = []
+    nodes: list[Node] = []  # and not the row, whose values belong to the trace
     stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
         row = Row(schedule, stands_for_all, values, turns, platform, axes, groups, invariant)
         row.arguments = set(schedule.flow.program.inputs)
-        made.append(row)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
+        nodes.extend(row.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
 
     shapes = [
@@ -265,8 +265,7 @@ def row_program(
         for var in schedule.flow.program.inputs
     ]
     closed = traced(lambda values: whole(*values), shapes, axes)
-    (row,) = made
-    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(row.nodes))
+    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(nodes))
 
 
 def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:

@@ -300,10 +300,10 @@ class _Search:
                 self.interrupted()
             if interrupted or candidate is None or candidate.name == "least memory":
                 return interrupted
-            over = candidate.figures.memory - self.limit
-            if over <= 0 or allowed <= over:
+            less = 1.05 * (candidate.figures.memory - self.limit)
+            if less <= 0 or allowed < less:
                 break
-            allowed -= 1.05 * over
+            allowed -= less
         return False
 
     def side_by_side(self, on: OnMesh, found: list[Candidate], took: float) -> bool:

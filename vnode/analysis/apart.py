@@ -1,0 +1,155 @@
+"""Parts of a recipe that share nothing that depends on examples: towers, which can be evaluated one after another.
+
+Knows recipes and the bytes of what they make. Must not know how a recipe is evaluated, nor why one would wait.
+
+A tower holds what its backward pass needs of its forward pass. Two that are evaluated side by side hold it for both at
+once; one after the other, each in the memory of the one before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from jax.extend.core import Literal
+
+from vnode.analysis.forms import Slice
+from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
+from vnode.operators.cost import nbytes
+
+Action = Evaluation | Conversion
+
+COMPARABLE = 0.1
+"""Of the bytes that the largest part makes: what makes less need not be apart."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Some actions of a recipe.
+
+    Attributes:
+      actions: in order of evaluation.
+      begins: what these alone read of the batch: keys of leaves.
+      ends: which requests they make, in the order in which they are made.
+    """
+
+    actions: tuple[Action, ...]
+    begins: tuple[Key, ...] = ()
+    ends: tuple[Key, ...] = ()
+
+
+def reads(action: Action) -> list[Key]:
+    """What an action reads, in which form."""
+    if isinstance(action, Conversion):
+        return [(action.var, action.source)]
+    operands = zip(action.step.eqn.invars, action.operands, strict=True)
+    return [(atom, form) for atom, form in operands if form is not None and not isinstance(atom, Literal)]
+
+
+def makes(action: Action) -> list[Key]:
+    """What an action makes, in which form."""
+    if isinstance(action, Conversion):
+        return [(action.var, action.target)]
+    results = zip(action.step.eqn.outvars, action.results, strict=True)
+    return [(var, form) for var, form in results if form is not None]
+
+
+def parts_of(recipe: Recipe) -> list[Part]:
+    """Divides a recipe into parts that can be evaluated one after another.
+
+    What depends on leaves that have examples is of one part if one reads what the other makes, or both read the same
+    such leaf: or what both compute of it, which is computed once, would be computed for each. What does not depend on
+    any comes first. Scalars that are made of all parts, and read by none, come last: a loss that is the sum of others.
+
+    Args:
+      recipe: of a node.
+
+    Returns:
+      The parts between one of what comes first and one of what is left, which may be empty; the recipe as it is, in one
+      part, if fewer than two are worth it.
+    """
+    whole = [Part(tuple(recipe.actions))]
+    actions = recipe.actions
+    if any(isinstance(action, Evaluation) and action.step.eqn.effects for action in actions):
+        return whole
+    first, last = beginning(actions), ending(actions)
+    groups = connected(actions, first | last)
+    if len(groups) < 2:
+        return whole
+    sizes = [sum(nbytes(var.aval) for k in group for var, form in makes(actions[k])) for group in groups]
+    large = [group for group, size in zip(groups, sizes, strict=True) if size >= COMPARABLE * max(sizes)]
+    if len(large) < 2:
+        return whole
+    requests = {key for key in recipe.requests if not isinstance(key[0], Literal)}
+    found = []
+    for group in large:
+        ends = tuple(key for k in group for key in makes(actions[k]) if key in requests)
+        found.append(Part(tuple(actions[k] for k in group), begins_of(actions, group), ends))
+    taken = {k for group in large for k in group}
+    early = [action for k, action in enumerate(actions) if k in first]
+    rest = [action for k, action in enumerate(actions) if k not in taken and k not in first]
+    return [Part(tuple(early)), *found, Part(tuple(rest))]
+
+
+def beginning(actions: Sequence[Action]) -> set[int]:
+    """Actions, by number, that read no leaf that has examples, nor what is made of one."""
+    made: set[Key] = set()  # of no examples
+    depends: set[Key] = set()
+    found: set[int] = set()
+    for k, action in enumerate(actions):
+        read = reads(action)
+        if any(key in depends or (isinstance(key[1], Slice) and key not in made) for key in read):
+            depends.update(makes(action))
+        else:
+            made.update(makes(action))
+            found.add(k)
+    return found
+
+
+def begins_of(actions: Sequence[Action], group: Sequence[int]) -> tuple[Key, ...]:
+    """The leaves that have examples, of those that some actions read, by number."""
+    made = {key for action in actions for key in makes(action)}
+    read = dict.fromkeys(key for k in group for key in reads(actions[k]) if key not in made)
+    return tuple(key for key in read if isinstance(key[1], Slice))
+
+
+def ending(actions: Sequence[Action]) -> set[int]:
+    """Actions, by number, that make scalars of what has no examples, for nobody but others such."""
+    found: set[int] = set()
+    wanted: set[Key] = set()  # by the others
+    for k in reversed(range(len(actions))):
+        scalars = all(not var.aval.shape and not isinstance(form, Slice) for var, form in makes(actions[k]))
+        joins = not any(isinstance(form, Slice) for _, form in reads(actions[k]))
+        if scalars and joins and not wanted.intersection(makes(actions[k])):
+            found.add(k)
+        else:
+            wanted.update(reads(actions[k]))
+    return found
+
+
+def connected(actions: Sequence[Action], left_out: set[int]) -> list[list[int]]:
+    """Actions, by number, in sets of which none shares with another what it makes, or a leaf that has examples."""
+    others = {key for k in left_out for key in makes(actions[k])}
+    maker: dict[object, int] = {}
+    above = list(range(len(actions)))
+
+    def top(k: int) -> int:
+        while above[k] != k:
+            above[k] = above[above[k]]
+            k = above[k]
+        return k
+
+    inside = [k for k in range(len(actions)) if k not in left_out]
+    for k in inside:
+        action = actions[k]
+        read = (key for key in reads(action) if key not in others)
+        shared: list[object] = [key for key in read if key in maker or isinstance(key[1], Slice)]
+        if isinstance(action, Evaluation) and not action.step.eqn.params and action.step.eqn.primitive.multiple_results:
+            shared.append(id(action.step.eqn.source_info))  # parts of one barrier stay together
+        for key in shared:
+            above[top(k)] = top(maker.setdefault(key, k))
+        maker.update(dict.fromkeys(makes(action), k))
+    groups: dict[int, list[int]] = {}
+    for k in inside:
+        groups.setdefault(top(k), []).append(k)
+    return list(groups.values())
