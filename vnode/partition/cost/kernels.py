@@ -100,6 +100,8 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
+      weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
+        than are moved if it is written once; otherwise unless it is dear.
       library: whether a library computes products that sum over the last dimension of their first operand: of products
         that could run as soon, others come later.
     """
@@ -115,6 +117,7 @@ class Target:
     ordered: bool = False
     on_chip: int = 0
     sinks: bool = False
+    weighs: bool = False
     library: bool = False
 
     @staticmethod
@@ -134,7 +137,7 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0), sinks=True)
+        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0), sinks=True, weighs=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -251,6 +254,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             users.setdefault(atom, []).append(eqn)
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and slides(eqn, program)}
+    kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
@@ -279,7 +283,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 and ends_contraction(eqn, program, shapes, users)
             ):
                 continue
-            if least >= wanted and (len(readers) == 1 or not dear(program, eqn)):
+            again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
+            if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if any(id(reader) in contracted for reader in readers):
@@ -307,6 +312,43 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def worth_writing(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> frozenset[int]:
+    """Element-wise equations, by id, whose several readers would read more than is moved if the result is written once.
+
+    Written, it costs its own operands, itself, and itself again for each that reads it; computed in each reader, its
+    operands as often. A sum of many arrays that many read (the gradient of a residual) is written, a function of one
+    array is not.
+    """
+    inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
+    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result would be computed in
+    for eqn in reversed(program.equations):
+        for var in eqn.outvars:
+            found: set[object] = {var} if var in ends else set()
+            for reader in users.get(var, ()):
+                if shapes[id(reader)] in inner:
+                    found |= sinks[reader.outvars[0]]
+                else:
+                    found.add(id(reader))
+            sinks[var] = frozenset(found)
+    reads: dict[Var, frozenset[Var]] = {}  # what has to be in memory for a result
+    found = set[int]()
+    for eqn in program.equations:
+        if shapes[id(eqn)] not in inner:
+            continue
+        (out,) = eqn.outvars
+        border = frozenset[Var]().union(*(reads.get(a, {a}) for a in eqn.invars if isinstance(a, Var)))
+        reads[out] = border
+        if shapes[id(eqn)] is not Shape.EACH:
+            continue
+        times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
+        if times * operands > operands + own + times * own:
+            found.add(id(eqn))
+            reads[out] = frozenset({out})
+    return frozenset(found)
 
 
 def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
