@@ -65,6 +65,10 @@ ON_CHIP = {"TPU v4": 16 << 20, "TPU v5e": 128 << 20, "TPU v5p": 64 << 20, "TPU v
 """Bytes of vector memory of a core (``jax.experimental.pallas.tpu.get_tpu_info``): the compiler moves arrays there."""
 
 
+AT_WORK = 16 << 20
+"""Bytes of it that the compiler leaves to the kernel that runs (``xla_tpu_scoped_vmem_limit_kib`` is 16,384)."""
+
+
 class Shape(enum.Enum):
     """What an equation looks like to a compiler that fuses."""
 
@@ -137,7 +141,7 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0), sinks=True, weighs=True)
+        return Target(adds_after=True, on_chip=max(ON_CHIP.get(kind, 0) - AT_WORK, 0), sinks=True, weighs=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

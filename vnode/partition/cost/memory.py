@@ -8,7 +8,7 @@ it to the last that reads it, under whatever name. A kernel that goes element by
 reads after it, if it is as large. A loop holds what it carries and what it stacks once, and beside them what its body
 holds at most; branches the largest of theirs.
 
-TPUs hold temporary arrays in memory on the chip if all of them fit there (`Target.on_chip`).
+TPUs hold temporary arrays in memory on the chip as far as they fit there (`Target.on_chip`), short-lived ones first.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
@@ -253,24 +253,65 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     """
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
-    most, at, when = 0, -1, frozenset[Var]()
-    for k, now, sizes in buffers.held(buffers.under(target)):
-        now -= in_results(sizes, own, kernels)
-        if now > most:
-            most, at, when = now, k, frozenset(sizes)
+    most, at, when, on_chip = 0, -1, frozenset[Var](), 0
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
+    away = on_the_chip(moments, buffers.inside, own, target.on_chip)
+    for place, (k, sizes) in enumerate(moments):
+        near = away[place]
+        left = {var: need for var, need in sizes.items() if var not in near}
+        inside = 0 if k in near else buffers.inside[k]
+        now = sum(left.values()) + inside - in_results(left, own, kernels)
+        if now > most or at < 0:
+            most, at, when = now, k, frozenset(left)
+        on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
     definitions = program.definitions
     held = [
         Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
         for var in when
         if var in definitions and var not in own
     ]
-    if at >= 0 and buffers.inside[at]:
+    if at >= 0 and buffers.inside[at] and most:
         held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
-    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip)
+    return Memory(arguments, outputs, aliased, most, tuple(held), on_chip)
+
+
+def on_the_chip(
+    moments: Sequence[tuple[int, Mapping[Var, int]]], inside: Sequence[int], own: Collection[Var], room: int
+) -> list[set[object]]:
+    """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
+
+    So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
+    which room is taken. Of what is brought back there from memory, memory keeps a copy, which counts.
+
+    Args:
+      moments: kernels in their order, and what is held while each runs.
+      inside: for each kernel, what it holds beside.
+      own: what is where results belong, in memory.
+      room: bytes on the chip.
+
+    Returns:
+      Variables, and numbers of kernels of which what they hold beside is on the chip.
+    """
+    found: list[set[object]] = [set() for _ in moments]
+    if not room:
+        return found
+    spans: dict[object, list[int]] = {}
+    for place, (k, sizes) in enumerate(moments):
+        for var, need in sizes.items():
+            if need and var not in own:
+                spans.setdefault(var, [place, place, need])[1] = place
+        if inside[k]:
+            spans[k] = [place, place, inside[k]]
+    free = [room] * len(moments)
+    for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
+        if need <= min(free[start : end + 1]):
+            for place in range(start, end + 1):
+                free[place] -= need
+                found[place].add(each)
+    return found
 
 
 def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
