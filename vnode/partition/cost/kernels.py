@@ -106,6 +106,7 @@ class Target:
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
       weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
         than are moved if it is written once; otherwise unless it is dear.
+      copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       library: whether a library computes products that sum over the last dimension of their first operand: of products
         that could run as soon, others come later.
     """
@@ -122,6 +123,7 @@ class Target:
     on_chip: int = 0
     sinks: bool = False
     weighs: bool = False
+    copies_gathered: bool = False
     library: bool = False
 
     @staticmethod
@@ -141,7 +143,7 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=max(ON_CHIP.get(kind, 0) - AT_WORK, 0), sinks=True, weighs=True)
+        return Target(adds_after=True, on_chip=max(ON_CHIP.get(kind, 0) - AT_WORK, 0), sinks=True, weighs=True, copies_gathered=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -389,6 +391,17 @@ def multiplied(
             case _:
                 return False
     return True
+
+
+def multiplied_inside(program: Program) -> set[Var]:
+    """The float32 inputs of a body that only contractions in bfloat16 read."""
+    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
+    users: dict[Var, list[JaxprEqn]] = {}
+    for eqn in program.equations:
+        for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+            users.setdefault(atom, []).append(eqn)
+    ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    return {var for var in program.inputs if multiplied(var, program, shapes, users, ends)}
 
 
 def ends_contraction(

@@ -28,7 +28,7 @@ from vnode.analysis.program import Program, where
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import nbytes
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, slides
+from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, multiplied_inside, slides
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -345,6 +345,7 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     kernels = kernels_of(program, target)
     there = {*program.inputs, *program.constants}
     taken, aliased, elsewhere = set[int](), 0, set(there)
+    matched: dict[Var, Var] = {}  # results in place of arguments
     for atom in program.outputs:  # as jax matches what is donated: in order, by type
         for i in sorted(device.donated - taken):
             given = program.inputs[i].aval
@@ -353,9 +354,41 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
                 aliased += nbytes(given)
                 if isinstance(atom, Var):
                     elsewhere.add(kernels.memory_of(atom))
+                    matched[kernels.memory_of(atom)] = program.inputs[i]
                 break
-    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
-    return kernels, buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own), own, aliased
+    moved = brought_in_place(kernels, program, matched) if target.copies_gathered else {}
+    elsewhere -= moved.keys()
+    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere - moved.keys()
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
+    return kernels, with_copies(buffers, kernels, moved.values()), own, aliased
+
+
+def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, Var]) -> dict[Var, Var]:
+    """The results in place of arguments that are gathered, with these arguments: TPUs' compiler copies both.
+
+    A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
+    before it is read, as long as it is read.
+    """
+    gathers = {
+        var
+        for kernel in kernels.kernels
+        if kernel.shape is Shape.COLLECTIVE and "all_gather_dimension" in kernel.root.params
+        for var in kernel.piece.writes
+    }
+    return {result: given for result, given in matched.items() if kernels.memory_of(result) in gathers}
+
+
+def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
+    """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
+    written, read = [*buffers.written], [*buffers.read]
+    for var in given:
+        copy = Var(var.aval)
+        readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
+        for place, k in enumerate(readers):
+            if not place:
+                written[k] += ((copy, kernels.nbytes(var)),)
+            read[k] |= {copy}
+    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
 
 
 def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
@@ -422,6 +455,7 @@ def buffers_of(
     counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
     beside: dict[int, list[Var]] = {}  # for loops what they hold besides their results
+    rounded: dict[Var, Var] = {}  # what loops read, as it is made in bfloat16 before the first of them
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
@@ -442,7 +476,13 @@ def buffers_of(
             later.append((k, [*pieces], [*[((var, more),) for var in pieces[1:]], own]))
             own, more = ((pieces[0], more),), 0
         written.append(own)
-        read.append(frozenset(var for var in reads if var in counted or var in written_over))
+        for var in multiplied_in(kernel, region, kernels) if target.contractions else ():
+            if var not in rounded:
+                rounded[var] = Var(var.aval)
+                written[-1] += ((rounded[var], kernels.nbytes(var) // 2),)
+            reads[rounded[var]] = None
+        own_copies = {*rounded.values()}
+        read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
         pairs = overwritten(kernel, region, kernels, reads)
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
@@ -462,6 +502,24 @@ def buffers_of(
     last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel, kernels.program)}
     several = map(tuple, (written, read, inside, over))
     return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last))  # type: ignore[arg-type]
+
+
+def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> list[Var]:
+    """What a loop is given that is the same at every turn, in float32, and that it only multiplies, in bfloat16.
+
+    (TPUs' compiler rounds it once, before the loop; seen of weights.)
+    """
+    if region is None or not region.carried:
+        return []
+    found: dict[Var, bool] = {}
+    for body, inputs in zip(bodies_of(kernel.root), region.inputs, strict=True):
+        fit = multiplied_inside(body)
+        for i, var in zip(inputs, body.inputs, strict=True):
+            atom = kernel.root.invars[i]
+            if i in region.fixed and isinstance(atom, Var):
+                held = kernels.memory_of(atom)
+                found[held] = found.get(held, True) and var in fit
+    return [var for var, fits in found.items() if fits and var not in kernels.narrow]
 
 
 def by_itself(kernel: Kernel, program: Program) -> bool:
