@@ -143,7 +143,8 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=max(ON_CHIP.get(kind, 0) - AT_WORK, 0), sinks=True, weighs=True, copies_gathered=True)
+        on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
+        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
