@@ -352,6 +352,7 @@ def worth_writing(
         if shapes[id(eqn)] is not Shape.EACH:
             continue
         times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
+        own //= 2 if multiplied(out, program, shapes, users, ends) else 1
         if times * operands > operands + own + times * own:
             found.add(id(eqn))
             reads[out] = frozenset({out})
