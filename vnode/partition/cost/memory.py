@@ -255,7 +255,8 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
-    away = on_the_chip(moments, buffers.inside, own, target.on_chip)
+    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
@@ -279,15 +280,21 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
 
 
 def on_the_chip(
-    moments: Sequence[tuple[int, Mapping[Var, int]]], inside: Sequence[int], own: Collection[Var], room: int
+    moments: Sequence[tuple[int, Mapping[Var, int]]],
+    fetched: Sequence[Mapping[Var, int]],
+    inside: Sequence[int],
+    own: Collection[Var],
+    room: int,
 ) -> list[set[object]]:
     """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
 
     So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
-    which room is taken. Of what is brought back there from memory, memory keeps a copy, which counts.
+    which room is taken. Arguments take room too: they are fetched while the kernel before runs. Of what is brought
+    back there from memory, memory keeps a copy, which counts.
 
     Args:
       moments: kernels in their order, and what is held while each runs.
+      fetched: for each of these, the arguments that it reads, with their bytes.
       inside: for each kernel, what it holds beside.
       own: what is where results belong, in memory.
       room: bytes on the chip.
@@ -305,6 +312,8 @@ def on_the_chip(
                 spans.setdefault(var, [place, place, need])[1] = place
         if inside[k]:
             spans[k] = [place, place, inside[k]]
+        for var, need in fetched[place].items():
+            spans[place, var] = [max(place - 1, 0), place, need]
     free = [room] * len(moments)
     for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
         if need <= min(free[start : end + 1]):
@@ -312,6 +321,14 @@ def on_the_chip(
                 free[place] -= need
                 found[place].add(each)
     return found
+
+
+def arguments_of(kernel: Kernel, program: Program, kernels: Kernels) -> dict[Var, int]:
+    """The arguments that a kernel reads, with their bytes; not those of loops, which read a part at a time."""
+    if kernel.shape is Shape.REGION:
+        return {}
+    given = {*program.inputs}
+    return {v: kernels.nbytes(v) for v in map(kernels.memory_of, kernel.piece.reads) if v in given}
 
 
 def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
