@@ -6,7 +6,8 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 
 - An equation whose factors are all free (element by element), or that shifts, repeats or looks up elements, is computed
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
-  if a single one reads it, since it would be computed again for each.
+  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: it is written
+  once if all that read it would otherwise read more, and is computed in each of them if not.
 - A reduction takes in what it reads, and is computed once: its result is in memory.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
   an element-wise equation that alone reads its result, of the same size, takes it in.
@@ -334,13 +335,13 @@ def worth_writing(
     sinks: dict[Var, frozenset[object]] = {}  # kernels that a result would be computed in
     for eqn in reversed(program.equations):
         for var in eqn.outvars:
-            found: set[object] = {var} if var in ends else set()
+            into: set[object] = {var} if var in ends else set()
             for reader in users.get(var, ()):
                 if shapes[id(reader)] in inner:
-                    found |= sinks[reader.outvars[0]]
+                    into |= sinks[reader.outvars[0]]
                 else:
-                    found.add(id(reader))
-            sinks[var] = frozenset(found)
+                    into.add(id(reader))
+            sinks[var] = frozenset(into)
     reads: dict[Var, frozenset[Var]] = {}  # what has to be in memory for a result
     found = set[int]()
     for eqn in program.equations:
