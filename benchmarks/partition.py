@@ -55,13 +55,12 @@ def models(platform: str) -> dict[str, Callable[[], Any]]:
             "lstm": lambda: lstm("small", batch=32, length=10, vocabulary=256, units=128),
             "alexnet": lambda: alexnet("small", image=64, **pictures),
         }
-    words = {"batch": 64, "length": 128, "vocabulary": 1024, "layers": 1, "width": 256, "heads": 4}
-    pictures = {"batch": 256, "channels": (64, 128, 256, 128, 128), "dense": 1024, "classes": 16}
+    words = {"batch": 32, "length": 512, "vocabulary": 8192, "layers": 2, "width": 1024, "heads": 16}
     return {
-        "mlp": lambda: mlp(1024, 8192),
+        "mlp": lambda: mlp(2048, 32768),
         "transformer": lambda: transformer("small", **words),
-        "lstm": lambda: lstm("small", batch=256, length=20, vocabulary=4096, units=512),
-        "alexnet": lambda: alexnet("small", image=64, **pictures),
+        "lstm": lambda: lstm("paper", batch=512),
+        "alexnet": lambda: alexnet("paper", batch=1024),
     }
 
 

@@ -328,6 +328,40 @@ def test_what_a_tpu_does_not_write() -> None:
     assert memory_of(exact, TPU).temporaries > memory_of(chain, TPU).temporaries
 
 
+def test_a_tpu_writes_what_would_be_read_more_often_otherwise() -> None:
+    weights = ones(64, 32), ones(64, 32), ones(64, 32)
+
+    def products(x: Any, *w: Any) -> Any:  # of the same, which none of them can be computed in alone
+        return [lax.dot(x, each, precision="highest") for each in w]
+
+    one = kernels(lambda a, *w: products(jnp.tanh(a), *w), ones(64, 64), *weights, target=TPU)
+    assert not any(name == "tanh" for name in one), "each product reads a, and computes its tanh"
+    # Of four arrays of n bytes three products read 12 n; a sum that is written moves 4 n + n + 3 n.
+    parts = [ones(64, 64)] * 4
+    four = kernels(lambda a, b, c, d, *w: products(a * b + c * d, *w), *parts, *weights, target=TPU)
+    two = kernels(lambda a, b, *w: products(a * b, *w[:2]), *parts[:2], *weights, target=TPU)
+    assert any("add" in each and "dot" not in each for each in four), four
+    assert not any("mul" in each and "dot" not in each for each in two), "4 n, and 2 n + n + 2 n if it is written"
+
+
+def test_what_lives_shortest_is_on_the_chip() -> None:
+    a, w = ones(64, 64), ones(64, 64)  # 16 KiB each
+
+    def chain(a: Any, w: Any) -> Any:
+        x = jnp.sort(a)
+        y = lax.cumsum(x, 0)
+        z = lax.cumsum(jnp.sort(y + w), 1)
+        return (jnp.sort(z) + lax.cumsum(x, 1)).sum()
+
+    made = device_of(chain, a, w)
+    whole = memory_of(made, dataclasses.replace(TPU, on_chip=0))
+    none = memory_of(made, dataclasses.replace(TPU, on_chip=(16 << 10) - 1))
+    part = memory_of(made, dataclasses.replace(TPU, on_chip=32 << 10))
+    everything = memory_of(made, dataclasses.replace(TPU, on_chip=1 << 30))
+    assert none.temporaries == whole.temporaries > part.temporaries >= everything.temporaries == 0
+    assert part.on_chip <= 32 << 10
+
+
 def test_every_equation_that_is_wanted_is_in_a_kernel() -> None:
     def loss(w: Any, x: Any) -> Any:
         h = jax.nn.gelu(x @ w)

@@ -6,7 +6,8 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 
 - An equation whose factors are all free (element by element), or that shifts, repeats or looks up elements, is computed
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
-  if a single one reads it, since it would be computed again for each.
+  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: it is
+  written once if all that read it would otherwise read more, and is computed in each of them if not.
 - A reduction takes in what it reads, and is computed once: its result is in memory.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
   an element-wise equation that alone reads its result, of the same size, takes it in.
@@ -67,6 +68,10 @@ ON_CHIP = {"TPU v4": 16 << 20, "TPU v5e": 128 << 20, "TPU v5p": 64 << 20, "TPU v
 """Bytes of vector memory of a core (``jax.experimental.pallas.tpu.get_tpu_info``): the compiler moves arrays there."""
 
 
+AT_WORK = 16 << 20
+"""Bytes of it that the compiler leaves to the kernel that runs (``xla_tpu_scoped_vmem_limit_kib`` is 16,384)."""
+
+
 class Shape(enum.Enum):
     """What an equation looks like to a compiler that fuses."""
 
@@ -104,6 +109,9 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
+      weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
+        than are moved if it is written once; otherwise unless it is dear.
+      copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes products that sum over the last dimension of their first operand: of products
         that could run as soon, others come later.
@@ -120,6 +128,8 @@ class Target:
     ordered: bool = False
     on_chip: int = 0
     sinks: bool = False
+    weighs: bool = False
+    copies_gathered: bool = False
     library: bool = False
     apart: bool = True
 
@@ -140,7 +150,8 @@ class Target:
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
-        return Target(adds_after=True, on_chip=ON_CHIP.get(kind, 0), sinks=True)
+        on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
+        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -259,6 +270,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             users.setdefault(atom, []).append(eqn)
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and slides(eqn, program)}
+    kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
@@ -287,7 +299,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 and ends_contraction(eqn, program, shapes, users)
             ):
                 continue
-            if least >= wanted and (len(readers) == 1 or not dear(program, eqn)):
+            again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
+            if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if any(id(reader) in contracted for reader in readers):
@@ -315,6 +328,44 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def worth_writing(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> frozenset[int]:
+    """Element-wise equations, by id, whose several readers would read more than is moved if the result is written once.
+
+    Written, it costs its own operands, itself, and itself again for each that reads it; computed in each reader, its
+    operands as often. A sum of many arrays that many read (the gradient of a residual) is written, a function of one
+    array is not.
+    """
+    inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
+    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result would be computed in
+    for eqn in reversed(program.equations):
+        for var in eqn.outvars:
+            into: set[object] = {var} if var in ends else set()
+            for reader in users.get(var, ()):
+                if shapes[id(reader)] in inner:
+                    into |= sinks[reader.outvars[0]]
+                else:
+                    into.add(id(reader))
+            sinks[var] = frozenset(into)
+    reads: dict[Var, frozenset[Var]] = {}  # what has to be in memory for a result
+    found = set[int]()
+    for eqn in program.equations:
+        if shapes[id(eqn)] not in inner:
+            continue
+        (out,) = eqn.outvars
+        border = frozenset[Var]().union(*(reads.get(a, {a}) for a in eqn.invars if isinstance(a, Var)))
+        reads[out] = border
+        if shapes[id(eqn)] is not Shape.EACH:
+            continue
+        times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
+        own //= 2 if multiplied(out, program, shapes, users, ends) else 1
+        if times * operands > operands + own + times * own:
+            found.add(id(eqn))
+            reads[out] = frozenset({out})
+    return frozenset(found)
 
 
 def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
@@ -351,6 +402,17 @@ def multiplied(
             case _:
                 return False
     return True
+
+
+def multiplied_inside(program: Program) -> set[Var]:
+    """The float32 inputs of a body that only contractions in bfloat16 read."""
+    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
+    users: dict[Var, list[JaxprEqn]] = {}
+    for eqn in program.equations:
+        for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+            users.setdefault(atom, []).append(eqn)
+    ends = {atom for atom in program.outputs if isinstance(atom, Var)}
+    return {var for var in program.inputs if multiplied(var, program, shapes, users, ends)}
 
 
 def ends_contraction(

@@ -12,7 +12,7 @@ What lies in the host's memory is counted apart: all that loops of a program, or
 their bodies do. What comes from there is asked for before anything else of a turn runs, and held from then on; what
 goes there is held to the end of the turn, when that is waited for (seen of the TPU compiler).
 
-TPUs hold temporary arrays in memory on the chip if all of them fit there (`Target.on_chip`).
+TPUs hold temporary arrays in memory on the chip as far as they fit there (`Target.on_chip`), short-lived ones first.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
@@ -33,7 +33,7 @@ from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, slides
+from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, multiplied_inside, slides
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -265,24 +265,30 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     """
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
-    most, at, when = 0, -1, frozenset[Var]()
-    for k, now, sizes in buffers.held(buffers.under(target)):
-        now -= in_results(sizes, own, kernels)
-        if now > most:
-            most, at, when = now, k, frozenset(sizes)
+    most, at, when, on_chip = 0, -1, frozenset[Var](), 0
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
+    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip)
+    for place, (k, sizes) in enumerate(moments):
+        near = away[place]
+        left = {var: need for var, need in sizes.items() if var not in near}
+        inside = 0 if k in near else buffers.inside[k]
+        now = sum(left.values()) + inside - in_results(left, own, kernels)
+        if now > most or at < 0:
+            most, at, when = now, k, frozenset(left)
+        on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
     definitions = program.definitions
     held = [
         Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
         for var in when
         if var in definitions and var not in own
     ]
-    if at >= 0 and buffers.inside[at]:
+    if at >= 0 and buffers.inside[at] and most:
         held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
-    on_chip = most if most <= target.on_chip else 0  # seen: all or, where that does not fit, next to nothing
-    return Memory(arguments, outputs, aliased, most - on_chip, tuple(held), on_chip, host_bytes(program))
+    return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
 
 
 def host_bytes(program: Program) -> int:
@@ -301,6 +307,58 @@ def host_bytes(program: Program) -> int:
             own += sum(all_bytes(var.aval) for var in eqn.outvars if on_host(var.aval))
             inner = max([inner, *map(host_bytes, bodies_of(eqn))])
     return own + inner
+
+
+def on_the_chip(
+    moments: Sequence[tuple[int, Mapping[Var, int]]],
+    fetched: Sequence[Mapping[Var, int]],
+    inside: Sequence[int],
+    own: Collection[Var],
+    room: int,
+) -> list[set[object]]:
+    """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
+
+    So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
+    which room is taken. Arguments take room too: they are fetched while the kernel before runs. Of what is brought
+    back there from memory, memory keeps a copy, which counts.
+
+    Args:
+      moments: kernels in their order, and what is held while each runs.
+      fetched: for each of these, the arguments that it reads, with their bytes.
+      inside: for each kernel, what it holds beside.
+      own: what is where results belong, in memory.
+      room: bytes on the chip.
+
+    Returns:
+      Variables, and numbers of kernels of which what they hold beside is on the chip.
+    """
+    found: list[set[object]] = [set() for _ in moments]
+    if not room:
+        return found
+    spans: dict[object, list[int]] = {}
+    for place, (k, sizes) in enumerate(moments):
+        for var, need in sizes.items():
+            if need and var not in own:
+                spans.setdefault(var, [place, place, need])[1] = place
+        if inside[k]:
+            spans[k] = [place, place, inside[k]]
+        for var, need in fetched[place].items():
+            spans[place, var] = [max(place - 1, 0), place, need]
+    free = [room] * len(moments)
+    for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
+        if need <= min(free[start : end + 1]):
+            for place in range(start, end + 1):
+                free[place] -= need
+                found[place].add(each)
+    return found
+
+
+def arguments_of(kernel: Kernel, program: Program, kernels: Kernels) -> dict[Var, int]:
+    """The arguments that a kernel reads, with their bytes; not those of loops, which read a part at a time."""
+    if kernel.shape is Shape.REGION:
+        return {}
+    given = {*program.inputs}
+    return {v: kernels.nbytes(v) for v in map(kernels.memory_of, kernel.piece.reads) if v in given}
 
 
 def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
@@ -334,6 +392,7 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     kernels = kernels_of(program, target)
     there = {*program.inputs, *program.constants}
     taken, aliased, elsewhere = set[int](), 0, set(there)
+    matched: dict[Var, Var] = {}  # results in place of arguments
     for atom in program.outputs:  # as jax matches what is donated: in order, by type
         for i in sorted(device.donated - taken):
             given = program.inputs[i].aval
@@ -342,9 +401,41 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
                 aliased += nbytes(given)
                 if isinstance(atom, Var):
                     elsewhere.add(kernels.memory_of(atom))
+                    matched[kernels.memory_of(atom)] = program.inputs[i]
                 break
-    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere
-    return kernels, buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own), own, aliased
+    moved = brought_in_place(kernels, program, matched) if target.copies_gathered else {}
+    elsewhere -= moved.keys()
+    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere - moved.keys()
+    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
+    return kernels, with_copies(buffers, kernels, moved.values()), own, aliased
+
+
+def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, Var]) -> dict[Var, Var]:
+    """The results in place of arguments that are gathered, with these arguments: TPUs' compiler copies both.
+
+    A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
+    before it is read, as long as it is read.
+    """
+    gathers = {
+        var
+        for kernel in kernels.kernels
+        if kernel.shape is Shape.COLLECTIVE and "all_gather_dimension" in kernel.root.params
+        for var in kernel.piece.writes
+    }
+    return {result: given for result, given in matched.items() if kernels.memory_of(result) in gathers}
+
+
+def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
+    """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
+    written, read = [*buffers.written], [*buffers.read]
+    for var in given:
+        copy = Var(var.aval)
+        readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
+        for place, k in enumerate(readers):
+            if not place:
+                written[k] += ((copy, kernels.nbytes(var)),)
+            read[k] |= {copy}
+    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
 
 
 def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
@@ -411,6 +502,7 @@ def buffers_of(
     counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
     beside: dict[int, list[Var]] = {}  # for loops what they hold besides their results
+    rounded: dict[Var, Var] = {}  # what loops read, as it is made in bfloat16 before the first of them
     for kernel in kernels.kernels:
         for var in kernel.piece.reads:
             readers.setdefault(kernels.memory_of(var), []).append(kernel.shape)
@@ -431,7 +523,13 @@ def buffers_of(
             later.append((k, [*pieces], [*[((var, more),) for var in pieces[1:]], own]))
             own, more = ((pieces[0], more),), 0
         written.append(own)
-        read.append(frozenset(var for var in reads if var in counted or var in written_over))
+        for var in multiplied_in(kernel, region, kernels) if target.contractions else ():
+            if var not in rounded:
+                rounded[var] = Var(var.aval)
+                written[-1] += ((rounded[var], kernels.nbytes(var) // 2),)
+            reads[rounded[var]] = None
+        own_copies = {*rounded.values()}
+        read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
         pairs = overwritten(kernel, region, kernels, reads)
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
@@ -455,6 +553,24 @@ def buffers_of(
     first = {k for k, fetch in enumerate(fetches) if fetch and not after[k]}
     several = map(tuple, (written, read, inside, over))
     return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
+
+
+def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> list[Var]:
+    """What a loop is given that is the same at every turn, in float32, and that it only multiplies, in bfloat16.
+
+    (TPUs' compiler rounds it once, before the loop; seen of weights.)
+    """
+    if region is None or not region.carried:
+        return []
+    found: dict[Var, bool] = {}
+    for body, inputs in zip(bodies_of(kernel.root), region.inputs, strict=True):
+        fit = multiplied_inside(body)
+        for i, var in zip(inputs, body.inputs, strict=True):
+            atom = kernel.root.invars[i]
+            if i in region.fixed and isinstance(atom, Var):
+                held = kernels.memory_of(atom)
+                found[held] = found.get(held, True) and var in fit
+    return [var for var, fits in found.items() if fits and var not in kernels.narrow]
 
 
 def by_itself(kernel: Kernel, program: Program) -> bool:
