@@ -158,3 +158,11 @@ def test_a_device_alone_is_joined_to_its_double_by_way_of_the_host() -> None:
     one = machine_of(1)
     kind = one.devices[0].kind
     assert doubled(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)
+
+
+@pytest.mark.parametrize(("budget", "short"), [(1e-3, True), (60.0, False)])
+def test_a_search_that_had_too_little_time_says_so(budget, short):
+    machine = Machine.tpu("v5e:2x2")
+    with pytest.raises(vnode.MemoryLimitError) as raised:
+        search(step, arguments(64, 256), machine, virtual_nodes=4, memory=1000, budget=budget, progress=False)
+    assert ("more time" in str(raised.value)) == short

@@ -131,6 +131,7 @@ class _Search:
         self.platform = platform_of(machine)
         self.shown: Any = None
         self.smallest: Candidate | None = None
+        self.cut_short = False  # whether something was not tried for want of time
         self.more = MORE
         self.fitted: dict[Less, bool] = {}  # of the step that is looked at
 
@@ -219,6 +220,7 @@ class _Search:
         """
         left = self.until - time.monotonic()
         if left < 0:
+            self.cut_short = True
             return None
         try:
             several = keeping.chosen(level, min(SOLVING, left), host)
@@ -244,6 +246,7 @@ class _Search:
                 began, before = time.monotonic(), len(found)
                 inner = len(sizes) - 1
                 if found and (self.until - began < took or self.until <= began):
+                    self.cut_short = True
                     break
                 self.say(sizes, found)
                 on, *others = self.on_mesh(subject, sizes, pace)
@@ -393,6 +396,8 @@ class _Search:
                 help_.append(f'sums in any order, reduction="fast": about {size(kept.pending)} less')
             if ("devices",) in untried and kept.state > 0:
                 help_.append(f"about {-(-kept.memory // self.limit) * devices} devices")
+        if self.cut_short:
+            help_.insert(0, f"more time: not everything was tried in budget={self.budget:g} seconds")
         failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
         return MemoryLimitError(
             layout_message(
