@@ -16,12 +16,9 @@ from typing import Any
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Program, barrier_equation, inline
+from vnode.analysis.program import Atom, Made, Program, barrier_equation, inline
 from vnode.errors import PartitionError
 from vnode.operators.control import Loop, region_of
-
-Stacked = tuple[int, int]
-"""Something that a loop stacks: the number of its equation in a program, and of the result."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +42,7 @@ class Kept:
     is_begin: bool
 
 
-def kept_for_later(program: Program) -> dict[Stacked, Kept]:
+def kept_for_later(program: Program) -> dict[Made, Kept]:
     """What loops of a program stack that only loops with as many turns read, turn by turn.
 
     Args:
@@ -60,7 +57,7 @@ def kept_for_later(program: Program) -> dict[Stacked, Kept]:
             if isinstance(atom, Var):
                 readers.setdefault(atom, []).append((k, i))
     returned = {atom for atom in program.outputs if isinstance(atom, Var)}
-    found: dict[Stacked, Kept] = {}
+    found: dict[Made, Kept] = {}
     for k, eqn in enumerate(program.equations):
         loop = region_of(eqn)
         if not isinstance(loop, Loop) or eqn.effects:
@@ -89,7 +86,7 @@ def turn_by_turn(program: Program, k: int, i: int, like: Loop) -> bool:
     return isinstance(loop, Loop) and loop.length == like.length and i in loop.scanned
 
 
-def computed_again(program: Program, chosen: Collection[Stacked]) -> Program:
+def computed_again(program: Program, chosen: Collection[Made]) -> Program:
     """A program in which later loops compute again what earlier ones kept for them.
 
     Args:

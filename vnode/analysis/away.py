@@ -14,15 +14,15 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.again import Stacked, kept_for_later, scan_of
-from vnode.analysis.program import Atom, Program, inline
+from vnode.analysis.again import kept_for_later, scan_of
+from vnode.analysis.program import Atom, Made, Program, inline
 from vnode.errors import PartitionError
 from vnode.operators.aside import in_rows, in_space, move
 from vnode.operators.control import Loop, region_of
 from vnode.operators.spaces import HOST, can_be_away, on_host
 
 
-def movable(program: Program) -> set[Stacked]:
+def movable(program: Program) -> set[Made]:
     """What loops of a program stack that could lie on the host until later loops read it, turn by turn.
 
     Args:
@@ -37,7 +37,7 @@ def is_movable(var: Var) -> bool:
     return can_be_away(var.aval) and in_rows(var.aval.shape[1:]) and not on_host(var.aval)
 
 
-def moved(program: Program, chosen: Collection[Stacked]) -> Program:
+def moved(program: Program, chosen: Collection[Made]) -> Program:
     """A program in which what loops keep for later ones lies on the host in between.
 
     Args:

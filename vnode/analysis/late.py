@@ -19,14 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Atom, Program, barrier_equation
+from vnode.analysis.program import Atom, Made, Program, barrier_equation
 from vnode.errors import PartitionError
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
 from vnode.operators.postponed import postponed_p
-
-Made = tuple[int, int]
-"""A result of an equation: the number of the equation in a program, and of the result."""
 
 TIMES = 12
 """How many times are told apart beyond the turning point."""

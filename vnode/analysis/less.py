@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 
 from vnode.analysis.again import beginnings, computed_again
 from vnode.analysis.away import moved, opened
-from vnode.analysis.late import Late, Made, computed_late
-from vnode.analysis.program import Program
+from vnode.analysis.late import Late, computed_late
+from vnode.analysis.program import Made, Program
 from vnode.errors import PartitionError
 from vnode.operators.control import Loop, region_of
 

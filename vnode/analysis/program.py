@@ -26,6 +26,9 @@ from vnode.operators.indexing import with_batching_dims
 
 Atom = Var | Literal
 
+Made = tuple[int, int]
+"""A result of an equation: the number of the equation in a program, and of the result."""
+
 
 @dataclasses.dataclass(eq=False)
 class Program:

@@ -25,10 +25,9 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.late import Made
 from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
-from vnode.analysis.program import Program, message_about
+from vnode.analysis.program import Made, Program, message_about
 from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace

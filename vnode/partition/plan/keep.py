@@ -31,7 +31,8 @@ from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.again import Kept, stacked
 from vnode.analysis.away import is_movable
-from vnode.analysis.late import Late, Made
+from vnode.analysis.late import Late
+from vnode.analysis.program import Made
 from vnode.operators.cost import all_bytes
 from vnode.partition.cost.kernels import Kernel, Kernels, Target, kernels_of
 from vnode.partition.cost.time import Roofline

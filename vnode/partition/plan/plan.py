@@ -19,8 +19,8 @@ from jax.extend.core import Var
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.analysis.fingerprint import Fingerprint
-from vnode.analysis.late import Made
 from vnode.analysis.passes import Schedule
+from vnode.analysis.program import Made
 from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory

@@ -12,10 +12,11 @@ from typing import Any, cast
 
 import jax
 
-from vnode.analysis.again import Kept, Stacked, kept_for_later
+from vnode.analysis.again import Kept, kept_for_later
 from vnode.analysis.fingerprint import Fingerprint, Writer
-from vnode.analysis.late import Late, Made
+from vnode.analysis.late import Late
 from vnode.analysis.passes import Schedule
+from vnode.analysis.program import Made
 from vnode.errors import PartitionError
 from vnode.placement.leaves import shapes_of
 from vnode.placement.patterns import name_of
@@ -53,7 +54,7 @@ class Subject:
     donated: frozenset[int]
     carried: Mapping[int, int]
     examples: int
-    kept: Mapping[Stacked, Kept] = dataclasses.field(default_factory=dict)
+    kept: Mapping[Made, Kept] = dataclasses.field(default_factory=dict)
 
     @property
     def state(self) -> tuple[int, ...]:
