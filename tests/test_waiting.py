@@ -7,12 +7,6 @@ un-virtualized one, and the virtualized one whose sums all wait on devices.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vnode
-from benchmarks import tpu
 from tests.rounding import assert_same
 from vnode.operators import Monoid
 from vnode.runtime import waiting
@@ -123,42 +116,3 @@ def test_the_bits_of_a_step_stay(nodes):
         found = with_far(base, far).on(jax.devices()[:devices])(*args)
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), (devices, far)
-
-
-TAKEN = """
-import dataclasses, json
-import jax, jax.numpy as jnp
-import vnode
-from benchmarks import tpu
-from vnode.step.virtual import VirtualStep
-
-def step(w, x):
-    grads = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
-    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
-
-w = {"up": jax.ShapeDtypeStruct((2048, 8192), jnp.float32), "down": jax.ShapeDtypeStruct((8192, 2048), jnp.float32)}
-x = jax.ShapeDtypeStruct((16384, 2048), jnp.float32)
-base = vnode.virtualize(step, virtual_nodes=8, donate_argnums=0).on(tpu.topology("v5e:2x4")[:1])
-found = []
-for far in (0, 1):
-    options = dataclasses.replace(base.options, far=far)
-    made = VirtualStep(dataclasses.replace(base.spec, options=options), base.placement)
-    said = made.lower(w, x).compile().memory_analysis()
-    found.append((said.temp_size_in_bytes, said.host_temp_size_in_bytes))
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
-def test_tpus_hold_them_on_the_host():
-    env = {**os.environ, **tpu.ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", TAKEN], capture_output=True, text=True, cwd=Path(__file__).parents[1], env=env
-    )
-    assert done.returncode == 0, done.stderr
-    (without, none), (taken, host) = json.loads(done.stdout.splitlines()[-1])
-    gradient = 2 * 2048 * 8192 * 4
-    assert none == 0
-    assert gradient <= host <= 1.05 * gradient
-    assert taken <= without - 0.9 * gradient
