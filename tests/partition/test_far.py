@@ -6,6 +6,7 @@ on CPUs the host's memory is that of the devices.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -22,6 +23,10 @@ import pytest
 import vnode
 from benchmarks import tpu
 from vnode.partition import Machine, Plan, search
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.runtime import waiting
 
 ONE = Machine.gpus("P100", hosts=1, per_host=1)
 GRADIENT = 2 * 256 * 1024 * 4
@@ -75,6 +80,23 @@ def test_the_bits_stay(plans):
         found = step(step.put(arguments()[0]), arguments()[1])
         for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
+    """On two rows of four devices, with the state sharded over rows as well or not."""
+    monkeypatch.setattr(waiting, "LEAST", 1)
+    machine = Machine.gpus("P100", hosts=1, per_host=8)
+    subject = subject_of(on_nodes(train, NODES, {}), arguments())
+    on = OnMesh(subject, machine, {"vnode": 2, "model": 4}, "gpu", None)
+    (expert,) = on.megatron()
+    plan = plan_of(subject, on.over_rows(expert) if reduced else expert, machine, 2**34, {})
+    found = []
+    for far in (0, 1, 2):
+        step = dataclasses.replace(plan, far=far, _steps={}).step()
+        found.append(step(step.put(arguments()[0]), arguments()[1]))
+    for a, *others in zip(*map(jax.tree.leaves, found), strict=True):
+        assert all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for b in others)
 
 
 def test_a_plan_from_a_file_has_them_there_too(plans, tmp_path):
