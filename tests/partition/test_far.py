@@ -149,6 +149,6 @@ def test_on_tpus_the_same_bits_then_take_no_more_than_sums_in_any_order():
     for far, (planned, memory, taken, predicted, on_host, accepted) in enumerate(others, 1):
         assert planned == far and predicted == far * gradient
         assert accepted and predicted <= on_host <= 1.02 * predicted
-        assert plain[1] - memory == far * gradient
+        assert 0 < plain[1] - memory <= far * gradient  # less where a sum is predicted to be on the chip
         assert taken < plain[2]
     assert plain[2] > 1.1 * fast and others[-1][2] <= 1.05 * fast

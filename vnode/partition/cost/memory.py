@@ -268,7 +268,8 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
-    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip)
+    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
+    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
@@ -315,12 +316,14 @@ def on_the_chip(
     inside: Sequence[int],
     own: Collection[Var],
     room: int,
+    loops: Collection[int] = (),
 ) -> list[set[object]]:
     """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
 
     So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
     which room is taken. Arguments take room too: they are fetched while the kernel before runs. Of what is brought
-    back there from memory, memory keeps a copy, which counts.
+    back there from memory, memory keeps a copy, which counts. What is held while a loop runs is in memory: so it was in
+    compiled scans over layers.
 
     Args:
       moments: kernels in their order, and what is held while each runs.
@@ -328,6 +331,7 @@ def on_the_chip(
       inside: for each kernel, what it holds beside.
       own: what is where results belong, in memory.
       room: bytes on the chip.
+      loops: the places of those that are loops or branches: what is held while one runs is in memory.
 
     Returns:
       Variables, and numbers of kernels of which what they hold beside is on the chip.
@@ -346,7 +350,8 @@ def on_the_chip(
             spans[place, var] = [max(place - 1, 0), place, need]
     free = [room] * len(moments)
     for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
-        if need <= min(free[start : end + 1]):
+        passes = not isinstance(each, int) and any(start <= place <= end for place in loops)
+        if not passes and need <= min(free[start : end + 1]):
             for place in range(start, end + 1):
                 free[place] -= need
                 found[place].add(each)

@@ -60,21 +60,19 @@ class _Experts:
             "FSDP": self.assigned([examples] * len(axes), kept="cut"),
         }
         for model in [[axis] for axis in axes] + ([axes] if len(axes) > 1 else []):
-            units = list(self.units())
+            units = self.units()
             wishes = [units if axis in model else examples for axis in axes]
             found[f"Megatron over {', '.join(model)}"] = self.assigned(wishes, kept="open")
-        found["one weird trick"] = self.assigned(
-            [examples] * len(axes), kept="open", dense=list(self.units(dense=True))
-        )
+        found["one weird trick"] = self.assigned([examples] * len(axes), kept="open", dense=self.units(dense=True))
         return found
 
-    def units(self, dense: bool = False) -> set[Hashable]:
-        """The named dimensions that are columns of one product of weights and rows of the next.
+    def units(self, dense: bool = False) -> list[Hashable]:
+        """The named dimensions that are columns of one product of weights and rows of the next, in the program's order.
 
         Args:
           dense: only those of matrix products, no convolutions.
         """
-        cut: set[Hashable] = set()
+        cut: dict[Hashable, None] = {}  # the order of a set would be another in each process
         passing: set[Hashable] = set(self.examples)
         for number, node in enumerate(self.flat.nodes):
             d = node.description
@@ -94,11 +92,11 @@ class _Experts:
             columns.sort(
                 key=lambda f, sizes=d.sizes: sizes[f] % self.devices != 0
             )  # the major one that all devices divide
-            passing |= rows - cut
+            passing |= rows - cut.keys()
             free = [name(f) for f in columns if name(f) not in passing and d.sizes[f] > 1]
-            if not rows & cut and free and not cut.intersection(free):
-                cut.add(free[0])
-        return cut
+            if not rows & cut.keys() and free and not cut.keys() & free:
+                cut[free[0]] = None
+        return [*cut]
 
     def slides(self, number: int) -> bool:
         d = self.flat.nodes[number].description
