@@ -322,8 +322,8 @@ def on_the_chip(
 
     So goes XLA's assignment of memory spaces in the main: it weighs the accesses that become fast against the time for
     which room is taken. Arguments take room too: they are fetched while the kernel before runs. Of what is brought
-    back there from memory, memory keeps a copy, which counts. What is held while a loop runs is in memory: so it was in
-    compiled scans over layers.
+    back there from memory, memory keeps a copy, which counts. What is held while a loop runs is in memory, unless all
+    of that fits on the chip: so it was in compiled scans over layers.
 
     Args:
       moments: kernels in their order, and what is held while each runs.
@@ -331,7 +331,7 @@ def on_the_chip(
       inside: for each kernel, what it holds beside.
       own: what is where results belong, in memory.
       room: bytes on the chip.
-      loops: the places of those that are loops or branches: what is held while one runs is in memory.
+      loops: the places of those that are loops or branches: what is held while one runs is in memory, if not all fits.
 
     Returns:
       Variables, and numbers of kernels of which what they hold beside is on the chip.
@@ -348,9 +348,10 @@ def on_the_chip(
             spans[k] = [place, place, inside[k]]
         for var, need in fetched[place].items():
             spans[place, var] = [max(place - 1, 0), place, need]
+    crowded = [place for place in loops if sum(moments[place][1].values()) + inside[moments[place][0]] > room]
     free = [room] * len(moments)
     for each, (start, end, need) in sorted(spans.items(), key=lambda item: (item[1][1] - item[1][0], item[1][0])):
-        passes = not isinstance(each, int) and any(start <= place <= end for place in loops)
+        passes = not isinstance(each, int) and any(start <= place <= end for place in crowded)
         if not passes and need <= min(free[start : end + 1]):
             for place in range(start, end + 1):
                 free[place] -= need
