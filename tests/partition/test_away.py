@@ -10,11 +10,7 @@ import functools
 import importlib.util
 import itertools
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,7 +22,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
-from benchmarks import tpu
+from tests.ahead import said
 from tests.partition.test_again import arguments, train
 from tests.rounding import assert_same
 from vnode.analysis.again import kept_for_later
@@ -333,15 +329,7 @@ print(json.dumps(found))
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> None:
     """By the TPU compiler: what is kept, computed again, with beginnings on the host, and all on the host."""
-    done = subprocess.run(
-        [sys.executable, "-c", AHEAD, reduction],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = said(AHEAD, reduction)
     again, begun = found[-3:-1] if reduction == "fast" else found
     layers = 8 * 8192 * 512 * 4
     assert (

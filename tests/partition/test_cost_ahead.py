@@ -5,18 +5,13 @@ the compiler's own analysis of memory.
 """
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
 
-from benchmarks import tpu
+from tests.ahead import said
 
 pytestmark = pytest.mark.thorough
 
@@ -87,15 +82,7 @@ print(json.dumps(found))
 
 
 def test_the_compilers_estimates_and_memory() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = said(PROGRAM)
     source, seconds, again = found["product"]
     peak = 2 * 4096**3 / 197e12
     assert source == "compiler" and again == seconds and found["other"]

@@ -9,10 +9,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,7 +17,7 @@ import numpy as np
 import pytest
 
 import vnode
-from benchmarks import tpu
+from tests.ahead import said
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
@@ -139,12 +135,7 @@ print(json.dumps(found))
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 def test_on_tpus_the_same_bits_then_take_no_more_than_sums_in_any_order():
-    env = {**os.environ, **tpu.ENVIRONMENT}
-    done = subprocess.run(
-        [sys.executable, "-c", TAKEN], capture_output=True, text=True, cwd=Path(__file__).parents[2], env=env
-    )
-    assert done.returncode == 0, done.stderr
-    (fast, *_), plain, *others = json.loads(done.stdout.splitlines()[-1])
+    (fast, *_), plain, *others = said(TAKEN)
     gradient = 2 * 2048 * 8192 * 4
     for far, (planned, memory, taken, predicted, on_host, accepted) in enumerate(others, 1):
         assert planned == far and predicted == far * gradient

@@ -7,18 +7,13 @@ large library.
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
 
-from benchmarks import tpu
+from tests.ahead import said
 
 pytestmark = pytest.mark.thorough
 
@@ -52,15 +47,7 @@ WEIGHTS = 4 * 1024 * 4096 // 4
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 def test_megatrons_split_is_accepted_for_a_tpu(reduction: str) -> None:
     """Gradients over two rows, once; in each of four turns the activations of 512 examples over four devices."""
-    done = subprocess.run(
-        [sys.executable, "-c", ACCEPTED, reduction],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = said(ACCEPTED, reduction)
     assert found["accepted"] and abs(found["error"]) <= 0.1, found["said"]
     activations = 4 * (4 * 512 * 1024)
     if reduction == "fast":

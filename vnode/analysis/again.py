@@ -111,14 +111,7 @@ def computed_again(program: Program, chosen: Collection[Made]) -> Program:
         equations[k] = new
         for at in later:
             equations[at] = first.read_by(equations[at], begun)
-    return Program(
-        program.inputs,
-        program.constants,
-        equations,
-        program.outputs,
-        program.custom_derivatives,
-        program.reverse_only,
-    )
+    return program.with_equations(equations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -143,10 +136,7 @@ class Earlier:
 
     @staticmethod
     def of(eqn: JaxprEqn, gone: Sequence[int]) -> Earlier:
-        loop = region_of(eqn)
-        assert isinstance(loop, Loop)
-        (one,) = loop.bodies
-        body = inline(one.jaxpr, one.constants, eqn)
+        loop, body = opened(eqn)
         wanted = {atom for j in gone if isinstance(atom := body.outputs[j], Var)}
         needed = []
         for each in reversed(body.equations):
@@ -221,6 +211,14 @@ class Earlier:
         """Whether what is not kept needs an input of the body."""
         var = self.body.inputs[i]
         return any(var in each.invars for each in self.needed) or any(self.body.outputs[j] is var for j in self.gone)
+
+
+def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
+    """A loop of known length, and its body."""
+    loop = region_of(eqn)
+    assert isinstance(loop, Loop)
+    (one,) = loop.bodies
+    return loop, inline(one.jaxpr, one.constants, eqn)
 
 
 def beginnings(loop: Loop, body: Program) -> dict[int, int]:

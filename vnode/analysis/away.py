@@ -14,11 +14,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.again import kept_for_later, scan_of
-from vnode.analysis.program import Atom, Made, Program, inline
+from vnode.analysis.again import kept_for_later, opened, scan_of
+from vnode.analysis.program import Atom, Made, Program
 from vnode.errors import PartitionError
 from vnode.operators.aside import in_rows, in_space, move
-from vnode.operators.control import Loop, region_of
 from vnode.operators.spaces import HOST, can_be_away, on_host
 
 
@@ -63,10 +62,7 @@ def moved(program: Program, chosen: Collection[Made]) -> Program:
             equations[k] = eqn = fetching(eqn, away)
         if any(var in away for var in eqn.outvars):
             equations[k] = sending(eqn, away)
-    outputs = program.outputs
-    return Program(
-        program.inputs, program.constants, equations, outputs, program.custom_derivatives, program.reverse_only
-    )
+    return program.with_equations(equations)
 
 
 def sending(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
@@ -110,11 +106,3 @@ def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
     fetch(body.outputs, eqn)
     made = Program(inputs, body.constants, equations, body.outputs)
     return scan_of(eqn, loop, made, operands, len(loop.fixed), eqn.outvars)
-
-
-def opened(eqn: JaxprEqn) -> tuple[Loop, Program]:
-    """A loop of known length, and its body."""
-    loop = region_of(eqn)
-    assert isinstance(loop, Loop)
-    (one,) = loop.bodies
-    return loop, inline(one.jaxpr, one.constants, eqn)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from vnode.analysis.again import beginnings, computed_again
-from vnode.analysis.away import moved, opened
+from vnode.analysis.again import beginnings, computed_again, opened
+from vnode.analysis.away import moved
 from vnode.analysis.late import Late, computed_late
 from vnode.analysis.program import Made, Program
 from vnode.errors import PartitionError

@@ -54,6 +54,10 @@ class Program:
     _kinds: dict[Hashable, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
     _bodies: dict[int, tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
+    def with_equations(self, equations: list[JaxprEqn]) -> Program:
+        """A program of the same inputs and outputs that computes them otherwise."""
+        return Program(self.inputs, self.constants, equations, self.outputs, self.custom_derivatives, self.reverse_only)
+
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
         """The description of one of the program's equations, made once for all of its kind."""
         key = id(eqn)

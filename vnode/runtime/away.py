@@ -22,6 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from vnode.operators.spaces import DEVICE, on_host
+
 PIECE = 16 << 20
 """Bytes that are copied at a time, about: rows of at most so many."""
 
@@ -32,7 +34,7 @@ def is_away(value: Any) -> bool:
     >>> is_away(jnp.ones(3))
     False
     """
-    return getattr(jax.typeof(value), "memory_space", None) == jax.memory.Space.Host
+    return on_host(jax.typeof(value))
 
 
 def can_be_waited_for(value: Any) -> bool:
@@ -70,15 +72,15 @@ def element(value: Any) -> Any:
 def brought(value: Any, after: Any) -> Any:
     """The same on one device: its array of the value, in its memory."""
     if after is None or not jnp.issubdtype(value.dtype, jnp.number):
-        return jax.device_put(value, jax.memory.Space.Device)
+        return jax.device_put(value, DEVICE)
     first = element(after)
     dim, pieces = pieces_of(value.shape, value.dtype.itemsize)
     if pieces == 1:
-        return jax.device_put(lax.optimization_barrier((value, first))[0], jax.memory.Space.Device)
+        return jax.device_put(lax.optimization_barrier((value, first))[0], DEVICE)
     rows = value.shape[dim] // pieces
 
     def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
-        piece = jax.device_put(lax.dynamic_slice_in_dim(value, i * rows, rows, dim), jax.memory.Space.Device)
+        piece = jax.device_put(lax.dynamic_slice_in_dim(value, i * rows, rows, dim), DEVICE)
         return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
 
     return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))

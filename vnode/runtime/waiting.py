@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from vnode.operators.spaces import DEVICE, HOST
 from vnode.runtime.away import pieces_of
 from vnode.runtime.loops import PartialBlocks, Sum, loop_of_nodes, named_loop
 
@@ -80,7 +81,7 @@ class Place:
     def begun(self) -> Stack:
         """Room for what waits."""
         zero = jnp.zeros((), self.sum.dtype)
-        there = jax.device_put(zero, jax.memory.Space.Host)
+        there = jax.device_put(zero, HOST)
         far = [lax.broadcast(there, (self.far * self.pieces, *self.part))] if self.far else []
         return far, [lax.broadcast(zero, (self.near, *self.sum.shape))] if self.near else []
 
@@ -101,7 +102,7 @@ class Place:
 
         def send(turn: jax.Array, carry: Any) -> Any:
             (buffer,), turns = carry
-            there = jax.device_put(value.reshape(self.pieces, *self.part), jax.memory.Space.Host)
+            there = jax.device_put(value.reshape(self.pieces, *self.part), HOST)
             at = (height - 1 + turn + later) * self.pieces
             return [lax.dynamic_update_slice_in_dim(buffer, there, at, 0)], turns + 1
 
@@ -153,7 +154,7 @@ class Place:
 
         def one(i: jax.Array, value: jax.Array) -> jax.Array:
             part = lax.dynamic_index_in_dim(far, at * self.pieces + i, 0, keepdims=False)
-            part = jax.device_put(part, jax.memory.Space.Device)
+            part = jax.device_put(part, DEVICE)
             return lax.dynamic_update_index_in_dim(value, of(part, value[i]), i, 0)
 
         whole = value.reshape(self.pieces, *self.part)
