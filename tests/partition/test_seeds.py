@@ -12,6 +12,12 @@ import pytest
 PLANNED = """
 import json, tempfile
 from pathlib import Path
+
+from jax.extend.core import Var
+
+met = {}  # a variable is hashed by its address, often the same in two processes: here the seed decides about it as well
+Var.__hash__ = lambda var: hash(str(met.setdefault(id(var), (len(met), var))[0]))
+
 from benchmarks.partition_models.lstm import lstm
 from vnode.partition import Machine, search
 from vnode.partition.plan.candidates import OnMesh

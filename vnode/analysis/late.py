@@ -145,7 +145,7 @@ def readers_of(program: Program) -> dict[Var, list[int]]:
     """For each variable of a program the equations that read it, by number, in order."""
     found: dict[Var, list[int]] = {}
     for k, eqn in enumerate(program.equations):
-        for var in {atom for atom in eqn.invars if isinstance(atom, Var)}:
+        for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
             found.setdefault(var, []).append(k)
     return found
 

@@ -301,7 +301,8 @@ def _scattered(module: Module) -> dict[str, int]:
     """Sums in fusions of which only a slice is used: by name the bytes that are summed, without padding."""
     found = {}
     fusions = (each for instructions in module.computations.values() for each in instructions)
-    for name in {name for each in fusions if each.opcode == "fusion" for name in each.called().get("calls", ())}:
+    called = (name for each in fusions if each.opcode == "fusion" for name in each.called().get("calls", ()))
+    for name in dict.fromkeys(called):
         named = {each.name: each for each in module.computations[name]}
         for each in named.values():
             if each.opcode != "all-reduce":

@@ -282,7 +282,7 @@ class _Follower:
         """The equations that read a variable."""
         readers: dict[Var, list[JaxprEqn]] = {}
         for eqn in self.program.equations:
-            for var in {atom for atom in eqn.invars if isinstance(atom, Var)}:
+            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
                 readers.setdefault(var, []).append(eqn)
         return readers
 

@@ -213,18 +213,18 @@ class OnMesh:
         return experts(self.search, sorted(self.subject.batch), self.examples)
 
     @property
-    def examples(self) -> set[Hashable]:
-        """The named dimensions that count examples in what nodes compute."""
+    def examples(self) -> list[Hashable]:
+        """The named dimensions that count examples in what nodes compute, in the program's order."""
         at = {node.path: node for node in self.search.flat.nodes}
-        found: set[Hashable] = set()
+        found: dict[Hashable, None] = {}
         for each in self.row.flows(self.whole):
             dims = dict(zip(each.node.program.inputs[1:], each.node.examples, strict=False))
             for var, k, i in each.readers():
                 reader = at.get((*each.path, each.start + k))
                 atom = reader.eqn.invars[i] if reader is not None else None
                 if var in dims and isinstance(atom, Var):
-                    found.add(self.search.flat.named(atom, dims[var]))
-        return found
+                    found[self.search.flat.named(atom, dims[var])] = None
+        return [*found]
 
     def candidate(
         self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None, far: int = 0

@@ -245,7 +245,7 @@ class _Values:
         for kernel in kernels.kernels:
             if not self.is_late(kernel):
                 self.maker.update(dict.fromkeys(kernel.piece.writes, kernel))
-            for var in {*map(kernels.memory_of, kernel.piece.reads)}:
+            for var in dict.fromkeys(map(kernels.memory_of, kernel.piece.reads)):
                 self.readers.setdefault(var, []).append(kernel)
         held = [var for var in self.maker if var in late.varying and var not in without and self.beyond(var)]
         held.sort(key=kernels.nbytes)

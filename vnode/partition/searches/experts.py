@@ -45,7 +45,8 @@ class _Experts:
     def __init__(self, search: Search, batch: Sequence[int], examples: Collection[Hashable]) -> None:
         self.search, self.flat = search, search.flat
         inputs = search.program.inputs
-        self.examples = {self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape} | set(examples)
+        several = [*(self.flat.named(inputs[i], 0) for i in batch if inputs[i].aval.shape), *examples]
+        self.examples = dict.fromkeys(several)  # the order of a set would be another in each process
         self.given = set(inputs)
         self.devices = math.prod(search.axes.values())
         self.first: dict[int, int] = {}  # of each operator, a cluster or value that it stands for
@@ -72,7 +73,7 @@ class _Experts:
         Args:
           dense: only those of matrix products, no convolutions.
         """
-        cut: dict[Hashable, None] = {}  # the order of a set would be another in each process
+        cut: dict[Hashable, None] = {}
         passing: set[Hashable] = set(self.examples)
         for number, node in enumerate(self.flat.nodes):
             d = node.description
@@ -83,8 +84,9 @@ class _Experts:
             name = lambda f, number=number: self.flat.factor(number, f)  # noqa: E731
             several = [{f for dim in dims for f in dim} for dims in (*d.operands, d.results[0])]
             named = [{name(f) for f in each} for each in several]
-            weights = [k for k in range(2) if not named[k] & self.examples and named[1 - k] & self.examples]
-            if len(weights) != 1 or not named[2] & self.examples:
+            counts = [bool(each & self.examples.keys()) for each in named]
+            weights = [k for k in range(2) if not counts[k] and counts[1 - k]]
+            if len(weights) != 1 or not counts[2]:
                 continue
             own, other = several[weights[0]], several[1 - weights[0]]
             rows = {name(f) for f in own & other}
@@ -125,7 +127,7 @@ class _Experts:
             slides = any(self.slides(n) for n in cluster.nodes)
             own = wishes if slides or not dense else [[*dense, *each] for each in wishes]
             has = {name for each in cluster.dimensions for name in each}
-            if PIECES in has or (kept == "cut" and not has & self.examples):
+            if PIECES in has or (kept == "cut" and not has & self.examples.keys()):
                 open_.append(operator)
             chosen[operator] = self.closest(operator, cluster.dimensions, own)
         kept_ = [np.arange(n) if i in set(open_) else chosen[i : i + 1] for i, n in enumerate(problem.sizes)]
@@ -154,7 +156,7 @@ class _Experts:
             return None
         counted = [d for d in range(len(shape)) if self.flat.named(of.var, d) in self.examples]
         if counted:
-            over = {axis for axis, wish in zip(self.search.axes, wishes, strict=True) if self.examples & set(wish)}
+            over = {axis for axis, wish in zip(self.search.axes, wishes, strict=True) if self.examples.keys() & wish}
 
             def wished(k: int) -> tuple[bool, int]:
                 cut = of.layouts[k].cut_axes

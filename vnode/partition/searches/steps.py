@@ -310,23 +310,22 @@ class _Builder:
         none = replicated(len(getattr(node.eqn.outvars[result].aval, "shape", ())))
         return [s.made.get((position, result), none) for s in self.clusters[cluster].strategies]
 
-    def wanted(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[frozenset[Layout]]:
-        """In which layouts a value is read, for each strategy."""
-        return [
-            frozenset(s.wanted[key] for key in several if key in s.wanted) for s in self.clusters[cluster].strategies
-        ]
+    def wanted(self, cluster: int, several: Sequence[tuple[int, int]]) -> list[tuple[Layout, ...]]:
+        """In which layouts a value is read, for each strategy, each once and in the order of those who read it."""
+        strategies = self.clusters[cluster].strategies
+        return [tuple(dict.fromkeys(s.wanted[key] for key in several if key in s.wanted)) for s in strategies]
 
     def table(
-        self, starts: Sequence[Layout], ends: Sequence[Layout | frozenset[Layout]], var: Var, times: float
+        self, starts: Sequence[Layout], ends: Sequence[Layout | tuple[Layout, ...]], var: Var, times: float
     ) -> Array:
         """Seconds of moves from each of some layouts to each of others, float64 ``[starts, ends]``."""
         key = tuple(starts), tuple(ends), tuple(var.aval.shape), var.aval.dtype
         if key not in self.tables:
             first, second = dict.fromkeys(starts), dict.fromkeys(ends)
-            singles = dict.fromkeys(e for b in second for e in (b if isinstance(b, frozenset) else (b,)))
+            singles = dict.fromkeys(e for b in second for e in (b if isinstance(b, tuple) else (b,)))
             into = {e: np.array([self.strategies.move(a, e, var) for a in first]) for e in singles}
             none = np.zeros(len(first))
-            columns = [sum((into[e] for e in (b if isinstance(b, frozenset) else (b,))), none) for b in second]
+            columns = [sum((into[e] for e in (b if isinstance(b, tuple) else (b,))), none) for b in second]
             row = {x: i for i, x in enumerate(first)}
             column = {x: i for i, x in enumerate(second)}
             small = np.array(columns).T
