@@ -84,14 +84,18 @@ class Candidate:
     def with_host(self, machine: Machine, memory: float) -> Candidate | None:
         """The same with some of the state, or of what waits, on the host, as is fastest; None if nothing suffices."""
         made, most = self.farther or (None, 0)
-        several = [self, *(made(far=far) for far in range(1, most + 1) if made is not None)]
-        found: list[Candidate] = [each for each in several[1:] if each.figures.memory <= memory][:1]
-        for each in several:
+        found: list[Candidate] = []
+        for far in (0, *reversed(range(1, most + 1))):  # the fewer are there, the more is on the device
+            each = self if not far or made is None else made(far=far)
             slots = each.slots.fewest(each.figures, machine, memory)
             if slots is not None:
                 prediction = dataclasses.replace(each.prediction, figures=slots[1])
                 found.append(dataclasses.replace(each, host=slots[0], prediction=prediction))
-        return min(found, key=lambda each: each.figures.seconds, default=None)
+            if far and each.figures.memory <= memory:
+                found.append(each)
+            elif far and slots is None:
+                break
+        return min(found, key=lambda each: (each.figures.seconds, each.far), default=None)
 
     def all_on_host(self, machine: Machine) -> Figures:
         """What it takes with everything on the host that can be there."""
@@ -273,7 +277,7 @@ class OnMesh:
             gap,
             divisions,
             far=far,
-            farther=(functools.partial(self.candidate, name, flow, over_rows, gap), across.farthest),
+            farther=(functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap)), across.farthest),
         )
 
     def over_rows(self, candidate: Candidate) -> Candidate:
