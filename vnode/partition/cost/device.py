@@ -11,6 +11,7 @@ same operands, an exchange too, is computed once, as compilers do; and what they
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -160,5 +161,12 @@ def said(atom: Any) -> object:
 
 def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:
     """The programs of the bodies of a loop or branch; nothing for any other equation."""
+    return [] if region_of(eqn) is None else bodies_of_region(eqn)
+
+
+@functools.lru_cache(maxsize=8)
+def bodies_of_region(eqn: JaxprEqn) -> Sequence[Program]:
+    """The programs of the bodies of a loop or branch, the same for who asks for their time, and for their memory."""
     region = region_of(eqn)
-    return [] if region is None else [simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies]
+    assert region is not None
+    return tuple(simplified(inline(body.jaxpr, body.constants, eqn)) for body in region.bodies)

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence, Set
@@ -252,6 +253,7 @@ TAKES = {Shape.EACH: 3, Shape.SAME: 3, Shape.MOVED: 3, Shape.REDUCED: 2, Shape.C
 """What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 contractions too."""
 
 
+@functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
 def kernels_of(program: Program, target: Target) -> Kernels:
     """Takes equations together.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import OperatorDescription, describe, evaluate
+from vnode.operators import OperatorDescription, describe, evaluate, kind
 from vnode.operators.control import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.program_cost import equation_cost
+from vnode.operators.spaces import on_host
 from vnode.spmd.choice import Choice
 
 
@@ -129,10 +130,34 @@ def stable(value: Any) -> str:
     return repr(value)
 
 
+COSTS: dict[Hashable, Cost] = {}
+"""Of equations, by all that they depend on: layers, and the candidates of a search, have many that are alike."""
+
+MANY = 100_000
+"""Costs beyond which those that are known are forgotten."""
+
+
 def cost_of(eqn: JaxprEqn) -> Cost:
     """The cost of one equation, loops and branches included; of one without a description its bytes."""
     if region_of(eqn) is not None:
         return equation_cost(eqn)
+    of = kind(eqn)
+    if of is None:
+        return cost_of_one(eqn)
+    own: dict[Any, int] = {}
+    operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
+    there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
+    key = of, operands, there
+    found = COSTS.get(key)
+    if found is None:
+        if len(COSTS) >= MANY:
+            COSTS.clear()
+        found = COSTS[key] = cost_of_one(eqn)
+    return found
+
+
+def cost_of_one(eqn: JaxprEqn) -> Cost:
+    """The cost of an equation, no loop or branch, that nobody has asked for yet."""
     description = describe(eqn)
     if description is None:
         read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})

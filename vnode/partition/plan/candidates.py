@@ -37,6 +37,7 @@ from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow
+from vnode.step.collector import collector_paused
 
 BESIDE = "searched + branches"
 """What a candidate is called that has branches of what a node computes on devices of their own."""
@@ -122,6 +123,7 @@ class OnMesh:
       even: whether rows of different kinds have the same number of nodes all the same.
     """
 
+    @collector_paused()
     def __init__(
         self,
         subject: Subject,
@@ -200,6 +202,7 @@ class OnMesh:
         return follow(self.row.program, inputs, self.axes)
 
     @functools.cached_property
+    @collector_paused()
     def search(self) -> Search:
         """The program of a row as what is searched, without a limit of memory."""
         inputs = self.row.program.inputs
@@ -212,6 +215,7 @@ class OnMesh:
         return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, fixed=fixed)
 
     @functools.cached_property
+    @collector_paused()
     def by_experts(self) -> dict[str, Array]:
         """What experts would choose."""
         return experts(self.search, sorted(self.subject.batch), self.examples)
@@ -230,6 +234,7 @@ class OnMesh:
                     found[self.search.flat.named(atom, dims[var])] = None
         return [*found]
 
+    @collector_paused()
     def candidate(
         self, name: str, flow: Flow, over_rows: bool = False, gap: float | None = None, far: int = 0
     ) -> Candidate:
@@ -300,6 +305,7 @@ class OnMesh:
         names = [name for name in self.by_experts if name.startswith("Megatron")]
         return [self.candidate("Megatron-style", self.search.flow(self.by_experts[name])) for name in names[-1:]]
 
+    @collector_paused()
     def searched(self, memory: float, budget: float, gap: float) -> tuple[Candidate | None, bool]:
         """What the exact search finds within a memory limit, and whether Ctrl-C ended it.
 
