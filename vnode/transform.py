@@ -38,7 +38,7 @@ class StepOptions(TypedDict, total=False):
     coupling: str | Mapping[str, str]
     recompute_budget: float
     reduction: str
-    lanes: int | None
+    lanes: int | str | None
     accumulate_dtype: Any
     partition: str | Mapping[str, PartitionSpec]
     placement: Placement | None
@@ -86,7 +86,7 @@ def virtualize(
     coupling: str | Mapping[str, str] = "exact",
     recompute_budget: float = 0.5,
     reduction: str = "invariant",
-    lanes: int | None = None,
+    lanes: int | str | None = None,
     accumulate_dtype: Any = None,
     partition: str | Mapping[str, PartitionSpec] = "vnode",
     placement: Placement | None = None,
@@ -121,7 +121,8 @@ def virtualize(
         the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the
         number of nodes. With as many lanes as devices no sum waits on a device to be added to another, where by default
-        one or two do: the nodes of a lane are added one after another, and devices hold whole lanes.
+        one or two do: the nodes of a lane are added one after another, and devices hold whole lanes. ``"auto"``, with
+        ``virtual_nodes="auto"``: as many as there are devices, if the step does not fit with as many as nodes.
       accumulate_dtype: dtype of floating-point accumulators; by default the value's own, float32 for 16-bit values.
       partition: who divides a node's computation over axes of a mesh that nodes are not spread over, where the state is
         sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
@@ -208,7 +209,7 @@ def virtualize(
         coupling if isinstance(coupling, str) else dict(coupling),
         recompute_budget,
         reduction,
-        lane_count(lanes, None if auto else nodes),
+        None if lanes == "auto" and auto else lane_count(lanes, None if auto else nodes),
         None if accumulate_dtype is None else np.dtype(accumulate_dtype),
         automatic=partition == "xla",
         patterns=patterns,
@@ -216,7 +217,9 @@ def virtualize(
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
-        return AutoStep(VirtualStep(spec, None), placement, limit)
+        return AutoStep(
+            VirtualStep(spec, None), placement, limit, fewer_lanes=lanes == "auto" and reduction == "invariant"
+        )
     return VirtualStep(spec, placement)
 
 
@@ -265,6 +268,8 @@ def lane_count(lanes: Any, virtual_nodes: int | None) -> int | None:
     """
     if lanes is None:
         return None
+    if lanes == "auto":
+        raise ValueError("lanes='auto' is for virtual_nodes='auto', and for vnode.partition.search")
     whole = isinstance(lanes, int | np.integer) and not isinstance(lanes, bool)
     if not whole or not 1 <= lanes <= (virtual_nodes or lanes):
         most = "on" if virtual_nodes is None else f"to virtual_nodes={virtual_nodes}"

@@ -26,7 +26,6 @@ from vnode.errors import CheckpointError
 from vnode.placement.gone import check_there
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
-from vnode.step.virtual import with_nodes
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -253,5 +252,5 @@ def with_known_nodes(
     found = None if saved is None else saved.newest(saved.facts)
     known = None if found is None else found[1].get("step")
     if known is not None:
-        return with_nodes(step.pattern, known["virtual_nodes"], step.template)
+        return step.as_before(known["virtual_nodes"], known["nodes in a lane"])
     return step.chosen(state, load(options.start, step.template))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 
@@ -43,6 +44,7 @@ class Change:
       virtual_nodes: V.
       donated: the arguments that are given away besides those that are.
       fast: whether sums are formed in any order.
+      lanes: how many there are, if that is changed.
       doublings: of the devices.
     """
 
@@ -50,6 +52,7 @@ class Change:
     donated: tuple[int, ...] = ()
     fast: bool = False
     doublings: int = 0
+    lanes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,7 @@ class Tried:
         change, figures = self.change, self.figures
         parts = [f"virtual_nodes={change.virtual_nodes}"] if change.virtual_nodes != nodes else []
         parts += [f"donate_argnums={change.donated}"] if change.donated else []
+        parts += [f"lanes={change.lanes}"] if change.lanes else []
         parts += ['reduction="fast"'] if change.fast else []
         parts += [f"{devices * 2**change.doublings} devices"] if change.doublings else []
         takes = [size(figures.memory)]
@@ -142,10 +146,11 @@ class Remedies:
         return None
 
     def kind(self, change: Change) -> tuple[str, ...]:
-        """What a change changes: ``"donated"``, ``"nodes"``, ``"fast"``, ``"devices"``, or several of them."""
+        """What a change changes: ``"donated"``, ``"nodes"``, ``"lanes"``, ``"fast"``, ``"devices"``, or several."""
         changed = {
             "donated": change.donated,
             "nodes": change.virtual_nodes != self.nodes,
+            "lanes": change.lanes,
             "fast": change.fast,
             "devices": change.doublings,
         }
@@ -172,16 +177,22 @@ class Remedies:
             yield Change(self.nodes, donated=tuple(sorted(several)))
 
     def more_nodes(self) -> Iterator[Change]:
-        """Sums in any order, more nodes, and both; nothing where the state alone is too large."""
+        """Fewer lanes, sums in any order, more nodes, and both; nothing where the state alone is too large.
+
+        With as many lanes as devices the bits are the same on up to as many.
+        """
         if self.state > self.memory:
             return
-        waits = self.least.figures.pending > 0
-        if waits:
-            yield Change(self.nodes, fast=True)
-        for fast in (False, True) if waits else (False,):
+        before, devices = self.subject.step.options.lanes, len(self.machine.devices)
+        order: list[dict[str, Any]] = []
+        if self.least.figures.pending > 0:
+            order += [{"lanes": devices}] if (before or self.nodes) > devices else []
+            order += [{"fast": True}]
+        yield from (Change(self.nodes, **how) for how in order)
+        for how in ({}, *order):
             nodes = self.nodes
             while (nodes := 2 * nodes) <= self.subject.examples:
-                yield Change(nodes, fast=fast)
+                yield Change(nodes, **how)
 
     def more_devices(self) -> Iterator[Change]:
         """Twice as many, and so on, but not so few that their parts of the state alone are too large."""
@@ -231,7 +242,13 @@ class Remedies:
         step = self.subject.step
         reduction = "fast" if change.fast else step.options.reduction
         options = dataclasses.replace(
-            step.options, virtual_nodes=change.virtual_nodes, reduction=reduction, automatic=False, again=(), away=()
+            step.options,
+            virtual_nodes=change.virtual_nodes,
+            reduction=reduction,
+            lanes=change.lanes or step.options.lanes,
+            automatic=False,
+            again=(),
+            away=(),
         )
         donated = (*step.spec.donate_argnums, *change.donated)
         spec = dataclasses.replace(step.spec, options=options, donate_argnums=donated)

@@ -5,6 +5,7 @@ Knows candidates, budgets and memory limits. Must not know how one candidate is 
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import time
@@ -78,7 +79,8 @@ def search(
       budget: seconds after which it ends.
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default a roofline.
       progress: a bar; by default in notebooks and on terminals.
-      **options: of `vnode.virtualize`, if the step is not virtualized yet.
+      **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
+        fits with the state on the devices, otherwise as many as the machine has devices.
 
     Returns:
       The plan.
@@ -127,7 +129,9 @@ class _Search:
         options: dict[str, Any],
     ) -> None:
         self.given, self.args, self.machine, self.limit = step, args, machine, limit
-        self.until, self.budget, self.times, self.options = until, budget, times, options
+        self.until, self.budget, self.times = until, budget, times
+        self.fewer_lanes = options.get("lanes") == "auto"
+        self.options = {name: value for name, value in options.items() if not (name == "lanes" and self.fewer_lanes)}
         self.platform = platform_of(machine)
         self.shown: Any = None
         self.smallest: Candidate | None = None
@@ -145,7 +149,7 @@ class _Search:
         best: tuple[Subject, Candidate, list[Candidate]] | None = None
         while True:  # fewer nodes are fewer turns, each of more examples
             subject = subject_of(on_nodes(self.given, nodes, self.options), self.args)
-            for one, found in self.ways(subject):
+            for one, found in self.in_lanes(subject) if self.fewer_lanes else self.ways(subject):
                 chosen = fitting(found, self.limit)[:1]
                 if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
                     best = one, chosen[0], found
@@ -158,6 +162,19 @@ class _Search:
                 return self.made(*best)
             if over:
                 raise self.nothing_fits(subject)
+
+    def in_lanes(self, subject: Subject) -> Ways[None]:
+        """A step with as many lanes as nodes; where that does not fit, the ways of that with as many as devices."""
+        devices = len(self.machine.devices)
+        if subject.virtual_nodes > devices and subject.step.options.reduction == "invariant":
+            found = self.candidates(subject)
+            yield subject, found
+            if any(not each.uses_host for each in fitting(found, self.limit)):
+                return
+            options = dataclasses.replace(subject.step.options, lanes=devices)
+            step = VirtualStep(dataclasses.replace(subject.step.spec, options=options), None)
+            subject = subject_of(step, self.args)
+        yield from self.ways(subject)
 
     def ways(self, subject: Subject) -> Ways[None]:
         """A step with its candidates; where none fits with its state on the devices, also the step that keeps less.
@@ -392,6 +409,8 @@ class _Search:
                 help_.append(f"the state given away, donate_argnums: about {size(min(kept.state, kept.results))} less")
             if ("nodes",) in untried:
                 help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
+            if ("lanes",) in untried:
+                help_.append(f"fewer lanes, lanes={devices}: about {size(kept.pending)} less")
             if ("fast",) in untried:
                 help_.append(f'sums in any order, reduction="fast": about {size(kept.pending)} less')
             if ("devices",) in untried and kept.state > 0:

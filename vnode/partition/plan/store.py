@@ -30,10 +30,16 @@ from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
+from vnode.step.pipeline import Options
+from vnode.step.virtual import VirtualStep
+from vnode.transform import lane_count
 
 FORMAT = "vnode plan"
-VERSION = 3
-"""Of the file: 2 knew nothing of what loops keep on the host."""
+VERSION = 4
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 nothing of options."""
+
+WITH_OPTIONS = 4
+"""The first version that says which options the step had."""
 
 PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
@@ -54,6 +60,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
         "memory": plan.memory,
         "virtual_nodes": plan.virtual_nodes,
+        "options": said(plan.pattern.options),
         "name": plan.name,
         "mesh": dict(plan.mesh),
         "counts": list(plan.counts),
@@ -75,6 +82,16 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         beside.replace(target)
     finally:
         beside.unlink(missing_ok=True)
+
+
+def said(options: Options) -> dict[str, Any]:
+    """The options of a step that decide about its results, and about what it takes."""
+    return {
+        "reduction": options.reduction,
+        "lanes": options.lanes,
+        "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
+        "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
+    }
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
@@ -103,6 +120,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
         fingerprint = Fingerprint.from_json(content["step"])
         nodes = int(content["virtual_nodes"])
+        before = content["options"] if content["version"] >= WITH_OPTIONS else None
+        lanes = None if before is None else lane_count(before["lanes"], nodes)
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
             raise ValueError(f"mesh: {mesh}")
@@ -129,11 +148,16 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         if not 0 <= far <= nodes:
             raise ValueError(f"far: {far} sums cannot wait for others")
         memory, name = int(content["memory"]), str(content["name"])
+    if options.get("lanes") in (None, "auto") and not isinstance(step, VirtualStep):
+        options = {**options, "lanes": lanes}
     step = on_nodes(step, nodes, options)
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
     if step.options.virtual_nodes != nodes:
         facts = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"]
+    elif before is not None:
+        now = said(step.options)
+        facts += [f"{name} then: {before.get(name)}, now: {now[name]}" for name in now if before.get(name) != now[name]]
     if facts:
         raise PartitionError(
             layout_message(

@@ -18,7 +18,7 @@ from vnode.placement.exchange import everywhere, put
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import device_memory, planned, reported
-from vnode.plan.nodes.search import Need, NodeSearch, search
+from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, with_nodes
@@ -26,7 +26,7 @@ from vnode.step.virtual import VirtualStep, with_nodes
 REMEDIES = (
     "give activations away: jax.checkpoint (remat) around the layers",
     "donate the state, donate_argnums=0, so that it is there once",
-    'fewer pending sums on a device: lanes=number of devices, or reduction="fast"',
+    'fewer pending sums on a device: lanes="auto", or reduction="fast"',
     "shard the state over the devices (ZeRO), or over another axis of a mesh",
     "more devices: each then holds fewer examples, and fewer sums over nodes",
 )
@@ -66,11 +66,13 @@ class AutoStep(Step[P, R]):
         template: Placement | None,
         memory: int | None,
         choice: Choice | None = None,
+        fewer_lanes: bool = False,
     ) -> None:
         functools.update_wrapper(self, pattern.spec.fun)
         self.pattern = pattern
         self._template = template
         self._memory = memory
+        self._fewer_lanes = fewer_lanes
         self._choice = choice or Choice()
         self._step: Any = None
 
@@ -124,7 +126,7 @@ class AutoStep(Step[P, R]):
             devices = device_list(devices)
             size = sum(counts) if counts is not None else max(len(devices), 1)
             template = Placement(size, devices, counts=counts, axis=self.template.axis)
-        return AutoStep(self.pattern, template, self._memory, self._choice)
+        return AutoStep(self.pattern, template, self._memory, self._choice, self._fewer_lanes)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in the background; see `VirtualStep.prepare`. Chooses V at once.
@@ -167,6 +169,17 @@ class AutoStep(Step[P, R]):
         """The `VirtualStep` on the number of nodes that is chosen; chooses it for these arguments where none is."""
         return self._chosen(args, kwargs)
 
+    def as_before(self, virtual_nodes: int, lane: int) -> VirtualStep[P, R]:
+        """The step as it was chosen before, on the devices of now.
+
+        Args:
+          virtual_nodes: V, as it was chosen.
+          lane: nodes in a lane then; taken over if lanes are chosen, too.
+        """
+        chosen = self._fewer_lanes and lane > 1
+        lanes = -(-virtual_nodes // lane) if chosen else self.pattern.options.lanes
+        return with_nodes(in_fewer_lanes(self.pattern, lanes), virtual_nodes, self.template)
+
     def _or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments; where there are none, the shapes of those for which the step was compiled last."""
         return (self._choice.step or self.pattern).or_last(args, kwargs)
@@ -205,7 +218,8 @@ class AutoStep(Step[P, R]):
                         )
                     )
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
-                found, step = search(self.pattern, self.template, self._limit(), shapes, named, settled)
+                limit, fewer = self._limit(), self._fewer_lanes
+                found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
                 if step is None:
                     raise MemoryLimitError(
                         layout_message(
@@ -216,7 +230,7 @@ class AutoStep(Step[P, R]):
                     )
                 choice.search, choice.step = found, step
         nodes = choice.step.placement.virtual_nodes
-        self._step = choice.step.on(with_nodes(self.pattern, nodes, self.template).placement)
+        self._step = choice.step.on(with_nodes(choice.step, nodes, self.template).placement)
         return self._step
 
     def _limit(self) -> int:

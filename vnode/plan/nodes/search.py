@@ -1,4 +1,4 @@
-"""The smallest number of virtual nodes whose program fits in memory.
+"""The smallest number of virtual nodes whose program fits in memory, with fewer lanes if these may be fewer.
 
 Knows how to ask a step for its compiled program at a number of nodes. Must not know jaxprs, or what a device holds.
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from vnode.placement.placement import Placement
 from vnode.plan.nodes.memory import program_memory, refusal
-from vnode.show.units import size
+from vnode.show.units import several, size
 from vnode.step.virtual import VirtualStep, with_nodes
 
 
@@ -28,6 +28,7 @@ class Trial:
       node_size: examples of a node.
       bytes: what the program needs on each device; None where the compiler refused it and did not say.
       fits: whether it is within the limit.
+      lanes: how many there are; None: as many as nodes.
     """
 
     virtual_nodes: int
@@ -35,6 +36,7 @@ class Trial:
     node_size: int
     bytes: int | None
     fits: bool
+    lanes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -59,6 +61,7 @@ class NodeSearch:
             f"{t.virtual_nodes:>8}  {t.waves:>6}  {t.node_size:>8}  {'?' if t.bytes is None else size(t.bytes, 2):>10}"
             + ("" if not t.fits else "  chosen" if t.virtual_nodes == self.chosen else "  fits")
             + ("" if t.fits else "  too much")
+            + in_lanes(t.lanes)
             for t in sorted(self.trials, key=lambda t: t.virtual_nodes)
         )
 
@@ -66,7 +69,10 @@ class NodeSearch:
     def verdict(self) -> str:
         """The outcome in a few words."""
         limit = f"in the {size(self.limit, 2)} of a device"
-        return f"no V fits {limit}" if self.chosen is None else f"V = {self.chosen}, the smallest that fits {limit}"
+        if self.chosen is None:
+            return f"no V fits {limit}"
+        lanes = next((t.lanes for t in self.trials if t.fits and t.virtual_nodes == self.chosen), None)
+        return f"V = {self.chosen}{in_lanes(lanes)}, the smallest that fits {limit}"
 
     @property
     def floor(self) -> str:
@@ -79,6 +85,15 @@ class NodeSearch:
 
     def __repr__(self) -> str:
         return f"NodeSearch({self.verdict}; {len(self.trials)} tried)"
+
+
+def in_lanes(lanes: int | None) -> str:
+    """So many lanes, after something else; nothing where there are as many as nodes.
+
+    >>> in_lanes(4), in_lanes(1), in_lanes(None)
+    (' in 4 lanes', ' in 1 lane', '')
+    """
+    return "" if lanes is None else f" in {several(lanes, 'lane')}"
 
 
 def candidates(batch: int, unit: int, least: int = 1) -> list[int]:
@@ -194,6 +209,7 @@ def search(
     args: Sequence[Any],
     kwargs: dict[str, Any],
     settle: Callable[[Need], Need] = as_found,
+    fewer_lanes: bool = False,
 ) -> tuple[NodeSearch, Any]:
     """Finds the smallest number of nodes of a step that fits.
 
@@ -204,6 +220,8 @@ def search(
       args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
       kwargs: keyword arguments of the step.
       settle: makes one answer of those that several processes find, for which the search must go the same way.
+      fewer_lanes: whether a number of nodes that does not fit is tried with as many lanes as there are devices, too:
+        then no sum waits for another on a device.
 
     Returns:
       The search, and the step on the number found, with its compiled program; None if there is none.
@@ -214,15 +232,23 @@ def search(
     fitting: dict[int, Any] = {}
 
     def measure(index: int) -> Trial:
-        here = with_nodes(step, numbers[index], template)
-        trials.append(trial(here, batch, limit, args, kwargs, settle))
-        if trials[-1].fits:
-            fitting[index] = here
+        for lanes in [step.options.lanes, *([template.size] if fewer_lanes and numbers[index] > template.size else [])]:
+            here = with_nodes(in_fewer_lanes(step, lanes), numbers[index], template)
+            trials.append(trial(here, batch, limit, args, kwargs, settle))
+            if trials[-1].fits:
+                fitting[index] = here
+                break
         return trials[-1]
 
     index = smallest(len(numbers), measure)
     found = None if index is None else fitting[index]
     return NodeSearch(limit, tuple(trials), None if index is None else numbers[index]), found
+
+
+def in_fewer_lanes(step: VirtualStep, lanes: int | None) -> VirtualStep:
+    """A step whose nodes are in so many lanes."""
+    options = dataclasses.replace(step.options, lanes=lanes)
+    return VirtualStep(dataclasses.replace(step.spec, options=options), None)
 
 
 def trial(
@@ -245,4 +271,5 @@ def trial(
     refused, needed = settle((refused, needed))
     node_size = -(-batch // placement.virtual_nodes)
     fits = not refused and needed is not None and needed <= limit
-    return Trial(placement.virtual_nodes, placement.waves, node_size, needed, fits)
+    lanes = step.options.lanes
+    return Trial(placement.virtual_nodes, placement.waves, node_size, needed, fits, lanes)
