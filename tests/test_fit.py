@@ -193,6 +193,49 @@ def test_lanes_are_the_fewest_nodes() -> None:
     assert step.placement.virtual_nodes == 4
 
 
+def broad(w: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], jax.Array]:
+    """A step whose gradients are much larger than its activations."""
+
+    def mean(w: dict[str, jax.Array]) -> jax.Array:
+        return jnp.mean(jnp.tanh(jnp.tanh(x @ w["up"]) @ w["down"]) ** 2)
+
+    loss, slopes = jax.value_and_grad(mean)(w)
+    return jax.tree.map(lambda w, slope: w - 0.1 * slope, w, slopes), loss
+
+
+def test_lanes_become_fewer_where_that_is_enough() -> None:
+    """With eight nodes one sum waits on each of two devices; of two lanes none does."""
+    devices, random = jax.devices()[:2], np.random.default_rng(0)
+    weights = {
+        "up": random.standard_normal((64, 512), np.float32),
+        "down": random.standard_normal((512, 64), np.float32),
+    }
+    args = weights, random.standard_normal((16, 64), np.float32)
+    placement, limit = vnode.Placement(8, devices), 1000 * 1024
+
+    def needs(nodes: int, lanes: int | None) -> int:
+        found = vnode.virtualize(broad, virtual_nodes=nodes, lanes=lanes).on(devices).lower(*args).compile()
+        memory = found.memory_analysis()
+        return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+    assert needs(8, None) > limit >= max(needs(8, 2), needs(16, None))
+    options: dict[str, Any] = {"virtual_nodes": "auto", "memory": limit, "placement": placement}
+    fixed, step = (vnode.virtualize(broad, **options, lanes=lanes).chosen(*args) for lanes in (None, "auto"))
+    assert (fixed.options.virtual_nodes, fixed.options.lanes) == (16, None)
+    assert (step.options.virtual_nodes, step.options.lanes) == (8, 2)
+    ample = vnode.virtualize(broad, **{**options, "memory": "1GiB"}, lanes="auto").chosen(*args)
+    assert (ample.options.virtual_nodes, ample.options.lanes) == (8, None)
+    assert_same(step(*args), broad, *args)
+    same = vnode.virtualize(broad, virtual_nodes=8, lanes=2)
+    for other in (step.on(devices[:1]), same.on(devices)):
+        jax.tree.map(np.testing.assert_array_equal, step(*args), other(*args))
+    with pytest.raises(vnode.PlacementError, match="lane"):
+        step.on(jax.devices()[:4], counts=[2, 2, 2, 2])
+    automatic_ = vnode.virtualize(broad, **options, lanes="auto")
+    automatic_(*args)
+    assert automatic_.search is not None and automatic_.search.verdict.startswith("V = 8 in 2 lanes, the smallest")
+
+
 def test_prepare_chooses() -> None:
     step = automatic("1GiB", light)
     with pytest.raises(vnode.BatchError, match="call the step once before"):
@@ -286,6 +329,8 @@ def test_no_placement_before_there_is_a_number() -> None:
         ({"virtual_nodes": "auto", "memory": -1}, ValueError, "not -1"),
         ({"virtual_nodes": "auto", "memory": True}, ValueError, "not True"),
         ({"virtual_nodes": "auto", "lanes": 0}, ValueError, "not 0"),
+        ({"virtual_nodes": 4, "lanes": "auto"}, ValueError, "lanes='auto' is for virtual_nodes='auto'"),
+        ({"virtual_nodes": "auto", "lanes": "few"}, ValueError, "not 'few'"),
         ({"virtual_nodes": "auto", "coupling": "exactly"}, ValueError, "'exactly'"),
     ],
 )

@@ -324,6 +324,16 @@ def test_number_of_nodes_is_that_of_the_checkpoint(tmp_path: Path) -> None:
     resumed(tmp_path, mean_step(virtual_nodes=4), steps=5)
 
 
+def test_lanes_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    """With lanes="auto", too; who asks for others is refused."""
+    auto = functools.partial(vnode.virtualize, SMALL.__wrapped__, virtual_nodes="auto", memory="1GiB")
+    resumed(tmp_path, mean_step(virtual_nodes=4, lanes=2), steps=2)
+    resumed(tmp_path, auto(lanes="auto"), steps=4)
+    resumed(tmp_path, mean_step(virtual_nodes=4, lanes=2), steps=5)
+    with pytest.raises(CheckpointError, match="lane"):
+        resumed(tmp_path, auto(), steps=6)
+
+
 def test_the_copy_on_the_host_is_saved_when_no_device_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last copy becomes a checkpoint, by way of the CPU, from which another run goes on.
 

@@ -56,22 +56,25 @@ class Case:
       memory: bytes that a device may hold.
       remedy: what should help: names of what is changed.
       donated: whether the state is given away.
+      nodes: V.
     """
 
     args: Any
     memory: int
     remedy: set[str]
     donated: bool = True
+    nodes: int = 8
 
 
 CASES = {
     "large activations": Case(arguments(16, 512), 230 * 1024, {"virtual_nodes"}),
     "a state that is kept": Case(arguments(64, 512, 32), 620 * 1024, {"donate_argnums"}, donated=False),
+    "several sums that wait": Case(arguments(16, 512, 64), 170 * 1024, {"lanes"}, nodes=16),
     "sums that wait": Case(arguments(64, 512, 32), 600 * 1024, {"reduction"}),
-    "activations and sums": Case(arguments(16, 512), 200 * 1024, {"virtual_nodes", "reduction"}),
+    "activations and sums": Case(arguments(16, 512), 200 * 1024, {"virtual_nodes", "lanes"}),
     "a large state": Case(arguments(128, 512, 32), 740 * 1024, {"devices"}),
 }
-NODES, DEVICES = 8, 2
+DEVICES = 2
 
 
 def machine_of(devices: int) -> Machine:
@@ -80,7 +83,12 @@ def machine_of(devices: int) -> Machine:
 
 def tried(case: Case, devices: int = DEVICES, **changed: Any) -> Any:
     """A search with a change."""
-    options = {"virtual_nodes": NODES, "donate_argnums": (0,) if case.donated else (), "memory": case.memory, **changed}
+    options = {
+        "virtual_nodes": case.nodes,
+        "donate_argnums": (0,) if case.donated else (),
+        "memory": case.memory,
+        **changed,
+    }
     return search(step, case.args, machine_of(devices), **options)
 
 
@@ -115,10 +123,10 @@ def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pyt
     assert fits(case, **change)
     monkeypatch.setattr(SEARCH, "MORE", 0.0)  # other searches are to say only whether something fits
     examples = case.args[1].shape[0]
-    nodes = [n for n in (2 * NODES, 4 * NODES, 8 * NODES, 16 * NODES, 32 * NODES) if n <= examples]
-    cheaper: list[dict[str, Any]] = [{"donate_argnums": (0,)}, {"reduction": "fast"}]
-    cheaper += [{"virtual_nodes": n} for n in nodes]
-    cheaper += [{"reduction": "fast", "virtual_nodes": n} for n in nodes]
+    nodes = [n for n in (case.nodes * 2**k for k in range(1, 6)) if n <= examples]
+    orders: list[dict[str, Any]] = [{"lanes": DEVICES}, {"reduction": "fast"}]
+    cheaper: list[dict[str, Any]] = [{"donate_argnums": (0,)}, *orders]
+    cheaper += [{"virtual_nodes": n, **each} for each in ({}, *orders) for n in nodes]
     cheaper += [{"devices": n} for n in (2 * DEVICES, 4 * DEVICES, 8 * DEVICES)]
     for each in cheaper[: cheaper.index(change)]:
         assert not fits(case, **each), each

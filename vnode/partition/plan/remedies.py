@@ -186,7 +186,7 @@ class Remedies:
         before, devices = self.subject.step.options.lanes, len(self.machine.devices)
         order: list[dict[str, Any]] = []
         if self.least.figures.pending > 0:
-            order += [{"lanes": devices}] if (before or self.nodes) > devices else []
+            order += [{"lanes": devices}] if (before or self.nodes) > devices > 1 else []
             order += [{"fast": True}]
         yield from (Change(self.nodes, **how) for how in order)
         for how in ({}, *order):
