@@ -21,7 +21,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.partition import possible
@@ -253,13 +253,15 @@ def test_as_few_nodes_as_fit() -> None:
 
 
 @pytest.mark.quickly
-@pytest.mark.parametrize("around", ["mesh", "leaks", "nans"])
+@pytest.mark.parametrize("around", ["mesh", "explicit mesh", "leaks", "nans", "no jit"])
 def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
     step, args = example("mlp")
     contexts = {
-        "mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"))),
+        "mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)),
+        "explicit mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)),
         "leaks": jax.checking_leaks,
         "nans": lambda: jax.debug_nans(True),
+        "no jit": jax.disable_jit,
     }
     with contexts[around]():
         plan = search(step, args, V5E, virtual_nodes=4, budget=1, donate_argnums=0)
@@ -267,6 +269,27 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
         got = made(made.put(jax.tree.map(jnp.copy, args[0])), args[1])
         assert "mesh" in str(plan.explain())
     assert_same(got, step, *args)
+
+
+@pytest.mark.parametrize("around", ["explicit mesh", "no jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_from_a_file_is_the_same_within_what_a_caller_sets(name: str, around: str, tmp_path: Path) -> None:
+    """Within a mesh of explicit axes jax writes changes of sharding into derivatives; without jit it opens loops."""
+    step, (state, batch) = example(name)
+    plan = planned(name, {"vnode": 2, "model": 4}, 5)
+    plan.save(tmp_path / "plan.json")
+    outside = plan.step()(state, batch)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh) if around == "explicit mesh" else jax.disable_jit():
+        if around == "explicit mesh":
+            batch = jax.device_put(batch, PartitionSpec("a"))  # the types of examples and weights name axes
+            state = jax.device_put(state, PartitionSpec())
+        again = Plan.load(tmp_path / "plan.json", step, (state, batch))
+        made = again.step()
+        got = made(made.put(state), batch)
+        assert again.explain().report.accumulated == plan.explain().report.accumulated
+    for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.quickly
@@ -393,6 +416,37 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     path.write_text(path.read_text()[:-20])
     with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
         Plan.load(path, step, args)
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    step, args = example("mlp")
+    plan = search(step, args, V5E, virtual_nodes=8)
+    path = tmp_path / "missing" / "some.json"
+    assert plan.timeline is not None
+    writes = {
+        plan.save: vnode.PartitionError,
+        V5E.save: vnode.MachineError,
+        plan.timeline.chrome_trace: vnode.VnodeError,
+    }
+    for write, error in writes.items():
+        with pytest.raises(error, match=r"(?s)missing/some\.json' cannot be written.*No such file.*make the folder"):
+            write(path)
+        with pytest.raises(error, match=r"(?s)cannot be written.*Is a directory.*name a file"):
+            write(tmp_path)
+    reads = {Machine.load: vnode.MachineError, lambda path: Plan.load(path, step, args): vnode.PartitionError}
+    for read, error in reads.items():
+        with pytest.raises(error, match=r"(?s)some\.json' cannot be read.*No such file"):
+            read(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_written_whole_and_links_stay_links(tmp_path: Path) -> None:
+    target, link = tmp_path / "machine.json", tmp_path / "link.json"
+    target.write_text("before")
+    link.symlink_to(target)
+    V5E.save(link)
+    assert link.is_symlink() and Machine.load(target) == Machine.load(link) == V5E
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "machine.json"]
 
 
 def test_wrong_use_reads_well() -> None:

@@ -31,6 +31,7 @@ from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
 from vnode.partition.simulator import Timeline
+from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import refusal
@@ -157,6 +158,7 @@ class Plan(Drawn):
         made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
         return self._steps.setdefault(tuple(found), made)
 
+    @with_jit
     def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
         """Compiles the step as planned, without running it, and compares what the compiler made of it with the plan.
 
@@ -224,7 +226,14 @@ class Plan(Drawn):
         return layout_message("the compiler refuses the planned step: it does not fit.", facts=facts, remedies=remedies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file, as JSON; `Plan.load` reads it."""
+        """Writes the plan to a file, as JSON; `Plan.load` reads it.
+
+        Args:
+          path: of the file; what was there before stays until the whole is written.
+
+        Raises:
+          PartitionError: it cannot be written there.
+        """
         from vnode.partition.plan.store import write
 
         write(self, path)
@@ -243,12 +252,13 @@ class Plan(Drawn):
           The plan.
 
         Raises:
-          PartitionError: the file is damaged, or the step is another.
+          PartitionError: the file is not there, or damaged, or the step is another.
         """
         from vnode.partition.plan.store import read
 
         return read(path, step, args, options)
 
+    @with_jit
     def explain(self) -> Explanation:
         """Says what becomes of the step, and how the plan divides it; no devices are needed.
 

@@ -21,6 +21,7 @@ from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.placement.context import with_jit
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -48,6 +49,7 @@ Ways = Generator[tuple[Subject, list[Candidate]], None, T]
 """Steps with their candidates, and what comes of them."""
 
 
+@with_jit
 def search(
     step: Callable[..., Any],
     args: Sequence[Any],

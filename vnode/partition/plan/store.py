@@ -14,11 +14,11 @@ import dataclasses
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
 from vnode.partition.accept import Exchange
@@ -29,6 +29,7 @@ from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+from vnode.placement.context import with_jit
 from vnode.spmd.record import RecordedFlow
 
 FORMAT = "vnode plan"
@@ -39,12 +40,18 @@ PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
 
 
+WRITTEN = "plans are written by plan.save(path)"
+
+
 def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     """Writes a plan; what was there before stays until the whole is written.
 
     Args:
       plan: the plan.
       path: of the file.
+
+    Raises:
+      PartitionError: it cannot be written.
     """
     prediction = plan.prediction
     content = {
@@ -68,13 +75,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "again": [list(each) for each in plan.again],
         "away": [list(each) for each in plan.away],
     }
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(content, separators=(",", ":")))
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    files.write(path, json.dumps(content, separators=(",", ":")), PartitionError)
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
@@ -93,10 +94,12 @@ def prediction_of(content: Mapping[str, Any]) -> Prediction:
     return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
 
 
+@with_jit
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
+    text = files.read(path, PartitionError, [WRITTEN])
     with damaged(path):
-        content = json.loads(Path(path).read_text())
+        content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
         if content.get("version") not in range(1, VERSION + 1):
@@ -185,6 +188,6 @@ def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
             layout_message(
                 f"the plan in {os.fspath(path)} cannot be read.",
                 facts=[said or type(error).__name__],
-                remedies=["plans are written by plan.save(path)"],
+                remedies=[WRITTEN],
             )
         ) from error
