@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import numpy as np
@@ -125,7 +125,7 @@ class Plan(Drawn):
           A `VirtualStep`; its ``put`` places a state as planned. Asked again for the same devices, it is the same one.
 
         Raises:
-          PlacementError: there are not as many devices as the machine has.
+          PlacementError: there are not as many devices as the machine has, or one is named twice.
         """
         found = device_list(devices)
         known = self._steps.get(tuple(found))
@@ -143,6 +143,8 @@ class Plan(Drawn):
                     ],
                 )
             )
+        if len(set(found)) < wanted:
+            raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
         order = self.machine.mesh(self.mesh).devices
         mesh = Mesh(np.array(found, dtype=object)[order], tuple(self.mesh))
         options = dataclasses.replace(
@@ -180,6 +182,8 @@ class Plan(Drawn):
           PartitionError: nothing is predicted: an earlier version wrote the plan's file.
           ProfileError: the compiler does not say what the program takes.
         """
+        if isinstance(tolerance, str) or not isinstance(tolerance, SupportsFloat) or not tolerance >= 0:
+            raise PartitionError(f"tolerance: expected a share such as {TOLERANCE}, not {tolerance!r}")
         step, figures, prediction = self.step(devices), self.figures, self._predicted()
         try:
             compiled = step.executor.compile_for(self.args, {})

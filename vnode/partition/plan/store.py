@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,8 +34,11 @@ from vnode.placement.context import with_jit
 from vnode.spmd.record import RecordedFlow
 
 FORMAT = "vnode plan"
-VERSION = 3
-"""Of the file: 2 knew nothing of what loops keep on the host."""
+VERSION = 4
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 had no checksum."""
+
+CHECKED = 4
+"""The first version whose files say by a checksum whether they are as they were written."""
 
 PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
@@ -75,7 +79,14 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "again": [list(each) for each in plan.again],
         "away": [list(each) for each in plan.away],
     }
+    content["checksum"] = checksum(content)
     files.write(path, json.dumps(content, separators=(",", ":")), PartitionError)
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """What tells a plan's content from any other: a layout that was changed could still be one, of other values."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
@@ -104,6 +115,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             raise ValueError(f"it is no {FORMAT}")
         if content.get("version") not in range(1, VERSION + 1):
             raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
+        if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
+            raise ValueError("it is not as it was written: its checksum is another")
         fingerprint = Fingerprint.from_json(content["step"])
         nodes = int(content["virtual_nodes"])
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
@@ -182,7 +195,17 @@ def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, MachineError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        MachineError,
+    ) as error:
         said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise PartitionError(
             layout_message(
