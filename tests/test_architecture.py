@@ -17,6 +17,7 @@ PACKAGE = ROOT / "vnode"
 
 ROOMS = {
     "errors": "",
+    "files": "errors",
     "threads": "",
     "show": "",
     "operators": "",
@@ -26,9 +27,9 @@ ROOMS = {
     "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
     "step": "analysis errors placement report runtime spmd threads",
-    "plan": "analysis errors placement report runtime show step",
+    "plan": "analysis errors files placement report runtime show step",
     "transform": "errors placement plan step",
-    "partition": "analysis errors operators placement plan report runtime show spmd step threads transform",
+    "partition": "analysis errors files operators placement plan report runtime show spmd step threads transform",
     "data": "errors placement threads",
     "elastic": "analysis data errors placement plan show step",
     "integrations": "errors placement step transform",

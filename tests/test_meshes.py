@@ -329,3 +329,24 @@ def test_explain_counts_what_goes_along_the_nodes() -> None:
     virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
     text = " ".join(str(virtual.explain(sharded(state, SPECS["model"], mesh()), x)).split())
     assert "other axes of the mesh is not counted" in text and "never inside it" not in text
+
+
+@pytest.mark.parametrize("patterns", [None, {"in": PartitionSpec(None, "data")}], ids=["whole", "by name"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_arrays_on_the_same_devices_in_another_order(kind: AxisType, patterns: Any) -> None:
+    """As a restored checkpoint has them, or a loader: a mesh of one's own counts devices in an order of its own."""
+    state, x = arguments(16)
+    placement = vnode.Placement(8, jax.devices()[::-1], axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=8, placement=placement, partition=patterns or {})
+    state, given = (
+        sharded(state, SPECS["zero"], mesh(kind)),
+        jax.device_put(x, NamedSharding(mesh(kind), PartitionSpec("data"))),
+    )
+    first = virtual(state, given)
+    with jax.set_mesh(mesh(kind)):
+        put = virtual(virtual.put(state), given)
+    virtual.prepare([virtual.placement], state, given).wait()
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(put), strict=True):
+        np.testing.assert_array_equal(a, b)
+    plain, x = arguments(16)
+    assert_same(first, step, plain, x)

@@ -21,7 +21,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.partition import possible
@@ -232,6 +232,12 @@ def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("budget", [float("inf"), 10**400, np.float32(1e30)], ids=str)
+def test_a_budget_without_end(budget: Any) -> None:
+    step, args = example("mlp")
+    assert search(step, args, V5E, virtual_nodes=2, budget=budget).figures.memory > 0
+
+
 def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
     step, args = example("mlp")
     free = search(step, args, V5E, virtual_nodes=8)
@@ -253,13 +259,15 @@ def test_as_few_nodes_as_fit() -> None:
 
 
 @pytest.mark.quickly
-@pytest.mark.parametrize("around", ["mesh", "leaks", "nans"])
+@pytest.mark.parametrize("around", ["mesh", "explicit mesh", "leaks", "nans", "no jit"])
 def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
     step, args = example("mlp")
     contexts = {
-        "mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"))),
+        "mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Auto,) * 2)),
+        "explicit mesh": lambda: jax.set_mesh(jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)),
         "leaks": jax.checking_leaks,
         "nans": lambda: jax.debug_nans(True),
+        "no jit": jax.disable_jit,
     }
     with contexts[around]():
         plan = search(step, args, V5E, virtual_nodes=4, budget=1, donate_argnums=0)
@@ -267,6 +275,27 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
         got = made(made.put(jax.tree.map(jnp.copy, args[0])), args[1])
         assert "mesh" in str(plan.explain())
     assert_same(got, step, *args)
+
+
+@pytest.mark.parametrize("around", ["explicit mesh", "no jit"])
+@pytest.mark.parametrize("name", CASES)
+def test_a_plan_from_a_file_is_the_same_within_what_a_caller_sets(name: str, around: str, tmp_path: Path) -> None:
+    """Within a mesh of explicit axes jax writes changes of sharding into derivatives; without jit it opens loops."""
+    step, (state, batch) = example(name)
+    plan = planned(name, {"vnode": 2, "model": 4}, 5)
+    plan.save(tmp_path / "plan.json")
+    outside = plan.step()(state, batch)
+    mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh) if around == "explicit mesh" else jax.disable_jit():
+        if around == "explicit mesh":
+            batch = jax.device_put(batch, PartitionSpec("a"))  # the types of examples and weights name axes
+            state = jax.device_put(state, PartitionSpec())
+        again = Plan.load(tmp_path / "plan.json", step, (state, batch))
+        made = again.step()
+        got = made(made.put(state), batch)
+        assert again.explain().report.accumulated == plan.explain().report.accumulated
+    for a, b in zip(jax.tree.leaves(outside), jax.tree.leaves(got), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.quickly
@@ -387,7 +416,8 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     step, args = example("mlp")
     path = tmp_path / "plan.json"
     planned("mlp", {"vnode": 2, "model": 4}, 1).save(path)
-    path.write_text(json.dumps(damages()[damage](json.loads(path.read_text()))))
+    content = {**json.loads(path.read_text()), "version": 3}  # which has no checksum
+    path.write_text(json.dumps(damages()[damage](content)))
     with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
         Plan.load(path, step, args)
     path.write_text(path.read_text()[:-20])
@@ -395,12 +425,101 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
         Plan.load(path, step, args)
 
 
+def places(content: Any, place: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """All places in a file's content, as keys that lead there."""
+    if not isinstance(content, dict | list):
+        return [place]
+    pairs = content.items() if isinstance(content, dict) else enumerate(content)
+    return [place] * bool(place) + [each for key, value in pairs for each in places(value, (*place, key))]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A plan's file, and what it held at first."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    planned("mlp", {"vnode": 2, "model": 4}, 1).save(path)
+    return path, json.loads(path.read_text())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_a_file_of_which_anything_was_changed_is_refused(written: tuple[Path, Any], data: st.DataObject) -> None:
+    """A layout that was changed may still be one, of other values; a number that was, print as another."""
+    path, good = written
+    step, args = example("mlp")
+    content = json.loads(json.dumps(good))
+    *way, last = data.draw(st.sampled_from(places(good)))
+    inner = content
+    for key in way:
+        inner = inner[key]
+    values = [None, True, -1, 0, 1, 2, 1.5, float("nan"), 10**400, "x", "model", [], {}, [1], [[]]]
+    change = data.draw(st.sampled_from(["another", "none", "twice"]))
+    if change == "another":
+        inner[last] = data.draw(st.sampled_from(values))
+    elif change == "none" or isinstance(inner, dict):
+        del inner[last]
+    else:
+        inner.insert(last, inner[last])
+    if json.dumps(content, sort_keys=True) == json.dumps(good, sort_keys=True):
+        return
+    path.write_text(json.dumps(content))
+    with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
+        Plan.load(path, step, args)
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[" * 100_000, b"[]", b"null", b"NaN"], ids=repr)
+def test_files_that_hold_no_plan(content: bytes, tmp_path: Path) -> None:
+    step, args = example("mlp")
+    (tmp_path / "plan.json").write_bytes(content)
+    with pytest.raises(vnode.PartitionError, match=r"plan\.json'? cannot be read"):
+        Plan.load(tmp_path / "plan.json", step, args)
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    step, args = example("mlp")
+    plan = search(step, args, V5E, virtual_nodes=8)
+    path = tmp_path / "missing" / "some.json"
+    assert plan.timeline is not None
+    writes = {
+        plan.save: vnode.PartitionError,
+        V5E.save: vnode.MachineError,
+        plan.timeline.chrome_trace: vnode.VnodeError,
+    }
+    for write, error in writes.items():
+        with pytest.raises(error, match=r"(?s)missing/some\.json' cannot be written.*No such file.*make the folder"):
+            write(path)
+        with pytest.raises(error, match=r"(?s)cannot be written.*Is a directory.*name a file"):
+            write(tmp_path)
+    reads = {Machine.load: vnode.MachineError, lambda path: Plan.load(path, step, args): vnode.PartitionError}
+    for read, error in reads.items():
+        with pytest.raises(error, match=r"(?s)some\.json' cannot be read.*No such file"):
+            read(path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_is_written_whole_and_links_stay_links(tmp_path: Path) -> None:
+    target, link = tmp_path / "machine.json", tmp_path / "link.json"
+    target.write_text("before")
+    link.symlink_to(target)
+    V5E.save(link)
+    assert link.is_symlink() and Machine.load(target) == Machine.load(link) == V5E
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "machine.json"]
+
+
 def test_wrong_use_reads_well() -> None:
     step, args = example("mlp")
     with pytest.raises(vnode.PartitionError, match=r"a vnode\.partition\.Machine, not 'v5e'"):
         search(step, args, "v5e", virtual_nodes=8)  # type: ignore[arg-type]
-    with pytest.raises(vnode.PartitionError, match="budget: expected seconds"):
-        search(step, args, V5E, virtual_nodes=8, budget=0)
+    for budget in (0, -1, float("nan"), "60", None):
+        with pytest.raises(vnode.PartitionError, match="budget: expected seconds"):
+            search(step, args, V5E, virtual_nodes=8, budget=cast(Any, budget))
+    for memory in (0, -1, float("nan"), float("inf"), "12 parsecs", [1]):
+        with pytest.raises(vnode.PartitionError, match="memory must be bytes per device"):
+            search(step, args, V5E, virtual_nodes=8, memory=cast(Any, memory))
+    with pytest.raises(vnode.PartitionError, match=r"times: expected vnode\.partition\.Times, not 'roofline'"):
+        search(step, args, V5E, virtual_nodes=8, times=cast(Any, "roofline"))
+    with pytest.raises(vnode.PartitionError, match=r"a plan is for a step, .*, not None"):
+        search(cast(Any, None), args, V5E, virtual_nodes=8)
     with pytest.raises(vnode.PartitionError, match="in a tuple"):
         search(step, args[0][0], V5E, virtual_nodes=8)
     with pytest.raises(vnode.PartitionError, match="a plan decides about partition"):
@@ -409,7 +528,13 @@ def test_wrong_use_reads_well() -> None:
         search(vnode.virtualize(step, virtual_nodes=8), args, V5E, reduction="fast")
     with pytest.raises(vnode.PlacementError, match="the plan is for 8 devices, and there are 4"):
         planned("mlp", {"vnode": 2, "model": 4}, 0).step(jax.devices()[:4])
-    wide = planned("mlp", {"vnode": 2, "model": 4}, 0).step()
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 0)
+    with pytest.raises(vnode.PlacementError, match="a device may be named only once"):
+        plan.step(jax.devices()[:1] * 8)
+    for tolerance in (-1, float("nan"), "10%", None):
+        with pytest.raises(vnode.PartitionError, match="tolerance: expected a share"):
+            plan.accept(tolerance=cast(Any, tolerance))
+    wide = plan.step()
     devices = np.array(jax.devices()).reshape(4, 2)
     with pytest.raises(vnode.PartitionError, match="the mesh that it was made for"):
         wide.on(jax.sharding.Mesh(devices, ("vnode", "model")))(*args)

@@ -263,7 +263,8 @@ def test_damaged_files_are_refused(damage: str, tmp_path: Path) -> None:
     step, args = example("towers")
     path = tmp_path / "plan.json"
     planned("towers", "2x2x2", 1).save(path)
-    path.write_text(json.dumps(damages()[damage](json.loads(path.read_text()))))
+    content = {**json.loads(path.read_text()), "version": 3}  # which has no checksum
+    path.write_text(json.dumps(damages()[damage](content)))
     with pytest.raises(vnode.PartitionError, match=r"plan\.json cannot be read"):
         Plan.load(path, step, args)
 

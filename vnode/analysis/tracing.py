@@ -6,12 +6,14 @@ devices.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType
 
 from vnode.analysis.meshless import NoMeaning, Replicated, meshless
 from vnode.analysis.program import Program, inline, message_about, where_raised
@@ -79,10 +81,25 @@ def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
 
+def traced(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
+    """What jax makes of a function, with the axes of the caller's mesh left to the partitioner where that is possible.
+
+    Where axes are explicit, jax writes changes of sharding into derivatives, and what else it does depends on them: a
+    constant that is resharded goes into a loop as an operand. The step would be another one than outside of the mesh.
+    What speaks of explicit axes itself (`jax.sharding.reshard`) is traced as it is.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if not mesh.empty and AxisType.Explicit in mesh.axis_types and AxisType.Manual not in mesh.axis_types:
+        automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
+        with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(automatic):
+            return jax.make_jaxpr(fun)(*args)  # what is wrong besides is told below
+    return jax.make_jaxpr(fun)(*args)
+
+
 def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:
     """What jax makes of a function, with meshes and without them; raises what `trace` says."""
     try:
-        closed = jax.make_jaxpr(fun)(*args)
+        closed = traced(fun, *args)
         jaxpr = meshless(closed.jaxpr)
     except NameError as error:
         if "unbound axis name" not in str(error):

@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.analysis.program import inline
 from vnode.errors import PartitionError, layout_message
+from vnode.placement.context import with_jit
 from vnode.placement.patterns import name_of
 from vnode.spmd.blocks import InBlocks, in_blocks
 from vnode.spmd.flow import Flow, along, follow
@@ -61,6 +62,7 @@ class Blocked:
         leaves = tuple(number for argument in self.donated for number in self._leaves(self.arguments, argument))
         return jax.jit(over_mesh(self.flow, self.mesh), donate_argnums=leaves)
 
+    @with_jit
     def __call__(self, *arguments: Any) -> Any:
         leaves, tree = jax.tree.flatten(arguments)
         if tree != self.arguments:
@@ -119,6 +121,7 @@ class Blocked:
         return "\n".join(lines)
 
 
+@with_jit
 def blocked(
     function: Callable[..., Any],
     arguments: Sequence[Any],

@@ -9,8 +9,9 @@ Within a mesh context a bare `PartitionSpec` has a meaning, arrays are typed by 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
@@ -20,6 +21,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.transfer import tracing
 
 NO_MESH = AbstractMesh((), ())
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -55,12 +57,39 @@ def in_mesh(mesh: Mesh | None) -> Iterator[None]:
         yield
 
 
+def without_mesh() -> contextlib.AbstractContextManager[None]:
+    """Out of the mesh that the caller has set: within it jax moves arrays to no devices but its own, in its order."""
+    return contextlib.nullcontext() if current_mesh() is None else in_mesh(None)
+
+
 def under(mesh: Mesh | None, fun: Callable[..., T], *args: Any) -> T:
     """Calls a function in a mesh context, if there is one, in another thread than the one that has it, say."""
     if mesh is None:  # not within "no mesh", which is another context to jax
         return fun(*args)
     with in_mesh(mesh):
         return fun(*args)
+
+
+def with_jit(fun: Callable[P, T]) -> Callable[P, T]:
+    """A function that takes no notice of `jax.disable_jit`: a step is a program, and plans are for programs.
+
+    Example:
+      >>> @with_jit
+      ... def loops(fun, x):
+      ...     return jax.make_jaxpr(fun)(x).eqns[0].primitive.name
+      >>> with jax.disable_jit():
+      ...     loops(lambda x: jax.lax.fori_loop(0, 3, lambda i, x: x + i, x), 1)
+      'scan'
+    """
+
+    @functools.wraps(fun)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not jax.config.jax_disable_jit:
+            return fun(*args, **kwargs)
+        with jax.disable_jit(False):
+            return fun(*args, **kwargs)
+
+    return run
 
 
 def is_typed(leaf: Any) -> bool:

@@ -29,7 +29,7 @@ from vnode.placement.leaves import is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
-from vnode.placement.transfer import replicated, resharding, target_sharding, to_placement
+from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
 from vnode.placement.waiting import meet
 from vnode.show.units import several
 
@@ -222,7 +222,7 @@ def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], o
       own: how this process has it.
     """
     target = target_sharding(leaf, placement)
-    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
+    if isinstance(leaf, jax.Array) and lies_on(leaf.sharding, placement.devices):
         return leaf if leaf.sharding == target else resharding(target)(leaf)
     key = jax.random.key_impl(leaf) if is_key(leaf) else None
     if SPREAD in ways:

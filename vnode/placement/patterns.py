@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import resharding, to_placement
+from vnode.placement.transfer import lies_on, resharding, to_placement
 
 Patterns = tuple[tuple[str, PartitionSpec], ...]
 
@@ -84,7 +84,7 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
             return jax.device_put(leaf, target)
         if leaf.sharding.is_equivalent_to(target, leaf.ndim):
             return leaf
-        if leaf.sharding.device_set != target.device_set:
+        if not lies_on(leaf.sharding, placement.devices):
             leaf = to_placement(leaf, placement)
         if away:
             return jax.device_put(leaf, target)

@@ -10,13 +10,13 @@ else jax would move through the host.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.extend
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, is_sharded_batch
@@ -36,14 +36,14 @@ def transferred(tree: Any, placement: Placement) -> Any:
     """
     if tracing():
         return tree
-    here = set(placement.devices)
+    here = placement.devices
 
     def move(leaf: Any) -> Any:
         if isinstance(leaf, ShardedBatch):
             return leaf if leaf.placement == placement else move(leaf.whole())
         if not isinstance(leaf, jax.Array):
             return leaf
-        if leaf.sharding.device_set != here or typed_sharding(leaf):
+        if not lies_on(leaf.sharding, here) or typed_sharding(leaf):
             return to_placement(leaf, placement)
         return leaf
 
@@ -68,7 +68,7 @@ def committed_to(leaf: Any, placement: Placement) -> Any:
     """A leaf that is committed to the placement's devices, if it is an array."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
-    if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == set(placement.devices):
+    if isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, placement.devices):
         return leaf
     return to_placement(leaf, placement)
 
@@ -132,6 +132,25 @@ def fitting(placement: Placement, shape: tuple[int, ...], spec: PartitionSpec) -
     except ValueError:
         return placement.sharding()
     return sharding
+
+
+def lies_on(sharding: Sharding, devices: Sequence[Any]) -> bool:
+    """Whether a sharding is over these devices, and counts them in this order: a program has one order of devices.
+
+    Example:
+      >>> mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+      >>> lies_on(NamedSharding(mesh, PartitionSpec()), jax.devices()[:1])
+      True
+    """
+    if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+        return in_order(sharding.mesh) == tuple(devices)
+    return sharding.device_set == set(devices)
+
+
+@functools.lru_cache
+def in_order(mesh: Mesh) -> tuple[Any, ...]:
+    """The devices of a mesh."""
+    return tuple(mesh.devices.flat)
 
 
 def typed_sharding(leaf: Any) -> bool:

@@ -22,7 +22,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
-from jax._src import distributed
 
 from vnode.errors import ProcessError, VnodeError, layout_message
 
@@ -44,6 +43,19 @@ TELL_EVERY = 5.0
 _LOCK = threading.Lock()
 _TOLD = [0.0]
 _MEETINGS: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
+
+
+def service() -> Any:
+    """A client of the service that `jax.distributed.initialize` starts; None where none was started.
+
+    jax shows no way to it: what it has for waiting (`jax.experimental.multihost_utils`) are collective operations. So
+    one of its inner modules is asked here, in this line alone, and only where there are several processes.
+    """
+    if not jax.distributed.is_initialized():
+        return None
+    from jax._src import distributed
+
+    return distributed.global_state.client
 
 
 def timeout() -> float:
@@ -73,7 +85,7 @@ def meet(what: str, processes: Iterable[int] | None = None, key: str = "") -> No
     Raises:
       ProcessError: one of them did not come in time.
     """
-    client = distributed.global_state.client
+    client = service()
     here, expected = jax.process_index(), sorted(range(jax.process_count()) if processes is None else {*processes})
     if client is None or len(expected) < 2 or here not in expected:
         return
@@ -92,7 +104,7 @@ def meet(what: str, processes: Iterable[int] | None = None, key: str = "") -> No
 
 def tell(what: str) -> None:
     """Tells the others where this process is, now and then; costs next to nothing."""
-    client, now = distributed.global_state.client, time.monotonic()
+    client, now = service(), time.monotonic()
     if client is not None and jax.process_count() > 1 and now - _TOLD[0] > TELL_EVERY:
         _TOLD[0] = now
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
@@ -112,7 +124,7 @@ def ready(tree: Any, what: str) -> Any:
     Raises:
       ProcessError: they are not computed in time.
     """
-    client = distributed.global_state.client
+    client = service()
     if client is not None and jax.process_count() > 1:
         began, pause = time.monotonic(), 1e-5
         arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready")]  # typed keys have none

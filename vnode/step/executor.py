@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.errors import PlacementError, ProcessError, layout_message
-from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh
+from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh, with_jit, without_mesh
 from vnode.placement.exchange import exchanged
 from vnode.placement.gone import given_away, is_held
 from vnode.placement.host import with_weak_type
@@ -29,6 +29,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
     committed_to,
+    lies_on,
     partition,
     target_sharding,
     tracing,
@@ -146,6 +147,7 @@ class Executor:
         self._inside = jit()  # of other programs, which are compiled as their own options say
         self._jit = jit(compiler_options=options) if options else self._inside
 
+    @with_jit
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step."""
         mesh = current_mesh()
@@ -206,6 +208,7 @@ class Executor:
         self._launched.add(program)
         return results
 
+    @with_jit
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Lowers the step for arguments as they are, arrays or `jax.ShapeDtypeStruct`s.
 
@@ -231,13 +234,13 @@ class Executor:
                 for i, arg in enumerate(given)
             )
         self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
-        with in_mesh(None) if mesh is not None else contextlib.nullcontext():
+        with without_mesh():
             return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs, 1))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
-        here, wholes = set(self.placement.devices), self._wholes(len(args))
+        here, wholes = self.placement.devices, self._wholes(len(args))
         over_nodes = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
@@ -248,7 +251,7 @@ class Executor:
             whole |= self._across  # what each process has for itself is put on all devices
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
-            if leaf.sharding and leaf.sharding.device_set == here and not typed_sharding(leaf):
+            if leaf.sharding and lies_on(leaf.sharding, here) and not typed_sharding(leaf):
                 return leaf
             sharding = target_sharding(leaf, self.placement)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
@@ -285,6 +288,7 @@ class Executor:
         self._ahead.append(compiled)
         return compiled
 
+    @with_jit
     def compiled(self, args: Sequence[Any]) -> tuple[jax.stages.Compiled, tuple[Any, ...]]:
         """Compiles the step without running it, and brings arguments to where the compiled program wants them.
 
@@ -294,22 +298,25 @@ class Executor:
         Returns:
           The compiled program, and what to call it with. What the step donates is a copy.
         """
-        given, _ = self._arguments(whole_batches(tuple(args)), {})
-        compiled = self._jit.lower(self._surroundings(current_mesh(), given), *given).compile()
-        leaves, treedef = jax.tree.flatten(given)
-        shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
-        placed = [
-            leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
-            for leaf, sharding in zip(leaves, shardings, strict=True)
-        ]
+        mesh = current_mesh()
+        with without_mesh():
+            given, _ = self._arguments(whole_batches(tuple(args)), {})
+            compiled = self._jit.lower(self._surroundings(mesh, given), *given).compile()
+            leaves, treedef = jax.tree.flatten(given)
+            shardings = jax.tree.leaves(compiled.input_shardings[0], is_leaf=lambda leaf: leaf is None)
+            placed = [
+                leaf if sharding is None else jax.device_put(leaf, sharding, may_alias=False)
+                for leaf, sharding in zip(leaves, shardings, strict=True)
+            ]
         return compiled, jax.tree.unflatten(treedef, placed)
 
+    @with_jit
     def run_copy(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the step once with arguments of its own, which it may donate, beside what else it is called with."""
         mesh = current_mesh()
         if len(self.placement.groups) == 1:
             self.compile_for(args, kwargs)
-        with in_mesh(None) if mesh is not None else contextlib.nullcontext():
+        with without_mesh():
             if len(self.placement.groups) > 1:
                 return self._on_groups(mesh, args, kwargs)
             placed, named_ones = self._arguments(args, kwargs)
@@ -368,14 +375,14 @@ class Executor:
 
     def _from_processes(self, tree: Any, leaves: list[Any], whole: bool) -> list[Any]:
         """Arrays where the program of several processes wants them; those that each process has whole are compared."""
-        here, placed = set(self.placement.devices), list(leaves)
+        here, placed = self.placement.devices, list(leaves)
         away = []
         for i, leaf in enumerate(leaves):
             if isinstance(leaf, ShardedBatch):
                 if leaf.placement == self.placement:
                     continue
                 placed[i] = leaf = leaf.whole()
-            there = isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set == here
+            there = isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, here)
             if not there or typed_sharding(leaf):
                 away.append(i)
         if away:

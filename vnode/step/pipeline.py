@@ -32,7 +32,7 @@ from vnode.analysis.schedule import schedule
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.placement.context import NO_MESH, typed_mesh, untyped
+from vnode.placement.context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Patterns
 from vnode.placement.placement import Placement
@@ -122,6 +122,7 @@ def outer_devices() -> frozenset[Any] | None:
     return OUTER_DEVICES.get()
 
 
+@with_jit
 @collector_paused()
 def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     """Traces a step and schedules it.

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.placement.context import current_mesh, under
+from vnode.placement.context import current_mesh, under, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
 from vnode.placement.patterns import by_name
@@ -187,9 +187,10 @@ class VirtualStep(Step[P, R]):
           ProcessError: one of them did not call it in time.
           VnodeError: arrays were donated.
         """
-        placed = put(tree, self.placement)
         patterns, host = self.options.patterns, self.options.host
-        return by_name(placed, patterns, self.placement, host) if patterns or host else placed
+        with without_mesh():
+            placed = put(tree, self.placement)
+            return by_name(placed, patterns, self.placement, host) if patterns or host else placed
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -10,9 +10,9 @@ import functools
 import itertools
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
+from vnode import files
 from vnode.errors import MachineError
 from vnode.partition.machine import build
 from vnode.partition.machine.build import Device, Link
@@ -199,10 +199,17 @@ class Machine(Drawn):
         return Machine(*build.flexflow(cluster))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file that people can read and change; `load` describes what it may hold."""
+        """Writes a JSON file that people can read and change; `load` describes what it may hold.
+
+        Args:
+          path: of the file.
+
+        Raises:
+          MachineError: it cannot be written there.
+        """
         from vnode.partition.machine.store import written
 
-        Path(path).write_text(written(self.name, self.devices, self.networks), encoding="utf-8")
+        files.write(path, written(self.name, self.devices, self.networks), MachineError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Machine:
@@ -216,14 +223,13 @@ class Machine(Drawn):
           path: of the file.
 
         Raises:
-          MachineError: the file is damaged, of another version, or describes no machine; it says where.
+          MachineError: the file is not there, damaged, of another version, or describes no machine; it says where.
         """
         from vnode.partition.machine.store import read
 
+        said = files.read(path, MachineError, ["machines are written by machine.save(path), or by hand"])
         try:
-            return Machine(*read(Path(path).read_text(encoding="utf-8")))
-        except UnicodeDecodeError as error:
-            raise MachineError(f"the file is no JSON: {error}", place=str(path)) from None
+            return Machine(*read(said))
         except MachineError as error:
             place = f"{path}: {error.place}" if error.place else str(path)
             raise MachineError(error.problem, place=place, remedies=error.remedies) from None

@@ -11,7 +11,7 @@ import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, SupportsFloat
 
 import jax
 import numpy as np
@@ -31,6 +31,7 @@ from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
 from vnode.partition.simulator import Timeline
+from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import refusal
@@ -124,7 +125,7 @@ class Plan(Drawn):
           A `VirtualStep`; its ``put`` places a state as planned. Asked again for the same devices, it is the same one.
 
         Raises:
-          PlacementError: there are not as many devices as the machine has.
+          PlacementError: there are not as many devices as the machine has, or one is named twice.
         """
         found = device_list(devices)
         known = self._steps.get(tuple(found))
@@ -142,6 +143,8 @@ class Plan(Drawn):
                     ],
                 )
             )
+        if len(set(found)) < wanted:
+            raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
         order = self.machine.mesh(self.mesh).devices
         mesh = Mesh(np.array(found, dtype=object)[order], tuple(self.mesh))
         options = dataclasses.replace(
@@ -157,6 +160,7 @@ class Plan(Drawn):
         made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
         return self._steps.setdefault(tuple(found), made)
 
+    @with_jit
     def accept(self, devices: Sequence[Any] | None = None, *, tolerance: float = TOLERANCE) -> Acceptance:
         """Compiles the step as planned, without running it, and compares what the compiler made of it with the plan.
 
@@ -178,6 +182,8 @@ class Plan(Drawn):
           PartitionError: nothing is predicted: an earlier version wrote the plan's file.
           ProfileError: the compiler does not say what the program takes.
         """
+        if isinstance(tolerance, str) or not isinstance(tolerance, SupportsFloat) or not tolerance >= 0:
+            raise PartitionError(f"tolerance: expected a share such as {TOLERANCE}, not {tolerance!r}")
         step, figures, prediction = self.step(devices), self.figures, self._predicted()
         try:
             compiled = step.executor.compile_for(self.args, {})
@@ -224,7 +230,14 @@ class Plan(Drawn):
         return layout_message("the compiler refuses the planned step: it does not fit.", facts=facts, remedies=remedies)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan to a file, as JSON; `Plan.load` reads it."""
+        """Writes the plan to a file, as JSON; `Plan.load` reads it.
+
+        Args:
+          path: of the file; what was there before stays until the whole is written.
+
+        Raises:
+          PartitionError: it cannot be written there.
+        """
         from vnode.partition.plan.store import write
 
         write(self, path)
@@ -243,12 +256,13 @@ class Plan(Drawn):
           The plan.
 
         Raises:
-          PartitionError: the file is damaged, or the step is another.
+          PartitionError: the file is not there, or damaged, or the step is another.
         """
         from vnode.partition.plan.store import read
 
         return read(path, step, args, options)
 
+    @with_jit
     def explain(self) -> Explanation:
         """Says what becomes of the step, and how the plan divides it; no devices are needed.
 

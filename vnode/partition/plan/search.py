@@ -10,7 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, SupportsFloat, TypeVar
 
 from vnode.errors import MemoryLimitError, PartitionError, layout_message
 from vnode.partition.cost.time import Times
@@ -22,6 +22,7 @@ from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.placement.context import with_jit
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -39,6 +40,9 @@ LEFT_OUT = 8
 MORE = 0.5
 """So much of the budget is spent once more, where nothing fits, on what would."""
 
+LONGEST = 1e9
+"""Seconds of a budget without end."""
+
 HOPELESS = 2.0
 """So many times the best time without branches: beyond it none is."""
 
@@ -49,6 +53,7 @@ Ways = Generator[tuple[Subject, list[Candidate]], None, T]
 """Steps with their candidates, and what comes of them."""
 
 
+@with_jit
 def search(
     step: Callable[..., Any],
     args: Sequence[Any],
@@ -103,11 +108,17 @@ def search(
     """
     if not isinstance(machine, Machine):
         raise PartitionError(f"a plan is searched for a vnode.partition.Machine, not {machine!r}")
-    if not budget > 0:
+    if isinstance(budget, str) or not isinstance(budget, SupportsFloat) or not budget > 0:
         raise PartitionError(f"budget: expected seconds, not {budget!r}")
+    budget = float(min(budget, LONGEST))
+    if not (times is None or hasattr(times, "slowest")):
+        raise PartitionError(f"times: expected vnode.partition.Times, not {times!r}")
     if not isinstance(args, tuple | list):
         raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
-    limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
+    try:
+        limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
+    except ValueError as error:
+        raise PartitionError(str(error)) from None
     run = _Search(step, args, machine, limit, time.monotonic() + budget, budget, times, options)
     with display(progress, 0, 1000) as shown:
         run.shown = shown

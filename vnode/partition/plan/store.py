@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jax.sharding import PartitionSpec
 
+from vnode import files
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.errors import MachineError, PartitionError, layout_message
 from vnode.partition.accept import Exchange
@@ -29,6 +30,7 @@ from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
 from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+from vnode.placement.context import with_jit
 from vnode.spmd.record import RecordedFlow
 from vnode.step.pipeline import Options
 from vnode.step.virtual import VirtualStep
@@ -36,13 +38,16 @@ from vnode.transform import lane_count
 
 FORMAT = "vnode plan"
 VERSION = 4
-"""Of the file: 2 knew nothing of what loops keep on the host, 3 nothing of options."""
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum."""
 
-WITH_OPTIONS = 4
-"""The first version that says which options the step had."""
+CHECKED = 4
+"""The first version whose files have the step's options, and say by a checksum whether they are as they were written."""
 
 PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
+
+
+WRITTEN = "plans are written by plan.save(path)"
 
 
 def write(plan: Plan, path: str | os.PathLike[str]) -> None:
@@ -51,6 +56,9 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
     Args:
       plan: the plan.
       path: of the file.
+
+    Raises:
+      PartitionError: it cannot be written.
     """
     prediction = plan.prediction
     content = {
@@ -75,13 +83,14 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "again": [list(each) for each in plan.again],
         "away": [list(each) for each in plan.away],
     }
-    target = Path(path)
-    beside = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        beside.write_text(json.dumps(content, separators=(",", ":")))
-        beside.replace(target)
-    finally:
-        beside.unlink(missing_ok=True)
+    content["checksum"] = checksum(content)
+    files.write(path, json.dumps(content, separators=(",", ":")), PartitionError)
+
+
+def checksum(content: Mapping[str, Any]) -> str:
+    """What tells a plan's content from any other: a layout that was changed could still be one, of other values."""
+    rest = {key: value for key, value in content.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def said(options: Options) -> dict[str, Any]:
@@ -110,17 +119,21 @@ def prediction_of(content: Mapping[str, Any]) -> Prediction:
     return Prediction(Figures(**content["figures"]), exchanges, str(content["platform"]), int(content["turns"]))
 
 
+@with_jit
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
+    text = files.read(path, PartitionError, [WRITTEN])
     with damaged(path):
-        content = json.loads(Path(path).read_text())
+        content = json.loads(text)
         if not isinstance(content, dict) or content.get("format") != FORMAT:
             raise ValueError(f"it is no {FORMAT}")
         if content.get("version") not in range(1, VERSION + 1):
             raise ValueError(f"it is of version {content.get('version')!r}, and this library reads 1 to {VERSION}")
+        if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
+            raise ValueError("it is not as it was written: its checksum is another")
         fingerprint = Fingerprint.from_json(content["step"])
         nodes = int(content["virtual_nodes"])
-        before = content["options"] if content["version"] >= WITH_OPTIONS else None
+        before = content["options"] if content["version"] >= CHECKED else None
         lanes = None if before is None else lane_count(before["lanes"], nodes)
         mesh = {str(name): int(n) for name, n in content["mesh"].items()}
         if NODES not in mesh or any(n < 1 for n in mesh.values()):
@@ -203,12 +216,22 @@ def damaged(path: str | os.PathLike[str]) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, MachineError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        RecursionError,
+        MachineError,
+    ) as error:
         said = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise PartitionError(
             layout_message(
                 f"the plan in {os.fspath(path)} cannot be read.",
                 facts=[said or type(error).__name__],
-                remedies=["plans are written by plan.save(path)"],
+                remedies=[WRITTEN],
             )
         ) from error

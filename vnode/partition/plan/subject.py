@@ -90,6 +90,8 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     decided = options.keys() & {"partition", "placement", "memory"}
     if decided:
         raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
+    if not callable(fun):
+        raise PartitionError(f"a plan is for a step, a function or what vnode.virtualize made of one, not {fun!r}")
     if isinstance(fun, VirtualStep):
         if options:
             raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")

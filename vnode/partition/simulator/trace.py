@@ -9,10 +9,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from vnode import files
+from vnode.errors import TaskGraphError
 
 if TYPE_CHECKING:
     from vnode.partition.simulator.timeline import Timeline
@@ -27,9 +29,12 @@ def write(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     Args:
       timeline: what to write.
       path: of the file.
+
+    Raises:
+      TaskGraphError: it cannot be written.
     """
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events(timeline))
-    Path(path).write_text(f'{{"displayTimeUnit":"ns","traceEvents":[\n{lines}\n]}}\n', encoding="utf-8")
+    files.write(path, f'{{"displayTimeUnit":"ns","traceEvents":[\n{lines}\n]}}\n', TaskGraphError)
 
 
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:

@@ -23,16 +23,18 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from vnode import files
 from vnode.errors import PlacementError, ProfileError, layout_message
 from vnode.show.units import several
 
 FORMAT = "vnode profiles"
 VERSION = 1
+
+MEASURE = "measure again: vnode.profile(step, args).save(path)"
 LONGEST = 1e6
 """Seconds that a step may take; more is a mistake in a file."""
 LARGEST = 1 << 50
@@ -239,19 +241,24 @@ class Profiles:
         return max(profile.rest(devices) for profile in kinds) + (self.between if len(kinds) > 1 else 0.0)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a JSON file."""
+        """Writes a JSON file.
+
+        Raises:
+          ProfileError: it cannot be written there.
+        """
         content = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}
-        Path(path).write_text(json.dumps(content, indent=1) + "\n")
+        files.write(path, json.dumps(content, indent=1) + "\n", ProfileError)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Profiles:
         """Reads a file that `save` wrote. ``vnode.profile(..., path=path)`` also compares it with the step.
 
         Raises:
-          ProfileError: the file is something else, or from another version of the format.
+          ProfileError: the file is not there, is something else, or from another version of the format.
         """
+        said = files.read(path, ProfileError, [MEASURE])
         try:
-            content = json.loads(Path(path).read_text())
+            content = json.loads(said)
             if content.get("format") != FORMAT or content.get("version") != VERSION:
                 raise ValueError(f"format {content.get('format')!r}, version {content.get('version')!r}")
             kinds = tuple(
@@ -265,7 +272,7 @@ class Profiles:
                 layout_message(
                     f"{path} holds no profiles that this version of vnode reads.",
                     facts=[f"expected format {FORMAT!r}, version {VERSION}", f"{type(error).__name__}: {error}"],
-                    remedies=["measure again: vnode.profile(step, args).save(path)"],
+                    remedies=[MEASURE],
                 )
             ) from None
 
@@ -315,5 +322,5 @@ def different(mine: Signature | None, others: Signature | None) -> str:
     return layout_message(
         "the times are of different programs.",
         facts=facts,
-        remedies=["measure again: vnode.profile(step, args).save(path)"],
+        remedies=[MEASURE],
     )

@@ -1,0 +1,73 @@
+"""Files that a user names, of plans, machines, times, traces: written whole or not at all; errors say which it was.
+
+Knows paths, and why they cannot be read or written. Must not know what the files hold.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from vnode.errors import VnodeError, layout_message
+
+
+def write(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> None:
+    """Writes a file; what was there before stays until the whole is written.
+
+    Args:
+      path: of the file, in a folder that is there.
+      text: what it shall hold.
+      error: to be raised.
+
+    Raises:
+      VnodeError: of the type `error`: it cannot be written.
+    """
+    target = Path(os.path.realpath(path))  # of a link, what it leads to
+    whole = not target.exists() or target.is_file()  # else a pipe, say
+    beside = target.with_name(f".{target.name}.{os.getpid()}") if whole else target
+    try:
+        try:
+            beside.write_text(text, encoding="utf-8")
+            if whole:
+                beside.replace(target)
+        finally:
+            if whole:
+                beside.unlink(missing_ok=True)
+    except (OSError, ValueError) as why:
+        folder = target.parent
+        remedies = [f"make the folder before: os.makedirs({str(folder)!r})"] if not folder.exists() else []
+        raise error(
+            layout_message(
+                f"{os.fspath(path)!r} cannot be written.",
+                facts=[reason(why)],
+                remedies=remedies or ["name a file in a folder that is there and may be written to"],
+            )
+        ) from why
+
+
+def read(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequence[str]) -> str:
+    """Reads a file of text.
+
+    Args:
+      path: of the file.
+      error: to be raised.
+      remedies: what to do where there is no such file.
+
+    Raises:
+      VnodeError: of the type `error`: it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as why:
+        said = f"{os.fspath(path)!r} cannot be read."
+        raise error(layout_message(said, facts=[reason(why)], remedies=remedies)) from why
+
+
+def reason(why: OSError | ValueError) -> str:
+    """Why a file cannot be read or written, without its name.
+
+    >>> reason(FileNotFoundError(2, "No such file or directory", "plan.json"))
+    'No such file or directory'
+    """
+    return (why.strerror if isinstance(why, OSError) else None) or str(why)
