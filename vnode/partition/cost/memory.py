@@ -39,6 +39,9 @@ from vnode.show.units import size
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
 """What may write over its operand."""
 
+GOES_BY_EACH = {Shape.EACH, Shape.SAME, Shape.MOVED}
+"""What goes element by element, so that it reads in any order; what is another name for its operand is no kernel."""
+
 SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
 """What reads a slice of an array that a loop goes through without a copy of it."""
 
@@ -621,7 +624,7 @@ def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Tar
         if place is None:
             continue
         held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
-        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= {Shape.EACH}
+        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= GOES_BY_EACH
         first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
         total += held if "split_axis" in eqn.params or not first else 0
     return total
