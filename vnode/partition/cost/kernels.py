@@ -285,6 +285,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
     sums: dict[int, int] = {}  # equations that a library computes within a reduction, and that
     written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
+    sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         if target.library and shape is Shape.REDUCED and by_library(eqn, program):
@@ -300,6 +301,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED):
             if len(into) == 1 and by_library(eqn, program):
                 sums[id(eqn)] = into.pop()
+                sinks[id(eqn)] = frozenset({sums[id(eqn)]})
                 inside.add(id(eqn))
                 takes[id(eqn)] = 2
                 continue
@@ -307,6 +309,9 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             readers = [reader for reader in readers if id(reader) not in sums]
             if not readers or reads_more(eqn):
                 continue
+        within = frozenset[int]().union(*(sinks.get(id(reader), {id(reader)}) for reader in readers))
+        if target.ordered and len(within) > 1 and extends(eqn, program):
+            continue
         least = min(takes[id(reader)] for reader in readers)
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
@@ -326,6 +331,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
             if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
+                sinks[id(eqn)] = within
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if any(id(reader) in contracted for reader in readers):
                     contracted.add(id(eqn))
@@ -368,6 +374,14 @@ def by_library(eqn: JaxprEqn, program: Program) -> bool:
     if of.has(Algebra.MOVES):
         return len(eqn.invars) == 1 and out.aval.size >= eqn.invars[0].aval.size
     return max(atom.aval.size for atom in (*eqn.invars, out)) >= LEAST
+
+
+def extends(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation joins arrays, or pads one: XLA does that once on CPUs (``elemental_ir_emitter.cc``)."""
+    of = program.describe(eqn)
+    if of is None or not of.has(Algebra.MOVES) or len(eqn.invars) < 2 or Role.INDEX in of.roles.values():
+        return False
+    return eqn.outvars[0].aval.size > eqn.invars[0].aval.size
 
 
 def joins_apart(eqn: JaxprEqn, program: Program) -> bool:
