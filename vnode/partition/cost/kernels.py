@@ -298,7 +298,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             continue
         readers = users[eqn.outvars[0]]
         into = {sums.get(id(reader), 0) for reader in readers}
-        if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED):
+        if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED, Shape.CONTRACTED):
             if len(into) == 1 and by_library(eqn, program):
                 sums[id(eqn)] = into.pop()
                 sinks[id(eqn)] = frozenset({sums[id(eqn)]})
@@ -307,7 +307,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 continue
             written.add(id(eqn))
             readers = [reader for reader in readers if id(reader) not in sums]
-            if not readers or reads_more(eqn):
+            if not readers or shape is Shape.CONTRACTED or reads_more(eqn):
                 continue
         within = frozenset[int]().union(*(sinks.get(id(reader), {id(reader)}) for reader in readers))
         if target.ordered and len(within) > 1 and extends(eqn, program):
@@ -371,6 +371,8 @@ def by_library(eqn: JaxprEqn, program: Program) -> bool:
     kinds = {atom.aval.dtype for atom in (*eqn.invars, out)}
     if of is None or not all(np.issubdtype(kind, np.floating) for kind in kinds) or len(eqn.invars) > 2:
         return False
+    if of.has(Algebra.CONTRACTS):
+        return not slides(eqn, program) and sums_last(of)
     if of.has(Algebra.MOVES):
         return len(eqn.invars) == 1 and out.aval.size >= eqn.invars[0].aval.size
     return max(atom.aval.size for atom in (*eqn.invars, out)) >= LEAST
@@ -451,6 +453,12 @@ def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
     piece = kernel.piece
     narrow = frozenset(v for v in (*piece.reads, *piece.writes) if kernels.memory_of(v) in kernels.narrow)
     return dataclasses.replace(kernel, piece=dataclasses.replace(piece, narrow=narrow)) if narrow else kernel
+
+
+def sums_last(of: OperatorDescription) -> bool:
+    """Whether a contraction sums over the last dimension of its first operand, and perhaps over others."""
+    *_, last = of.operands[0] or [()]
+    return not of.reduced or bool(of.reduced.keys() & {*last})
 
 
 def slides(eqn: JaxprEqn, program: Program) -> bool:

@@ -33,7 +33,17 @@ from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, multiplied_inside, slides
+from vnode.partition.cost.kernels import (
+    BESIDE,
+    Kernel,
+    Kernels,
+    Shape,
+    Target,
+    kernels_of,
+    multiplied_inside,
+    slides,
+    sums_last,
+)
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -585,10 +595,7 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
 def by_itself(kernel: Kernel, program: Program) -> bool:
     """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
     of = program.describe(kernel.root) if kernel.shape is Shape.CONTRACTED else None
-    if of is None or slides(kernel.root, program):
-        return False
-    *_, last = of.operands[0] or [()]
-    return bool(of.reduced) and not of.reduced.keys() & {*last}
+    return of is not None and not slides(kernel.root, program) and not sums_last(of)
 
 
 def made_in_loops(kernels: Kernels) -> set[Var]:
