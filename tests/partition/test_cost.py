@@ -323,7 +323,7 @@ def test_what_a_tpu_does_not_write() -> None:
     assert any(kernel.endswith("scatter-add") for kernel in kernels(part(512), places, values, target=TPU))
     x = ones(128, 128)
     chain = device_of(lambda x: ((x @ x) @ x).sum(), x)
-    assert memory_of(chain, TPU).temporaries < memory_of(chain, CPU).temporaries
+    assert memory_of(chain, CPU).temporaries == 0, "a library sums the product as it makes it"
     exact = device_of(lambda x: (jnp.dot(jnp.dot(x, x), x, precision="highest")).sum(), x)
     assert memory_of(exact, TPU).temporaries > memory_of(chain, TPU).temporaries
 

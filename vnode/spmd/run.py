@@ -22,6 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Atom, bind, context_of
 from vnode.operators import (
     Algebra,
+    Free,
     Monoid,
     Prefix,
     Reduced,
@@ -113,6 +114,7 @@ class _Run:
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
         self.asked: set[Var] = set()  # variables whose layout the program asks for
+        self.renamed: dict[Var, Step] = {}  # values in pieces that are other values in another shape
         self.last: dict[tuple[Var, Layout], int] = {}  # copies of these: how much was computed when one was read
         self.computed = 0  # bytes of results so far
         self.latest: Any = None  # the last result that has floating-point numbers
@@ -145,8 +147,10 @@ class _Run:
         """Keeps what a step makes."""
         for var, value, made, layout in zip(step.eqn.outvars, results, step.made, step.results, strict=True):
             self.held[var] = {made: value}  # whoever needs it as it is made may have it so
+            if made.partial and in_another_shape(step):
+                self.renamed[var] = step
             if layout != made:
-                self.held[var][layout] = convert(value, made, layout, var.aval.shape, self.axes)
+                self.held[var][layout] = self.converted(var, made, layout)
             self.computed += nbytes(value)
             if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
                 self.latest = value
@@ -183,13 +187,27 @@ class _Run:
                 (start for start in held if set(layout.partial) <= set(start.partial)),
                 key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
             )
-            held[layout] = self.gathered(convert(held[start], start, layout, shape, self.axes), start, layout)
+            held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):
             start, *_ = held
             value = behind(held[start], self.latest)
             held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
         self.last[atom, layout] = self.computed
         return held[layout]
+
+    def converted(self, var: Var, start: Layout, layout: Layout) -> Any:
+        """A value that is held in another layout.
+
+        What is another value in another shape is made of that one's sum: whoever else reads that shares it. (XLA for
+        CPUs sums once for each shape.)
+        """
+        step = self.renamed.get(var)
+        if step is not None and step.choice is not None and start == step.made[0] and layout == start.complete:
+            (whole,) = (each.complete for each in step.choice.operands)
+            with context_of(step.eqn):
+                (value,) = self.evaluated(step.eqn, dataclasses.replace(step.choice, operands=(whole,), passed=()))
+            return value
+        return convert(self.held[var][start], start, layout, var.aval.shape, self.axes)
 
     def gathered(self, value: Any, before: Layout, after: Layout) -> Any:
         """A value that was perhaps gathered: compilers leave it in an order of dimensions that depends on which one."""
@@ -466,6 +484,15 @@ class _Run:
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, self.everywhere, self.alike)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
+
+
+def in_another_shape(step: Step) -> bool:
+    """Whether a step gives its only operand, which is in pieces, another shape."""
+    if step.choice is None or not step.choice.passed or len(step.eqn.invars) != 1 or len(step.eqn.outvars) != 1:
+        return False
+    d, (x,), (out,) = step.choice.description, step.eqn.invars, step.eqn.outvars
+    same = isinstance(x, Var) and x.aval.size == out.aval.size and x.aval.dtype == out.aval.dtype
+    return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
 
 
 def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:

@@ -8,7 +8,8 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
   if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: it is
   written once if all that read it would otherwise read more, and is computed in each of them if not.
-- A reduction takes in what it reads, and is computed once: its result is in memory.
+- A reduction takes in what it reads, and is computed once: its result is in memory. On CPUs a library computes large
+  ones (`Target.library`), together with what nobody else reads; what others read too is in memory for it.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
@@ -73,6 +74,14 @@ AT_WORK = 16 << 20
 """Bytes of it that the compiler leaves to the kernel that runs (``xla_tpu_scoped_vmem_limit_kib`` is 16,384)."""
 
 
+JOINED = 8
+"""Arrays up to which XLA joins them on CPUs within another kernel."""
+
+
+LEAST = 4096
+"""Elements from which XLA leaves reductions on CPUs to a library."""
+
+
 class Shape(enum.Enum):
     """What an equation looks like to a compiler that fuses."""
 
@@ -114,8 +123,8 @@ class Target:
         than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       apart: whether programs have the host's memory beside the device's.
-      library: whether a library computes products that sum over the last dimension of their first operand: of products
-        that could run as soon, others come later.
+      library: whether a library computes reductions, and products that sum over the last dimension of their first
+        operand: of products that could run as soon, others come later.
     """
 
     contractions: bool = True
@@ -271,13 +280,18 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
             users.setdefault(atom, []).append(eqn)
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
-    rigid = {id(eqn) for eqn in equations if target.ordered and slides(eqn, program)}
+    rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
+    sums: dict[int, int] = {}  # equations that a library computes within a reduction, and that
+    written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
+    sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
+        if target.library and shape is Shape.REDUCED and by_library(eqn, program):
+            sums[id(eqn)] = id(eqn)
         own = 0 if id(eqn) in rigid else TAKES.get(shape, 0)
         if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
@@ -285,6 +299,21 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
             continue
         readers = users[eqn.outvars[0]]
+        into = {sums.get(id(reader), 0) for reader in readers}
+        if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED, Shape.CONTRACTED):
+            if len(into) == 1 and by_library(eqn, program):
+                sums[id(eqn)] = into.pop()
+                sinks[id(eqn)] = frozenset({sums[id(eqn)]})
+                inside.add(id(eqn))
+                takes[id(eqn)] = 2
+                continue
+            written.add(id(eqn))
+            readers = [reader for reader in readers if id(reader) not in sums]
+            if not readers or shape is Shape.CONTRACTED or reads_more(eqn):
+                continue
+        within = frozenset[int]().union(*(sinks.get(id(reader), {id(reader)}) for reader in readers))
+        if target.ordered and len(within) > 1 and extends(eqn, program):
+            continue
         least = min(takes[id(reader)] for reader in readers)
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
@@ -293,7 +322,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
-            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
+            wanted = 1 if shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target)) else 2
             if (
                 shape is Shape.EACH
                 and least < 3
@@ -304,6 +333,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
             if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
+                sinks[id(eqn)] = within
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if any(id(reader) in contracted for reader in readers):
                     contracted.add(id(eqn))
@@ -315,13 +345,14 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             continue
         of_contraction = maker is not None and shapes[id(maker)] is Shape.CONTRACTED and id(maker) not in rigid
         alone = of_contraction and len(users[source]) == 1 and source not in ends
-        if shapes[id(eqn)] is Shape.SAME or (shapes[id(eqn)] is Shape.MOVED and alone):
+        turned = shapes[id(eqn)] is Shape.MOVED and alone and multiplied_so(eqn, target)
+        if shapes[id(eqn)] is Shape.SAME or turned:
             names[eqn.outvars[0]] = source
     found = []
     for eqn in equations:
-        if id(eqn) in inside or eqn.outvars[0] in names:
+        if (id(eqn) in inside and id(eqn) not in written) or eqn.outvars[0] in names:
             continue
-        members = gathered(eqn, definitions, inside)
+        members = gathered(eqn, definitions, inside, sums)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     made = combined(program, found, names, target)
@@ -330,6 +361,55 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def by_library(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether XLA's library for CPUs computes a reduction, or an equation within one (``ynn_support.cc``).
+
+    It knows floating point numbers, functions of one array or two, and arrays that are repeated or turned; what is not
+    large is not given to it.
+    """
+    of, (out,) = program.describe(eqn), eqn.outvars
+    kinds = {atom.aval.dtype for atom in (*eqn.invars, out)}
+    if of is None or not all(np.issubdtype(kind, np.floating) for kind in kinds) or len(eqn.invars) > 2:
+        return False
+    if of.has(Algebra.CONTRACTS):
+        return not slides(eqn, program) and sums_last(of)
+    if of.has(Algebra.MOVES):
+        return len(eqn.invars) == 1 and out.aval.size >= eqn.invars[0].aval.size
+    return max(atom.aval.size for atom in (*eqn.invars, out)) >= LEAST
+
+
+def extends(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation joins arrays, or pads one: XLA does that once on CPUs (``elemental_ir_emitter.cc``)."""
+    of = program.describe(eqn)
+    if of is None or not of.has(Algebra.MOVES) or len(eqn.invars) < 2 or Role.INDEX in of.roles.values():
+        return False
+    return eqn.outvars[0].aval.size > eqn.invars[0].aval.size
+
+
+def joins_apart(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation joins arrays in a kernel of its own: many, or along their last dimension.
+
+    XLA does so on CPUs (``cpu_instruction_fusion.cc``).
+    """
+    of, (out, *_) = program.describe(eqn), eqn.outvars
+    shapes = [getattr(atom.aval, "shape", ()) for atom in eqn.invars]
+    if of is None or not of.has(Algebra.MOVES) or len(shapes) < 2 or {*map(len, shapes)} != {out.aval.ndim}:
+        return False
+    if out.aval.shape in shapes:  # element by element
+        return False
+    makers = [program.definitions.get(atom) if isinstance(atom, Var) else None for atom in eqn.invars]
+    if len(shapes) == 2 and any(m is not None and {a.aval.size for a in m.invars} == {1} for m in makers):
+        return False  # one value all over: what pads
+    *rows, row = out.aval.shape or (1,)
+    along = bool(rows) and list(shapes[0][:-1]) == rows and row * out.aval.dtype.itemsize >= 64
+    return len(shapes) > JOINED or (along and nbytes(out.aval) >= 2048)
+
+
+def reads_more(eqn: JaxprEqn) -> bool:
+    """Whether an equation reads more bytes than it writes: then it is not computed again where it is in memory."""
+    return sum(nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)) > nbytes(eqn.outvars[0].aval)
 
 
 def worth_writing(
@@ -377,10 +457,23 @@ def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
     return dataclasses.replace(kernel, piece=dataclasses.replace(piece, narrow=narrow)) if narrow else kernel
 
 
+def sums_last(of: OperatorDescription) -> bool:
+    """Whether a contraction sums over the last dimension of its first operand, and perhaps over others."""
+    *_, last = of.operands[0] or [()]
+    return not of.reduced or bool(of.reduced.keys() & {*last})
+
+
 def slides(eqn: JaxprEqn, program: Program) -> bool:
     """Whether an equation is a contraction over windows: a convolution."""
     of = program.describe(eqn)
     return of is not None and of.has(Algebra.CONTRACTS) and any(isinstance(f.split, Windowed) for f in of.factors)
+
+
+def multiplied_so(eqn: JaxprEqn, target: Target) -> bool:
+    """Whether contractions read, and write, in the order that a transposition gives: on CPUs if it turns a matrix."""
+    (x,), order = eqn.invars, eqn.params.get("permutation")
+    longer = None if order is None else [d for d in order if x.aval.shape[d] > 1]
+    return not target.ordered or longer is None or [*longer[:-2], *longer[:-3:-1]] == sorted(longer)
 
 
 def multiplied(
@@ -562,8 +655,10 @@ def together(members: Sequence[Kernel], place: Mapping[int, int]) -> Kernel:
     return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), shape, root)
 
 
-def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:
-    """An equation with all that is computed inside of it, in order."""
+def gathered(
+    root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int], sums: Mapping[int, int]
+) -> list[JaxprEqn]:
+    """An equation with all that is computed inside of it, in order; of what a library computes, what is in there."""
     order: dict[int, JaxprEqn] = {}
     pending = [(root, False)]
     while pending:
@@ -574,7 +669,9 @@ def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[in
             pending.append((eqn, True))
             for atom in eqn.invars:
                 maker = None if isinstance(atom, Literal) else definitions.get(atom)
-                if maker is not None and id(maker) in inside and id(maker) not in order:
+                if maker is None or id(maker) not in inside or id(maker) in order:
+                    continue
+                if sums.get(id(maker)) == sums.get(id(eqn)):
                     pending.append((maker, False))
     return list(order.values())
 

@@ -101,7 +101,7 @@ def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
             same.update(each.outvars)
             fixed.update(dict.fromkeys(each.outvars, each))
             of = describe(each)
-            if read and not (of is not None and of.has(Algebra.MOVES)):
+            if read and not (of is not None and of.has(Algebra.MOVES) and len(each.invars) == 1):  # turned, repeated
                 worth.append(each)
     first: dict[int, JaxprEqn] = {}  # what is worth it, and what that needs
     pending = list(worth)
@@ -139,8 +139,10 @@ def rebuilt(
     operands: Sequence[Any],
     outputs: Sequence[Any],
 ) -> JaxprEqn:
-    """A loop with another body, which is given some more values that do not change."""
-    inputs = [*handed, *inner.inputs]
+    """A loop with another body, which is given some more values that do not change, and those that it still reads."""
+    read = {a for each in equations for a in each.invars if isinstance(a, Var)} | {a for a in outputs if type(a) is Var}
+    kept = [i for i, var in enumerate(inner.inputs) if i >= loop.constants or var in read]
+    inputs = [*handed, *(inner.inputs[i] for i in kept)]
     constants = list(inner.constants)
     old = eqn.params["jaxpr"].jaxpr
     info = old.debug_info._replace(arg_names=("",) * len(inputs), result_paths=None)
@@ -148,9 +150,9 @@ def rebuilt(
     params = {
         **eqn.params,
         "jaxpr": ClosedJaxpr(body, [inner.constants[var] for var in constants]),
-        "num_consts": loop.constants + len(handed),
+        "num_consts": loop.constants + len(inputs) - len(inner.inputs),
     }
-    return eqn.replace(invars=[*operands, *eqn.invars], params=params)
+    return eqn.replace(invars=[*operands, *(eqn.invars[i] for i in kept)], params=params)
 
 
 def after_loops(program: Program) -> Program:

@@ -1,11 +1,15 @@
-"""What XLA makes of sliding windows on CPUs: convolutions in one order of dimensions, pooling backwards by its indices.
+"""What XLA makes of products and windows on CPUs: one order of dimensions, pooling backwards by its indices.
 
 Knows equations of one device. Must not know what anything costs.
 
 XLA's CPU backend convolves arrays whose dimensions are examples, places, channels, and kernels whose are places, input,
-output (``conv_canonicalization.cc``): anything else is transposed before, or after. What goes back through a maximum
-over windows is sent to where the maximum was found (``select_and_scatter_expander.cc``): a reduction of windows carries
-the indices of each element along each dimension beside its value, and a scatter follows.
+output (``conv_canonicalization.cc``): anything else is transposed before, or after. It multiplies matrices
+(``dot_decomposer.cc``): what an operand alone has comes before what is summed in the first one, and after it in the
+second; batch dimensions lead. If each of the two is one dimension, they may also be the other way round
+(``transpose_folding.cc``); anything else is transposed before. Operands that are repeated along dimensions of one are
+arrays of their own. What goes back through a maximum over windows is sent to where the maximum was found
+(``select_and_scatter_expander.cc``): a reduction of windows carries the indices of each element along each dimension
+beside its value, and a scatter follows.
 """
 
 from __future__ import annotations
@@ -20,6 +24,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal
 
 from vnode.analysis.program import Program, inline
+from vnode.operators import Algebra, describe
+from vnode.operators.control import Loop, region_of
+from vnode.operators.splits import Free
+from vnode.partition.cost.loops import rebuilt
 
 
 def lowered(program: Program) -> Program:
@@ -37,6 +45,14 @@ def lowered(program: Program) -> Program:
             equations += in_order(eqn)
         elif "select_prim" in eqn.params and len(eqn.outvars) == 1:
             equations += by_indices(eqn)
+        elif (numbers := matrices(eqn)) is not None:
+            equations += as_matrices(eqn, *numbers)
+        elif repeats(eqn):
+            equations += repeated(eqn)
+        elif isinstance(region := region_of(eqn), Loop):
+            (body,) = region.bodies
+            inner = lowered(inline(body.jaxpr, body.constants, eqn))
+            equations.append(rebuilt(eqn, region, inner, inner.equations, [], [], inner.outputs))
         else:
             equations.append(eqn)
     return Program(program.inputs, program.constants, equations, program.outputs)
@@ -60,6 +76,76 @@ def in_order(eqn: JaxprEqn) -> list[JaxprEqn]:
         operands = turned(x, numbers.lhs_spec, arrays), turned(k, numbers.rhs_spec, kernels)
         (found,) = [eqn.primitive.bind(*operands, **{**eqn.params, "dimension_numbers": ordered})]
         return turned(found, arrays, numbers.out_spec)
+
+    return traced_as(eqn, function)
+
+
+def matrices(eqn: JaxprEqn) -> tuple[Sequence[Sequence[int]], Sequence[Sequence[int]]] | None:
+    """Of a product, which dimensions of each operand are summed, and which are of the batch."""
+    match eqn.params.get("dimension_numbers"):
+        case ((_, _) as summed, (_, _) as batch):
+            return summed, batch
+    return None
+
+
+def as_matrices(eqn: JaxprEqn, summed: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]) -> Sequence[JaxprEqn]:
+    """A product of matrices, and what turns the operands to that.
+
+    Example:
+      >>> heads, kernel = jnp.ones((8, 6, 2, 4)), jnp.ones((3, 2, 4))  # two dimensions are summed, the last of both
+      >>> traced = jax.make_jaxpr(lambda a, b: jnp.einsum("bthk,ihk->bti", a, b))(heads, kernel)
+      >>> [eqn.primitive.name for eqn in lowered(inline(traced.jaxpr, traced.consts)).equations]
+      ['transpose', 'dot_general']
+    """
+    orders = [order_of(*each, first=not k) for k, each in enumerate(zip(eqn.invars, summed, batch, strict=True))]
+    if orders == [None, None]:
+        return [eqn]
+
+    def function(*operands: Any) -> Any:
+        turned = [x if order is None else lax.transpose(x, order) for x, order in zip(operands, orders, strict=True)]
+        several = [
+            [tuple(dims if order is None else map(order.index, dims)) for dims, order in zip(each, orders, strict=True)]
+            for each in (summed, batch)
+        ]
+        return eqn.primitive.bind(*turned, **{**eqn.params, "dimension_numbers": tuple(map(tuple, several))})
+
+    return traced_as(eqn, function)
+
+
+def order_of(atom: Any, summed: Sequence[int], batch: Sequence[int], first: bool) -> list[int] | None:
+    """The order in which an operand is multiplied; None as it is, or with rows for columns."""
+    alone = [d for d in range(atom.aval.ndim) if d not in (*summed, *batch)]
+    order = [*batch, *alone, *summed] if first else [*batch, *summed, *alone]
+    longer = [d for d in order if atom.aval.shape[d] > 1]  # where the others are makes no difference
+    leading = sum(d in batch for d in longer)
+    turned = [*longer[:leading], *longer[:leading:-1], *longer[leading : leading + 1]]
+    return None if sorted(longer) in (longer, turned if len(longer) == leading + 2 else longer) else order
+
+
+def repeats(eqn: JaxprEqn) -> bool:
+    """Whether an equation goes element by element, and repeats an operand along dimensions of which that has one."""
+    if len(eqn.outvars) != 1 or len(eqn.invars) < 2:
+        return False
+    shapes, out = [atom.aval.shape for atom in eqn.invars], eqn.outvars[0].aval.shape
+    if all(shape == out for shape in shapes) or any(len(shape) != len(out) for shape in shapes):
+        return False
+    of = describe(eqn)
+    return of is not None and not of.has(Algebra.MOVES) and all(isinstance(f.split, Free) for f in of.factors)
+
+
+def repeated(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """An equation that goes element by element, and before it what repeats operands, which XLA has apart.
+
+    Example:
+      >>> traced = jax.make_jaxpr(lambda a, b: a * b)(jnp.ones((4, 1)), jnp.ones((1, 3)))
+      >>> [eqn.primitive.name for eqn in lowered(inline(traced.jaxpr, traced.consts)).equations]
+      ['broadcast_in_dim', 'broadcast_in_dim', 'mul']
+    """
+    shape = eqn.outvars[0].aval.shape
+
+    def function(*operands: Any) -> Any:
+        whole = [x if x.shape == shape else lax.broadcast_in_dim(x, shape, range(x.ndim)) for x in operands]
+        return eqn.primitive.bind(*whole, **eqn.params)
 
     return traced_as(eqn, function)
 

@@ -33,11 +33,24 @@ from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import BESIDE, Kernel, Kernels, Shape, Target, kernels_of, multiplied_inside, slides
+from vnode.partition.cost.kernels import (
+    BESIDE,
+    Kernel,
+    Kernels,
+    Shape,
+    Target,
+    kernels_of,
+    multiplied_inside,
+    slides,
+    sums_last,
+)
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
 """What may write over its operand."""
+
+GOES_BY_EACH = {Shape.EACH, Shape.SAME, Shape.MOVED}
+"""What goes element by element, so that it reads in any order; what is another name for its operand is no kernel."""
 
 SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
 """What reads a slice of an array that a loop goes through without a copy of it."""
@@ -582,10 +595,7 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
 def by_itself(kernel: Kernel, program: Program) -> bool:
     """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
     of = program.describe(kernel.root) if kernel.shape is Shape.CONTRACTED else None
-    if of is None or slides(kernel.root, program):
-        return False
-    *_, last = of.operands[0] or [()]
-    return bool(of.reduced) and not of.reduced.keys() & {*last}
+    return of is not None and not slides(kernel.root, program) and not sums_last(of)
 
 
 def made_in_loops(kernels: Kernels) -> set[Var]:
@@ -621,7 +631,7 @@ def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Tar
         if place is None:
             continue
         held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
-        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= {Shape.EACH}
+        fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= GOES_BY_EACH
         first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
         total += held if "split_axis" in eqn.params or not first else 0
     return total

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.branches import Branches
 from vnode.errors import MemoryLimitError
+from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.pieces import piece_of
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Device, Machine
@@ -264,12 +265,13 @@ class OnMesh:
             turns=self.shares.turns,
         )
         specs = specs_of(subject, flow, self.axes, sharded)
-        slots = Slots.of(
-            flow, subject.names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows)
-        )
+        apart = Target.on(self.platform).apart  # elsewhere what is on the host is on the device all the same
+        names = subject.names if apart else [None] * len(subject.names)
+        slots = Slots.of(flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows))
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
         counts = self.shares.counts
+        farther = functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap))
         return Candidate(
             name,
             flow,
@@ -282,7 +284,7 @@ class OnMesh:
             gap,
             divisions,
             far=far,
-            farther=(functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap)), across.farthest),
+            farther=(farther, across.farthest if apart else 0),
         )
 
     def over_rows(self, candidate: Candidate) -> Candidate:
