@@ -266,10 +266,7 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
-    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
-    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
-    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
+    moments, away = placed(kernels, buffers, own, program, target)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
@@ -290,6 +287,30 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
+
+
+def placed(
+    kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target
+) -> tuple[list[tuple[int, Mapping[Var, int]]], list[set[object]]]:
+    """The kernels in their order, with what is held while each runs, and for each what is on the chip."""
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
+    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
+    return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
+
+
+def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
+    """The kernels of a program, and for each of them what it reads or writes on the chip."""
+    kernels, buffers, own, _ = outer_buffers(device, target)
+    found: list[frozenset[Var]] = [frozenset() for _ in kernels.kernels]
+    if not target.on_chip:
+        return kernels, found
+    moments, away = placed(kernels, buffers, own, device.program, target)
+    for place, (k, _) in enumerate(moments):
+        on_chip = {each if isinstance(each, Var) else each[1] for each in away[place] if not isinstance(each, int)}  # type: ignore[index]
+        piece = kernels.kernels[buffers.of[k]].piece
+        found[buffers.of[k]] |= {var for var in (*piece.reads, *piece.writes) if kernels.memory_of(var) in on_chip}
+    return kernels, found
 
 
 def host_bytes(program: Program) -> int:

@@ -32,6 +32,7 @@ class Piece:
       writes: those that are wanted elsewhere.
       constants: values of some of `reads`.
       narrow: those of `reads` and `writes` that are in memory in bfloat16, though they are float32 in the equations.
+      near: those of them that are in memory on the chip.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -39,19 +40,30 @@ class Piece:
     writes: tuple[Var, ...]
     constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
     narrow: frozenset[Var] = frozenset()
+    near: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable being read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None and not self.narrow:
             return cost_of(self.equations[0])
-        total, read, own = Cost(), dict[Var, int](), set(self.reads)
+        total = Cost()
         for eqn in self.equations:
-            each = cost_of(eqn)
-            total = total + dataclasses.replace(each, read=0, written=0)
+            total = total + dataclasses.replace(cost_of(eqn), read=0, written=0)
+        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in self.border]
+        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
+
+    @functools.cached_property
+    def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
+        """Bytes of each variable that is read, and of each that is written, in the types that the equations have."""
+        read, own = dict[Var, int](), set(self.reads)
+        for eqn in self.equations:
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
-            whole = sum(sizes.values())
-            for var in own & sizes.keys():  # of an operand that is looked up in only a part is read
+            mine = [var for var in sizes if var in own]
+            if not mine:
+                continue
+            each, whole = cost_of(eqn), sum(sizes.values())
+            for var in mine:  # of an operand that is looked up in only a part is read
                 part = sizes[var] if each.read >= whole else -(-sizes[var] * each.read // max(whole, 1))
                 read[var] = max(read.get(var, 0), part)
         written = {var: nbytes(var.aval) for var in self.writes}
@@ -59,8 +71,7 @@ class Piece:
             (var,) = self.writes
             last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
             written[var] = min(written[var], cost_of(last).written or written[var])
-        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in (read, written)]
-        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
+        return read, written
 
     @functools.cached_property
     def key(self) -> str:

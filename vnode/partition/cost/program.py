@@ -16,6 +16,7 @@ that is known.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
@@ -28,7 +29,7 @@ from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
 from vnode.partition.cost.kernels import BESIDE, Kernels, Shape, Target, kernels_of
-from vnode.partition.cost.memory import Memory, memory_of
+from vnode.partition.cost.memory import Memory, memory_of, near_of
 from vnode.partition.cost.pieces import Piece
 from vnode.partition.cost.time import Time, Times, by_source
 from vnode.partition.machine import Machine, MachineMesh
@@ -190,7 +191,7 @@ def program_cost(
         program = device_program(program, axes, platform=platform, donated=donated)
     target = target or Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
-    timeline = taken.timeline(program.program, 1)
+    timeline = taken.timeline(program.program, 1, near_of(program, target))
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
@@ -237,12 +238,15 @@ class _Taken:
         self.unknown: set[str] = set()
         self.open_loops = 0
 
-    def timeline(self, program: Program, runs: int) -> Timeline:
-        """The timeline of a program that runs so often."""
-        kernels = kernels_of(program, self.target)
+    def timeline(
+        self, program: Program, runs: int, known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None
+    ) -> Timeline:
+        """The timeline of a program that runs so often; its kernels, and what is on the chip, may be known."""
+        kernels, near = known or (kernels_of(program, self.target), ())
         tasks = list[_Task]()
-        for kernel in kernels.kernels:
+        for kernel, on_chip in itertools.zip_longest(kernels.kernels, near, fillvalue=frozenset[Var]()):
             eqn, piece = kernel.root, kernel.piece
+            piece = dataclasses.replace(piece, near=on_chip) if on_chip else piece
             reads = tuple(kernels.memory_of(var) for var in piece.reads)
             seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
             tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
