@@ -35,6 +35,7 @@ import enum
 import heapq
 import math
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -322,7 +323,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
-    made = combined(program, found, names, target)
+    products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
+    made = combined(program, found, names, target, products)
     written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
@@ -445,9 +447,17 @@ def only_sliced(
 
 
 def combined(
-    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
+    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target, products: Set[int]
 ) -> tuple[Kernel, ...]:
-    """Kernels with those taken together that may be, in an order in which they can run."""
+    """Kernels with those taken together that may be, in an order in which they can run.
+
+    Args:
+      program: whose.
+      kernels: in the program's order.
+      names: variables that are other names for something in memory, with that.
+      target: what the compiler takes together.
+      products: contractions, by id.
+    """
 
     def memory_of(var: Var) -> Var:
         while var in names:
@@ -457,6 +467,9 @@ def combined(
     maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
     reads = [list(dict.fromkeys(map(memory_of, kernel.piece.reads))) for kernel in kernels]
     needs = [{maker[var] for var in found if var in maker} for found in reads]
+    multiply = [
+        target.contractions and any(id(eqn) in products for eqn in kernel.piece.equations) for kernel in kernels
+    ]
     above: list[int] = []  # for each kernel, as bits, all that it waits for in the end
     groups: list[list[int]] = []
     group_of: list[int] = []
@@ -468,12 +481,14 @@ def combined(
         for n in needs[k]:
             above[k] |= above[n] | 1 << n
         collective, size = kernel.shape is Shape.COLLECTIVE, sum(nbytes(var.aval) for var in kernel.piece.reads)
-        wanted, offers = keys_of(kernel, reads[k], target)
+        wanted, offers = keys_of(kernel, reads[k], target, multiply[k])
         chosen = None
-        for g in offered.get(wanted, []) if wanted is not None else []:
+        for g in dict.fromkeys(g for key in wanted for g in offered.get(key, [])):
             inside = needs[k] & {*groups[g]}
             held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
-            if any(kernels[n].shape is not Shape.EACH for n in inside) or held + size * collective > target.together:
+            if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
+                continue
+            if held + size * collective > target.together:
                 continue
             bits = 0
             for n in needs[k] - inside:
@@ -494,7 +509,20 @@ def combined(
             if chosen not in offered.setdefault(key, []):
                 offered[key].append(chosen)
     place = {id(eqn): i for i, eqn in enumerate(program.equations)}
-    merged = [together([kernels[m] for m in members], place) for members in groups]
+    outside = {memory_of(atom): {-1} for atom in program.outputs if isinstance(atom, Var)}  # who reads what
+    for k, found in enumerate(reads):
+        for var in found:
+            outside.setdefault(var, set()).add(group_of[k])
+    merged = []
+    for g, members in enumerate(groups):
+        own = [kernels[m] for m in members]
+        within = {
+            var
+            for m in members
+            for var in kernels[m].piece.writes
+            if len(members) > 1 and outside.get(var) == {g} and kernels[m].shape is not Shape.COLLECTIVE
+        }
+        merged.append(together(own, place, within, names, program.definitions))
     following: list[set[int]] = [set() for _ in groups]
     missing = [0] * len(groups)
     for k, found in enumerate(needs):
@@ -516,22 +544,30 @@ def combined(
     return tuple(order)
 
 
-def keys_of(kernel: Kernel, reads: Sequence[Var], target: Target) -> tuple[object, list[object]]:
+def keys_of(
+    kernel: Kernel, reads: Sequence[Var], target: Target, multiplies: bool
+) -> tuple[list[object], list[object]]:
     """With what a kernel may be taken together, and what others may have in common with it.
 
     Collectives must be alike; others must read the same, where it is the largest that they read, or what one writes.
+    What has a product in it begins a kernel: what reads its result may join it, and it joins no other.
     """
     eqn = kernel.root
     if kernel.shape is Shape.COLLECTIVE:
         if KINDS[eqn.primitive.name] not in target.combines:
-            return None, []
+            return [], []
         key = eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
-        return key, [key]
-    if not target.siblings or kernel.shape not in (Shape.EACH, Shape.REDUCED) or not reads:
-        return None, []
-    largest = max(reads, key=lambda var: nbytes(var.aval))
+        return [key], [key]
+    if not target.siblings or not reads:
+        return [], []
+    if kernel.shape is Shape.CONTRACTED:
+        return [], [*kernel.piece.writes] if multiplies else []
+    if kernel.shape not in (Shape.EACH, Shape.REDUCED):
+        return [], []
+    most = max(nbytes(var.aval) for var in reads)
+    largest = [var for var in reads if nbytes(var.aval) == most]
     written = kernel.piece.writes if kernel.shape is Shape.EACH else ()
-    return largest, [largest, *(var for var in written if nbytes(var.aval) >= nbytes(largest.aval))]
+    return largest, [*largest, *(var for var in written if nbytes(var.aval) >= most)]
 
 
 def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int], waits: Sequence[int]) -> bool:
@@ -549,15 +585,36 @@ def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int]
     return False
 
 
-def together(members: Sequence[Kernel], place: Mapping[int, int]) -> Kernel:
-    """Several kernels as one."""
+def together(
+    members: Sequence[Kernel],
+    place: Mapping[int, int],
+    within: Set[Var] = frozenset(),
+    names: Mapping[Var, Var] = MappingProxyType({}),
+    definitions: Mapping[Var, JaxprEqn] = MappingProxyType({}),
+) -> Kernel:
+    """Several kernels as one.
+
+    Args:
+      members: in order.
+      place: of each equation in the program, by id.
+      within: what only they read, so that it need not be written.
+      names: variables that are other names for something.
+      definitions: the equations that make these.
+    """
     if len(members) == 1:
         return members[0]
     found = {id(eqn): eqn for kernel in members for eqn in kernel.piece.equations}
+    for var in [var for kernel in members for var in kernel.piece.reads] if within else ():
+        chain = list[JaxprEqn]()
+        while var not in within and var in names:
+            chain.append(definitions[var])
+            var = names[var]
+        if var in within:
+            found.update({id(eqn): eqn for eqn in chain})
     equations = [found[key] for key in sorted(found, key=lambda key: place[key])]
     shape = Shape.EACH if any(kernel.shape is Shape.EACH for kernel in members) else members[0].shape
     root = next(kernel.root for kernel in members if kernel.shape is shape)
-    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), shape, root)
+    return Kernel(piece_of(equations, [v for k in members for v in k.piece.writes if v not in within]), shape, root)
 
 
 def gathered(root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int]) -> list[JaxprEqn]:
