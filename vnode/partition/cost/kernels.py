@@ -275,6 +275,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
+    repeated: set[int] = set()  # equations that are computed in several kernels
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         own = 0 if id(eqn) in rigid else TAKES.get(shape, 0)
@@ -288,14 +289,14 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
             alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if target.contractions and least == 3 and alone and id(reader) not in contracted:
+            if target.contractions and least == 3 and alone and id(reader) not in contracted | repeated:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
             wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
             if (
                 shape is Shape.EACH
-                and least < 3
+                and (least < 3 or len(readers) > 1)
                 and target.contractions
                 and ends_contraction(eqn, program, shapes, users)
             ):
@@ -304,6 +305,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
+                if len(readers) > 1 or any(id(reader) in repeated for reader in readers):
+                    repeated.add(id(eqn))
                 if any(id(reader) in contracted for reader in readers):
                     contracted.add(id(eqn))
     names: dict[Var, Var] = {}
@@ -560,8 +563,8 @@ def keys_of(
         return [key], [key]
     if not target.siblings or not reads:
         return [], []
-    if kernel.shape is Shape.CONTRACTED:
-        return [], [*kernel.piece.writes] if multiplies else []
+    if multiplies:
+        return [], [*kernel.piece.writes]
     if kernel.shape not in (Shape.EACH, Shape.REDUCED):
         return [], []
     most = max(nbytes(var.aval) for var in reads)
