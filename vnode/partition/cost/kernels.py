@@ -13,6 +13,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
+- There, a product takes in no slice whose place is known at run time only; that is written first.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
   what moves a value to the host's memory, or back.
@@ -294,6 +295,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
             wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
+            if target.contractions and looks_up(program.describe(eqn)):
+                wanted = 3
             if (
                 shape is Shape.EACH
                 and (least < 3 or len(readers) > 1)
@@ -373,6 +376,12 @@ def worth_writing(
     return frozenset(found)
 
 
+def with_narrow(kernels: Kernels, more: Set[Var]) -> Kernels:
+    """The kernels, with some more variables that are in memory in bfloat16."""
+    found = dataclasses.replace(kernels, narrow=kernels.narrow | more)
+    return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in kernels.kernels))
+
+
 def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
     """A kernel that reads and writes in bfloat16 what is in memory so."""
     piece = kernel.piece
@@ -433,6 +442,11 @@ def ends_contraction(
                 break
             (atom,) = (a for a in maker.invars if isinstance(a, Var))
     return False
+
+
+def looks_up(of: OperatorDescription | None) -> bool:
+    """Whether places are known at run time only: no product reads a slice from such a place, or such rows."""
+    return of is not None and any(isinstance(factor.split, LookedUp) for factor in of.factors)
 
 
 def only_sliced(

@@ -19,6 +19,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -28,9 +29,17 @@ from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import BESIDE, Kernels, Shape, Target, kernels_of
+from vnode.partition.cost.kernels import (
+    BESIDE,
+    Kernels,
+    Shape,
+    Target,
+    kernels_of,
+    multiplied_inside,
+    with_narrow,
+)
 from vnode.partition.cost.memory import Memory, memory_of, near_of
-from vnode.partition.cost.pieces import Piece
+from vnode.partition.cost.pieces import Piece, traced_piece
 from vnode.partition.cost.time import Time, Times, by_source
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
@@ -279,7 +288,7 @@ class _Taken:
         if region is not None:
             known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
             if known is None:
-                return self.region(eqn, region, runs)
+                return self.region(eqn, region, kernels, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
         if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
@@ -296,7 +305,22 @@ class _Taken:
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
 
-    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+    def rounded(
+        self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
+    ) -> Kernels:
+        """The kernels of a loop's body, where what it only multiplies is rounded to bfloat16 before the first turn."""
+        fit = multiplied_inside(body.program)
+        narrow = {var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.fixed and var in fit}
+        for i, var in zip(inputs, body.program.inputs, strict=True):
+            atom = eqn.invars[i]
+            if var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
+                piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
+                self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
+        return with_narrow(body, narrow) if narrow else body
+
+    def region(
+        self, eqn: JaxprEqn, region: Region, kernels: Kernels, runs: int
+    ) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
         bodies = bodies_of(eqn)
         counts = turns_of(region, len(bodies))
@@ -305,8 +329,11 @@ class _Taken:
             counts = [1] * len(bodies)
         before = len(self.times), len(self.collectives), len(self.moves)
         found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
-        for body, turns in zip(bodies, counts, strict=True):
-            seconds = self.timeline(body, runs * turns).seconds * turns
+        for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
+            own = kernels_of(body, self.target)
+            if self.target.contractions and region.carried:
+                own = self.rounded(eqn, region, inputs, own, kernels, runs)
+            seconds = self.timeline(body, runs * turns, (own, ())).seconds * turns
             found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
             del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
