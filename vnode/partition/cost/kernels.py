@@ -250,8 +250,8 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     return Shape.EACH
 
 
-TAKES = {Shape.EACH: 3, Shape.SAME: 3, Shape.MOVED: 3, Shape.REDUCED: 2, Shape.CONTRACTED: 1}
-"""What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 contractions too."""
+TAKES = {Shape.EACH: 4, Shape.SAME: 4, Shape.MOVED: 4, Shape.REDUCED: 3, Shape.CONTRACTED: 1}
+"""What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 what is looked up, 4 contractions."""
 
 
 def kernels_of(program: Program, target: Target) -> Kernels:
@@ -290,16 +290,14 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
             alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if target.contractions and least == 3 and alone and id(reader) not in contracted | repeated:
+            if target.contractions and least == 4 and alone and id(reader) not in contracted | repeated:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
-            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 2
-            if target.contractions and looks_up(program.describe(eqn)):
-                wanted = 3
+            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 3 if looks_up(program.describe(eqn)) else 2
             if (
                 shape is Shape.EACH
-                and (least < 3 or len(readers) > 1)
+                and (least < 4 or len(readers) > 1)
                 and target.contractions
                 and ends_contraction(eqn, program, shapes, users)
             ):

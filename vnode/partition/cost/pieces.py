@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import OperatorDescription, describe, evaluate
+from vnode.operators import Algebra, OperatorDescription, describe, evaluate
 from vnode.operators.control import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.program_cost import equation_cost
@@ -56,16 +57,16 @@ class Piece:
     @functools.cached_property
     def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
         """Bytes of each variable that is read, and of each that is written, in the types that the equations have."""
-        read, own = dict[Var, int](), set(self.reads)
-        for eqn in self.equations:
+        shares = dict.fromkeys(self.writes, 1.0)  # the part of each variable that is needed
+        for eqn in reversed(self.equations):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
-            mine = [var for var in sizes if var in own]
-            if not mine:
-                continue
-            each, whole = cost_of(eqn), sum(sizes.values())
-            for var in mine:  # of an operand that is looked up in only a part is read
-                part = sizes[var] if each.read >= whole else -(-sizes[var] * each.read // max(whole, 1))
-                read[var] = max(read.get(var, 0), part)
+            each, whole, of = cost_of(eqn), sum(sizes.values()), describe(eqn)
+            moves = of is not None and not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
+            own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
+            for var in sizes:  # of an operand that is looked up in only a part is read
+                part = own if each.read >= whole else own * each.read / max(whole, 1)
+                shares[var] = max(shares.get(var, 0.0), part)
+        read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
         if len(self.writes) == 1:  # what is put into an array in place is all that is written
             (var,) = self.writes
