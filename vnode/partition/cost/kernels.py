@@ -228,7 +228,7 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     if any(isinstance(split, LookedUp) for split in splits):
         if read and read[0].aval.shape == out.shape and len(eqn.invars) > 1 and (read[0] is eqn.invars[0]):
             values = [i for i in range(1, len(eqn.invars)) if description.roles.get(i) is not Role.INDEX]
-            return Shape.UPDATED if values else Shape.EACH
+            return Shape.UPDATED if values and not chosen_in_each(description, values) else Shape.EACH
         return Shape.EACH if description.has(Algebra.MOVES) else Shape.OTHER
     if any(isinstance(split, Reduced) for split in splits):
         plain = all(isinstance(split, Free | Reduced) for split in splits)
@@ -248,6 +248,16 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
         )
         return Shape.SAME if before == after else Shape.MOVED
     return Shape.EACH
+
+
+def chosen_in_each(description: OperatorDescription, values: Sequence[int]) -> bool:
+    """Whether of an array at most one place is replaced in each row that has a value of its own: a choice by position.
+
+    (The gradient of looking up one element in each row; compilers compare positions there, and replace nothing.)
+    """
+    whose = {f for dim in description.results[0] for f in dim}
+    several = [{f for dim in description.operands[i] for f in dim} for i in values]
+    return all({f for f in factors if description.sizes[f] > 1} <= whose for factors in several)
 
 
 TAKES = {Shape.EACH: 4, Shape.SAME: 4, Shape.MOVED: 4, Shape.REDUCED: 3, Shape.CONTRACTED: 1}

@@ -6,8 +6,9 @@ What small programs, compiled ahead of time for v5e, showed of the compiler's es
 
 - Vector operations take nothing, dear ones neither: a kernel takes its passes over elements. A kernel that is no product
   takes 9.3 cycles for each 1,024 elements that it reads or writes in memory, as many in bfloat16 as in float32; that is
-  80 % of the bandwidth, in float32. Two thirds of that if they lie on the chip.
-- A reduction counts as if it wrote as much as it reads.
+  80 % of the bandwidth, in float32. If they lie on the chip it is 6.8 cycles.
+- A kernel that only reduces counts as if it wrote as much as it reduces, and nothing as on the chip.
+- A copy to another order of the last two dimensions takes 27 cycles for 1,024 elements.
 - An instruction that is by itself, not one of a fusion, takes 12 cycles more for each 1,024 elements.
 - Where the last dimension but one has two or four elements, registers are filled to a quarter or a half: a pass takes 2.6
   or 1.3 times as long.
@@ -29,7 +30,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators import Algebra, OperatorDescription, describe
 from vnode.operators.control import region_of
-from vnode.operators.splits import Reduced, Windowed
+from vnode.operators.splits import Windowed
 from vnode.partition.cost.pieces import Piece, cost_of
 from vnode.partition.cost.time import Time
 from vnode.partition.machine import Kind
@@ -37,8 +38,11 @@ from vnode.partition.machine import Kind
 REACHED = 0.8
 """The part of the bandwidth of memory that passes over arrays reach: 9.3 cycles for 1,024 elements of float32."""
 
-NEAR = 2 / 3
-"""What a pass over elements on the chip takes of what it takes in memory."""
+NEAR = 0.73
+"""What a pass over elements on the chip takes of what it takes in memory: 6.8 cycles of 9.3."""
+
+COPY = 27.1 / 9.3
+"""Passes that take as long as a copy of an array to another order of its last two dimensions."""
 
 ALONE = 12 / 9.3
 """Passes that an instruction takes more if it is not one of a fusion."""
@@ -78,15 +82,43 @@ class Windows:
         return Time(seconds + START if seconds else 0.0, "windows")
 
 
+def largest_reduced(piece: Piece) -> float:
+    """Elements of the largest array that a kernel reduces."""
+    found = 0
+    for eqn in piece.equations:
+        of = describe(eqn)
+        if of is not None and of.reduced:
+            found = max(found, math.prod(eqn.invars[0].aval.shape))
+    return float(found)
+
+
+def turned(piece: Piece) -> float:
+    """Passes over copies that a kernel needs because it writes one array, and reads one of that size in another order.
+
+    Either that one is copied to the order of the others, or these are, and the result back.
+    """
+    sizes = [math.prod(var.aval.shape) for var in piece.writes]
+    found = 0.0
+    for eqn in piece.equations:
+        of, last = describe(eqn), eqn.outvars[0].aval
+        if of is None or "permutation" not in eqn.params or not of.has(Algebra.MOVES):
+            continue
+        moves_last = eqn.params["permutation"][-1] != len(last.shape) - 1
+        long = min(eqn.invars[0].aval.shape[-1], last.shape[-1]) >= SUBLANES
+        if moves_last and long and sizes == [math.prod(last.shape)]:
+            copies = 1 if len(piece.equations) == 1 else 2
+            found = max(found, copies * COPY * sizes[0] * spread(last.shape) - (2 * sizes[0] if copies == 1 else 0))
+    return found
+
+
 def spread(shape: Sequence[int]) -> float:
     """By how much a pass takes longer over an array in which rows of 128 elements lie in fewer than eight sublanes.
 
     >>> spread((512, 1024)), spread((64, 4, 1024))
     (1.0, 1.3)
     """
-    if len(shape) < 3 or not 1 < shape[-2] < SUBLANES:
-        return 1.0
-    return SPREAD * SUBLANES / shape[-2]
+    long = [n for n in shape if n > 1]
+    return SPREAD * SUBLANES / long[-2] if len(long) > 2 and long[-2] < SUBLANES else 1.0
 
 
 def contracts(eqn: JaxprEqn) -> bool:
@@ -99,21 +131,17 @@ def pass_seconds(piece: Piece, kind: Kind) -> float:
     """The time of a kernel that passes over its elements."""
     passes = 0.0
     reads, writes = piece.border
+    reduced = largest_reduced(piece)
+    whole = reduced and max((math.prod(var.aval.shape) for var in writes), default=0) < reduced
     for several in (reads, writes):
         for var, need in several.items():
             elements = need / max(var.aval.dtype.itemsize, 1) * spread(var.aval.shape)
-            passes += elements * (NEAR if var in piece.near else 1.0)
-    largest = 0.0
-    for eqn in piece.equations:
-        of = describe(eqn)
-        if of is None:
-            continue
-        if any(isinstance(factor.split, Reduced) for factor in of.factors):
-            largest = max(largest, float(math.prod(eqn.invars[0].aval.shape)))
-    passes += largest
+            passes += elements * (NEAR if var in piece.near and not whole else 1.0)
+    passes += reduced if whole else 0.0
     if len(piece.equations) == 1 and not any(isinstance(a, Literal) for a in piece.equations[0].invars):
         each = cost_of(piece.equations[0])
         passes += ALONE * max(each.read, each.written) / ELEMENT
+    passes += turned(piece)
     return passes * ELEMENT / (kind.bandwidth * REACHED)
 
 
