@@ -114,6 +114,7 @@ class Target:
       weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
         than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
+      turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes products that sum over the last dimension of their first operand: of products
         that could run as soon, others come later.
@@ -133,6 +134,7 @@ class Target:
     weighs: bool = False
     copies_gathered: bool = False
     library: bool = False
+    turns: bool = False
     apart: bool = True
 
     @staticmethod
@@ -153,7 +155,7 @@ class Target:
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
-        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True)
+        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -290,13 +290,27 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
 
 
 def placed(
-    kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target
+    kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target, again: bool = False
 ) -> tuple[list[tuple[int, Mapping[Var, int]]], list[set[object]]]:
-    """The kernels in their order, with what is held while each runs, and for each what is on the chip."""
+    """The kernels in their order, with what is held while each runs, and for each what is on the chip.
+
+    Args:
+      kernels: of the program.
+      buffers: what they write and read.
+      own: what is where results belong.
+      program: whose.
+      target: how much room the chip has.
+      again: whether what is fetched of temporary arrays in memory is there, too.
+    """
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
-    return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
+    reads: list[dict[Var, int]] = []
+    for place, (k, sizes) in enumerate(moments if again else ()):
+        kernel = kernels.kernels[buffers.of[k]]
+        several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
+        reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
+    return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
@@ -305,7 +319,7 @@ def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozen
     found: list[frozenset[Var]] = [frozenset() for _ in kernels.kernels]
     if not target.on_chip:
         return kernels, found
-    moments, away = placed(kernels, buffers, own, device.program, target)
+    moments, away = placed(kernels, buffers, own, device.program, target, again=True)
     for place, (k, _) in enumerate(moments):
         on_chip = {each if isinstance(each, Var) else each[1] for each in away[place] if not isinstance(each, int)}  # type: ignore[index]
         piece = kernels.kernels[buffers.of[k]].piece
@@ -338,6 +352,7 @@ def on_the_chip(
     own: Collection[Var],
     room: int,
     loops: Collection[int] = (),
+    again: Sequence[Mapping[Var, int]] = (),
 ) -> list[set[object]]:
     """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
 
@@ -353,6 +368,7 @@ def on_the_chip(
       own: what is where results belong, in memory.
       room: bytes on the chip.
       loops: the places of those that are loops or branches: what is held while one runs is in memory, if not all fits.
+      again: for each of the kernels what it reads of temporary arrays: what is in memory is fetched if there is room left.
 
     Returns:
       Variables, and numbers of kernels of which what they hold beside is on the chip.
@@ -377,6 +393,13 @@ def on_the_chip(
             for place in range(start, end + 1):
                 free[place] -= need
                 found[place].add(each)
+    for place, reads in enumerate(again):
+        before = max(place - 1, 0)
+        for var, need in sorted(reads.items(), key=lambda item: -item[1]):
+            if var not in found[place] and need <= min(free[before], free[place]):
+                free[place] -= need
+                free[before] -= need if before != place else 0
+                found[place].add((place, var))
     return found
 
 

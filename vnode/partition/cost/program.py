@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -279,7 +280,7 @@ class _Taken:
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(Planned(transfer, runs, share))
-            return seconds, cost.resources, False
+            return seconds + self.turned(piece, runs), cost.resources, False
         if shape is Shape.AWAY:
             (move,) = [self.moved(each, runs) for each in piece.equations]
             self.moves.append(move)
@@ -298,6 +299,21 @@ class _Taken:
         found = self.source.slowest(piece, self.machine.kinds)
         self.times.append((found, runs))
         return found.seconds, (), True
+
+    def turned(self, piece: Piece, runs: int) -> float:
+        """Seconds of copies that bring what is exchanged in pieces to an order in which the pieces come first."""
+        total = 0.0
+        for eqn in piece.equations if self.target.turns else ():
+            sides = (eqn.invars[0].aval, eqn.params.get("split_axis", 0)), (
+                eqn.outvars[0].aval,
+                eqn.params.get("concat_axis", 0),
+            )
+            for aval, place in sides if "split_axis" in eqn.params else ():
+                if math.prod(aval.shape[:place]) > 1:
+                    time = self.source.slowest(traced_piece(jnp.transpose, aval), self.machine.kinds)
+                    self.times.append((time, runs))
+                    total += time.seconds
+        return total
 
     def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
         """A value's way to the host or from there, on the kind of device whose link takes longest."""

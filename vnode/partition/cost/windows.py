@@ -138,10 +138,11 @@ def pass_seconds(piece: Piece, kind: Kind) -> float:
             elements = need / max(var.aval.dtype.itemsize, 1) * spread(var.aval.shape)
             passes += elements * (NEAR if var in piece.near and not whole else 1.0)
     passes += reduced if whole else 0.0
-    if len(piece.equations) == 1 and not any(isinstance(a, Literal) for a in piece.equations[0].invars):
+    copies = turned(piece)
+    if len(piece.equations) == 1 and not copies and not any(isinstance(a, Literal) for a in piece.equations[0].invars):
         each = cost_of(piece.equations[0])
         passes += ALONE * max(each.read, each.written) / ELEMENT
-    passes += turned(piece)
+    passes += copies
     return passes * ELEMENT / (kind.bandwidth * REACHED)
 
 
