@@ -43,7 +43,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Algebra, OperatorDescription, Role
+from vnode.operators import Algebra, OperatorDescription, Role, describe
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
 from vnode.operators.spaces import crosses
@@ -230,7 +230,7 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     if any(isinstance(split, LookedUp) for split in splits):
         if read and read[0].aval.shape == out.shape and len(eqn.invars) > 1 and (read[0] is eqn.invars[0]):
             values = [i for i in range(1, len(eqn.invars)) if description.roles.get(i) is not Role.INDEX]
-            return Shape.UPDATED if values and not chosen_in_each(description, values) else Shape.EACH
+            return Shape.UPDATED if values else Shape.EACH
         return Shape.EACH if description.has(Algebra.MOVES) else Shape.OTHER
     if any(isinstance(split, Reduced) for split in splits):
         plain = all(isinstance(split, Free | Reduced) for split in splits)
@@ -252,14 +252,18 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     return Shape.EACH
 
 
-def chosen_in_each(description: OperatorDescription, values: Sequence[int]) -> bool:
+def chosen_in_each(eqn: JaxprEqn) -> bool:
     """Whether of an array at most one place is replaced in each row that has a value of its own: a choice by position.
 
-    (The gradient of looking up one element in each row; compilers compare positions there, and replace nothing.)
+    (The gradient of looking up one element in each row: the TPU compiler compares positions, and replaces nothing.)
     """
-    whose = {f for dim in description.results[0] for f in dim}
-    several = [{f for dim in description.operands[i] for f in dim} for i in values]
-    return all({f for f in factors if description.sizes[f] > 1} <= whose for factors in several)
+    of = describe(eqn)
+    if of is None:
+        return False
+    whose = {f for dim in of.results[0] for f in dim}
+    values = [dims for i, dims in enumerate(of.operands) if i and of.roles.get(i) is not Role.INDEX]
+    several = [{f for dim in dims for f in dim if of.sizes[f] > 1} for dims in values]
+    return all(factors <= whose for factors in several)
 
 
 TAKES = {Shape.EACH: 4, Shape.SAME: 4, Shape.MOVED: 4, Shape.REDUCED: 3, Shape.CONTRACTED: 1}
@@ -278,6 +282,10 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     """
     equations, definitions = program.equations, program.definitions
     shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in equations}
+    if target.weighs:
+        shapes.update(
+            {i: Shape.EACH for eqn in equations if shapes[i := id(eqn)] is Shape.UPDATED and chosen_in_each(eqn)}
+        )
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in equations:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
@@ -594,7 +602,7 @@ def keys_of(
     most = max(nbytes(var.aval) for var in reads)
     largest = [var for var in reads if nbytes(var.aval) == most]
     written = kernel.piece.writes if kernel.shape is Shape.EACH else ()
-    return largest, [*largest, *(var for var in written if nbytes(var.aval) >= most)]
+    return [*largest], [*largest, *(var for var in written if nbytes(var.aval) >= most)]
 
 
 def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int], waits: Sequence[int]) -> bool:

@@ -291,7 +291,7 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
 
 def placed(
     kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target, again: bool = False
-) -> tuple[list[tuple[int, Mapping[Var, int]]], list[set[object]]]:
+) -> tuple[list[tuple[int, dict[Var, int]]], list[set[object]]]:
     """The kernels in their order, with what is held while each runs, and for each what is on the chip.
 
     Args:
@@ -321,7 +321,7 @@ def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozen
         return kernels, found
     moments, away = placed(kernels, buffers, own, device.program, target, again=True)
     for place, (k, _) in enumerate(moments):
-        on_chip = {each if isinstance(each, Var) else each[1] for each in away[place] if not isinstance(each, int)}  # type: ignore[index]
+        on_chip = {each[1] if isinstance(each, tuple) else each for each in away[place]}
         piece = kernels.kernels[buffers.of[k]].piece
         found[buffers.of[k]] |= {var for var in (*piece.reads, *piece.writes) if kernels.memory_of(var) in on_chip}
     return kernels, found
@@ -368,7 +368,7 @@ def on_the_chip(
       own: what is where results belong, in memory.
       room: bytes on the chip.
       loops: the places of those that are loops or branches: what is held while one runs is in memory, if not all fits.
-      again: for each of the kernels what it reads of temporary arrays: what is in memory is fetched if there is room left.
+      again: for each of the kernels what it reads of temporary arrays: what is in memory is fetched if room is left.
 
     Returns:
       Variables, and numbers of kernels of which what they hold beside is on the chip.

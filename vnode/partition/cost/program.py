@@ -304,9 +304,12 @@ class _Taken:
         """Seconds of copies that bring what is exchanged in pieces to an order in which the pieces come first."""
         total = 0.0
         for eqn in piece.equations if self.target.turns else ():
-            sides = (eqn.invars[0].aval, eqn.params.get("split_axis", 0)), (
-                eqn.outvars[0].aval,
-                eqn.params.get("concat_axis", 0),
+            sides = (
+                (eqn.invars[0].aval, eqn.params.get("split_axis", 0)),
+                (
+                    eqn.outvars[0].aval,
+                    eqn.params.get("concat_axis", 0),
+                ),
             )
             for aval, place in sides if "split_axis" in eqn.params else ():
                 if math.prod(aval.shape[:place]) > 1:
@@ -334,9 +337,7 @@ class _Taken:
                 self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
         return with_narrow(body, narrow) if narrow else body
 
-    def region(
-        self, eqn: JaxprEqn, region: Region, kernels: Kernels, runs: int
-    ) -> tuple[float, tuple[int, ...], bool]:
+    def region(self, eqn: JaxprEqn, region: Region, kernels: Kernels, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
         bodies = bodies_of(eqn)
         counts = turns_of(region, len(bodies))

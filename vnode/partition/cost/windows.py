@@ -4,18 +4,18 @@ Knows pieces, descriptions, and rates of kinds. Must not know programs, nor how 
 
 What small programs, compiled ahead of time for v5e, showed of the compiler's estimates (`hlo.cycles`):
 
-- Vector operations take nothing, dear ones neither: a kernel takes its passes over elements. A kernel that is no product
-  takes 9.3 cycles for each 1,024 elements that it reads or writes in memory, as many in bfloat16 as in float32; that is
-  80 % of the bandwidth, in float32. If they lie on the chip it is 6.8 cycles.
+- Vector operations take nothing, dear ones neither: a kernel takes its passes over elements. A kernel that is no
+  product takes 9.3 cycles for each 1,024 elements that it reads or writes in memory, as many in bfloat16 as in float32;
+  that is 80 % of the bandwidth, in float32. If they lie on the chip it is 6.8 cycles.
 - A kernel that only reduces counts as if it wrote as much as it reduces, and nothing as on the chip.
 - A copy to another order of the last two dimensions takes 27 cycles for 1,024 elements.
 - An instruction that is by itself, not one of a fusion, takes 12 cycles more for each 1,024 elements.
-- Where the last dimension but one has two or four elements, registers are filled to a quarter or a half: a pass takes 2.6
-  or 1.3 times as long.
-- A kernel has 16 MiB on the chip for its windows, two of each array. A product whose operands do not fit reads them once
-  for each tile of its result: tiles are as large as windows can be, so that little is read. What lies on the chip
-  already is not fetched. Element-wise operations that are computed inside, before or after, take no time, but the arrays
-  that they read do, and before the product they do so for each tile.
+- Where the last dimension but one has two or four elements, registers are filled to a quarter or a half: a pass takes
+  2.6 or 1.3 times as long.
+- A kernel has 16 MiB on the chip for its windows, two of each array. A product whose operands do not fit reads them
+  once for each tile of its result: tiles are as large as windows can be, so that little is read. What lies on the chip
+  already is not fetched. Element-wise operations that are computed inside take no time, but the arrays that they read
+  do; where these are read before the product, they are for each tile.
 - A product takes longer than its multiplications, and than its bytes, if these take similarly long: windows and
   multiplications follow each other in part. The root of the sum of squares is within 15 % of what was seen.
 """
