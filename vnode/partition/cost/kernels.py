@@ -282,10 +282,9 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     """
     equations, definitions = program.equations, program.definitions
     shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in equations}
-    if target.weighs:
-        shapes.update(
-            {i: Shape.EACH for eqn in equations if shapes[i := id(eqn)] is Shape.UPDATED and chosen_in_each(eqn)}
-        )
+    updates = [eqn for eqn in equations if target.weighs and shapes[id(eqn)] is Shape.UPDATED]
+    chosen = {id(eqn): Shape.EACH for eqn in updates if chosen_in_each(eqn)}
+    shapes.update(chosen)
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in equations:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
@@ -314,7 +313,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
-            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 3 if looks_up(program.describe(eqn)) else 2
+            far = id(eqn) not in chosen and looks_up(program.describe(eqn))
+            wanted = 1 if shape in (Shape.SAME, Shape.MOVED) else 3 if far else 2
             if (
                 shape is Shape.EACH
                 and (least < 4 or len(readers) > 1)
