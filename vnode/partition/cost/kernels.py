@@ -388,7 +388,7 @@ def worth_writing(
             continue
         times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
         own //= 2 if multiplied(out, program, shapes, users, ends) else 1
-        if times * operands > operands + own + times * own:
+        if times * operands > 1.25 * (operands + own + times * own):
             found.add(id(eqn))
             reads[out] = frozenset({out})
     return frozenset(found)
