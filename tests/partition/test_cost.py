@@ -309,18 +309,23 @@ def test_kernels_with_several_results() -> None:
 
 
 def test_what_a_tpu_does_not_write() -> None:
-    table, places, values = ones(8, 512), ones(8, dtype=jnp.int32), ones(8)
+    table, places, values = ones(64, 512), ones(8, dtype=jnp.int32), ones(8, 512)
 
     def part(width: int) -> Any:
         def put(i: Any, v: Any) -> Any:
-            filled = jnp.zeros(table.shape).at[jnp.arange(8), i].add(v, mode="promise_in_bounds")
-            return jnp.exp(lax.dynamic_slice(filled, (0, 64), (8, width)))
+            filled = jnp.zeros(table.shape).at[i].add(v, mode="promise_in_bounds")
+            return jnp.exp(lax.dynamic_slice(filled, (0, 64), (64, width)))
 
         return put
 
     assert sum("scatter-add" in kernel for kernel in kernels(part(128), places, values, target=TPU)) == 1
     assert "scatter-add" not in kernels(part(128), places, values, target=TPU), "made inside of its reader"
     assert any(kernel.endswith("scatter-add") for kernel in kernels(part(512), places, values, target=TPU))
+    # One place in each row: the compiler compares positions instead.
+    chosen = lambda x, i: jnp.exp(jnp.take_along_axis(x, i[:, None], axis=1)).sum()  # noqa: E731
+    given = lambda x, i: x + jax.grad(chosen)(x, i)  # noqa: E731
+    assert len(kernels(given, table, ones(64, dtype=jnp.int32), target=TPU)) == 1
+    assert len(kernels(given, table, ones(64, dtype=jnp.int32), target=CPU)) > 1
     x = ones(128, 128)
     chain = device_of(lambda x: ((x @ x) @ x).sum(), x)
     assert memory_of(chain, CPU).temporaries == 0, "a library sums the product as it makes it"

@@ -10,6 +10,7 @@ from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece, copy_of, piece_of
 from vnode.partition.cost.program import ProgramCost, program_cost
 from vnode.partition.cost.time import Roofline, Source, Time, Times
+from vnode.partition.cost.windows import Windows
 
 __all__ = [
     "Cache",
@@ -25,6 +26,7 @@ __all__ = [
     "Time",
     "Times",
     "Transfer",
+    "Windows",
     "copy_of",
     "device_program",
     "memory_of",

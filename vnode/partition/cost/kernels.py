@@ -14,6 +14,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
+- There, a product takes in no slice whose place is known at run time only; that is written first.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
   what moves a value to the host's memory, or back.
@@ -37,13 +38,14 @@ import functools
 import heapq
 import math
 from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Algebra, OperatorDescription, Role
+from vnode.operators import Algebra, OperatorDescription, Role, describe
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
 from vnode.operators.spaces import crosses
@@ -122,6 +124,7 @@ class Target:
       weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
         than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
+      turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
         operand: of products that could run as soon, others come later.
@@ -141,6 +144,7 @@ class Target:
     weighs: bool = False
     copies_gathered: bool = False
     library: bool = False
+    turns: bool = False
     apart: bool = True
 
     @staticmethod
@@ -161,7 +165,7 @@ class Target:
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
-        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True)
+        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -258,8 +262,22 @@ def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
     return Shape.EACH
 
 
-TAKES = {Shape.EACH: 3, Shape.SAME: 3, Shape.MOVED: 3, Shape.REDUCED: 2, Shape.CONTRACTED: 1}
-"""What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 contractions too."""
+def chosen_in_each(eqn: JaxprEqn) -> bool:
+    """Whether of an array at most one place is replaced in each row that has a value of its own: a choice by position.
+
+    (The gradient of looking up one element in each row: the TPU compiler compares positions, and replaces nothing.)
+    """
+    of = describe(eqn)
+    if of is None:
+        return False
+    whose = {f for dim in of.results[0] for f in dim}
+    values = [dims for i, dims in enumerate(of.operands) if i and of.roles.get(i) is not Role.INDEX]
+    several = [{f for dim in dims for f in dim if of.sizes[f] > 1} for dims in values]
+    return all(factors <= whose for factors in several)
+
+
+TAKES = {Shape.EACH: 4, Shape.SAME: 4, Shape.MOVED: 4, Shape.REDUCED: 3, Shape.CONTRACTED: 1}
+"""What equations take in as roots: 0 nothing, 1 rearrangements, 2 element-wise, 3 what is looked up, 4 contractions."""
 
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
@@ -275,6 +293,9 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     """
     equations, definitions = program.equations, program.definitions
     shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in equations}
+    updates = [eqn for eqn in equations if target.weighs and shapes[id(eqn)] is Shape.UPDATED]
+    chosen = {id(eqn): Shape.EACH for eqn in updates if chosen_in_each(eqn)}
+    shapes.update(chosen)
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in equations:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
@@ -288,6 +309,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     sums: dict[int, int] = {}  # equations that a library computes within a reduction, and that
     written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
     sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
+    repeated: set[int] = set()  # equations that are computed in several kernels
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         if target.library and shape is Shape.REDUCED and by_library(eqn, program):
@@ -318,14 +340,16 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
             alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if target.contractions and least == 3 and alone and id(reader) not in contracted:
+            if target.contractions and least == 4 and alone and id(reader) not in contracted | repeated:
                 inside.add(id(eqn))
                 contracted.add(id(reader))
         elif shape is not Shape.REDUCED:
-            wanted = 1 if shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target)) else 2
+            far = id(eqn) not in chosen and looks_up(program.describe(eqn))
+            near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
+            wanted = 1 if near else 3 if far else 2
             if (
                 shape is Shape.EACH
-                and least < 3
+                and (least < 4 or len(readers) > 1)
                 and target.contractions
                 and ends_contraction(eqn, program, shapes, users)
             ):
@@ -335,6 +359,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
                 inside.add(id(eqn))
                 sinks[id(eqn)] = within
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
+                if len(readers) > 1 or any(id(reader) in repeated for reader in readers):
+                    repeated.add(id(eqn))
                 if any(id(reader) in contracted for reader in readers):
                     contracted.add(id(eqn))
     names: dict[Var, Var] = {}
@@ -355,7 +381,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside, sums)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
-    made = combined(program, found, names, target)
+    products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
+    made = combined(program, found, names, target, products)
     written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
@@ -444,10 +471,16 @@ def worth_writing(
             continue
         times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
         own //= 2 if multiplied(out, program, shapes, users, ends) else 1
-        if times * operands > operands + own + times * own:
+        if times * operands > 1.25 * (operands + own + times * own):
             found.add(id(eqn))
             reads[out] = frozenset({out})
     return frozenset(found)
+
+
+def with_narrow(kernels: Kernels, more: Set[Var]) -> Kernels:
+    """The kernels, with some more variables that are in memory in bfloat16."""
+    found = dataclasses.replace(kernels, narrow=kernels.narrow | more)
+    return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in kernels.kernels))
 
 
 def in_memory(kernel: Kernel, kernels: Kernels) -> Kernel:
@@ -525,6 +558,11 @@ def ends_contraction(
     return False
 
 
+def looks_up(of: OperatorDescription | None) -> bool:
+    """Whether places are known at run time only: no product reads a slice from such a place, or such rows."""
+    return of is not None and any(isinstance(factor.split, LookedUp) for factor in of.factors)
+
+
 def only_sliced(
     eqn: JaxprEqn, shape: Shape, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
 ) -> bool:
@@ -540,9 +578,17 @@ def only_sliced(
 
 
 def combined(
-    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target
+    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target, products: Set[int]
 ) -> tuple[Kernel, ...]:
-    """Kernels with those taken together that may be, in an order in which they can run."""
+    """Kernels with those taken together that may be, in an order in which they can run.
+
+    Args:
+      program: whose.
+      kernels: in the program's order.
+      names: variables that are other names for something in memory, with that.
+      target: what the compiler takes together.
+      products: contractions, by id.
+    """
 
     def memory_of(var: Var) -> Var:
         while var in names:
@@ -552,6 +598,9 @@ def combined(
     maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
     reads = [list(dict.fromkeys(map(memory_of, kernel.piece.reads))) for kernel in kernels]
     needs = [{maker[var] for var in found if var in maker} for found in reads]
+    multiply = [
+        target.contractions and any(id(eqn) in products for eqn in kernel.piece.equations) for kernel in kernels
+    ]
     above: list[int] = []  # for each kernel, as bits, all that it waits for in the end
     groups: list[list[int]] = []
     group_of: list[int] = []
@@ -563,12 +612,14 @@ def combined(
         for n in needs[k]:
             above[k] |= above[n] | 1 << n
         collective, size = kernel.shape is Shape.COLLECTIVE, sum(nbytes(var.aval) for var in kernel.piece.reads)
-        wanted, offers = keys_of(kernel, reads[k], target)
+        wanted, offers = keys_of(kernel, reads[k], target, multiply[k])
         chosen = None
-        for g in offered.get(wanted, []) if wanted is not None else []:
+        for g in dict.fromkeys(g for key in wanted for g in offered.get(key, [])):
             inside = needs[k] & {*groups[g]}
             held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
-            if any(kernels[n].shape is not Shape.EACH for n in inside) or held + size * collective > target.together:
+            if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
+                continue
+            if held + size * collective > target.together:
                 continue
             bits = 0
             for n in needs[k] - inside:
@@ -589,7 +640,20 @@ def combined(
             if chosen not in offered.setdefault(key, []):
                 offered[key].append(chosen)
     place = {id(eqn): i for i, eqn in enumerate(program.equations)}
-    merged = [together([kernels[m] for m in members], place) for members in groups]
+    outside = {memory_of(atom): {-1} for atom in program.outputs if isinstance(atom, Var)}  # who reads what
+    for k, found in enumerate(reads):
+        for var in found:
+            outside.setdefault(var, set()).add(group_of[k])
+    merged = []
+    for g, members in enumerate(groups):
+        own = [kernels[m] for m in members]
+        within = {
+            var
+            for m in members
+            for var in kernels[m].piece.writes
+            if len(members) > 1 and outside.get(var) == {g} and kernels[m].shape is not Shape.COLLECTIVE
+        }
+        merged.append(together(own, place, within, names, program.definitions))
     following: list[set[int]] = [set() for _ in groups]
     missing = [0] * len(groups)
     for k, found in enumerate(needs):
@@ -611,22 +675,30 @@ def combined(
     return tuple(order)
 
 
-def keys_of(kernel: Kernel, reads: Sequence[Var], target: Target) -> tuple[object, list[object]]:
+def keys_of(
+    kernel: Kernel, reads: Sequence[Var], target: Target, multiplies: bool
+) -> tuple[list[object], list[object]]:
     """With what a kernel may be taken together, and what others may have in common with it.
 
     Collectives must be alike; others must read the same, where it is the largest that they read, or what one writes.
+    What has a product in it begins a kernel: what reads its result may join it, and it joins no other.
     """
     eqn = kernel.root
     if kernel.shape is Shape.COLLECTIVE:
         if KINDS[eqn.primitive.name] not in target.combines:
-            return None, []
+            return [], []
         key = eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
-        return key, [key]
-    if not target.siblings or kernel.shape not in (Shape.EACH, Shape.REDUCED) or not reads:
-        return None, []
-    largest = max(reads, key=lambda var: nbytes(var.aval))
+        return [key], [key]
+    if not target.siblings or not reads:
+        return [], []
+    if multiplies:
+        return [], [*kernel.piece.writes]
+    if kernel.shape not in (Shape.EACH, Shape.REDUCED):
+        return [], []
+    most = max(nbytes(var.aval) for var in reads)
+    largest = [var for var in reads if nbytes(var.aval) == most]
     written = kernel.piece.writes if kernel.shape is Shape.EACH else ()
-    return largest, [largest, *(var for var in written if nbytes(var.aval) >= nbytes(largest.aval))]
+    return [*largest], [*largest, *(var for var in written if nbytes(var.aval) >= most)]
 
 
 def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int], waits: Sequence[int]) -> bool:
@@ -644,15 +716,36 @@ def reaches(bits: int, group: int, masks: Sequence[int], group_of: Sequence[int]
     return False
 
 
-def together(members: Sequence[Kernel], place: Mapping[int, int]) -> Kernel:
-    """Several kernels as one."""
+def together(
+    members: Sequence[Kernel],
+    place: Mapping[int, int],
+    within: Set[Var] = frozenset(),
+    names: Mapping[Var, Var] = MappingProxyType({}),
+    definitions: Mapping[Var, JaxprEqn] = MappingProxyType({}),
+) -> Kernel:
+    """Several kernels as one.
+
+    Args:
+      members: in order.
+      place: of each equation in the program, by id.
+      within: what only they read, so that it need not be written.
+      names: variables that are other names for something.
+      definitions: the equations that make these.
+    """
     if len(members) == 1:
         return members[0]
     found = {id(eqn): eqn for kernel in members for eqn in kernel.piece.equations}
+    for var in [var for kernel in members for var in kernel.piece.reads] if within else ():
+        chain = list[JaxprEqn]()
+        while var not in within and var in names:
+            chain.append(definitions[var])
+            var = names[var]
+        if var in within:
+            found.update({id(eqn): eqn for eqn in chain})
     equations = [found[key] for key in sorted(found, key=lambda key: place[key])]
     shape = Shape.EACH if any(kernel.shape is Shape.EACH for kernel in members) else members[0].shape
     root = next(kernel.root for kernel in members if kernel.shape is shape)
-    return Kernel(piece_of(equations, [v for kernel in members for v in kernel.piece.writes]), shape, root)
+    return Kernel(piece_of(equations, [v for k in members for v in k.piece.writes if v not in within]), shape, root)
 
 
 def gathered(

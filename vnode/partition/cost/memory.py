@@ -279,10 +279,7 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
-    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
-    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
-    away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
+    moments, away = placed(kernels, buffers, own, program, target)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
@@ -303,6 +300,44 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     arguments = sum(nbytes(var.aval) for var in program.inputs)
     outputs = sum(nbytes(atom.aval) for atom in program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
+
+
+def placed(
+    kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target, again: bool = False
+) -> tuple[list[tuple[int, dict[Var, int]]], list[set[object]]]:
+    """The kernels in their order, with what is held while each runs, and for each what is on the chip.
+
+    Args:
+      kernels: of the program.
+      buffers: what they write and read.
+      own: what is where results belong.
+      program: whose.
+      target: how much room the chip has.
+      again: whether what is fetched of temporary arrays in memory is there, too.
+    """
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
+    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
+    reads: list[dict[Var, int]] = []
+    for place, (k, sizes) in enumerate(moments if again else ()):
+        kernel = kernels.kernels[buffers.of[k]]
+        several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
+        reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
+    return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
+
+
+def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
+    """The kernels of a program, and for each of them what it reads or writes on the chip."""
+    kernels, buffers, own, _ = outer_buffers(device, target)
+    found: list[frozenset[Var]] = [frozenset() for _ in kernels.kernels]
+    if not target.on_chip:
+        return kernels, found
+    moments, away = placed(kernels, buffers, own, device.program, target, again=True)
+    for place, (k, _) in enumerate(moments):
+        on_chip = {each[1] if isinstance(each, tuple) else each for each in away[place]}
+        piece = kernels.kernels[buffers.of[k]].piece
+        found[buffers.of[k]] |= {var for var in (*piece.reads, *piece.writes) if kernels.memory_of(var) in on_chip}
+    return kernels, found
 
 
 def host_bytes(program: Program) -> int:
@@ -330,6 +365,7 @@ def on_the_chip(
     own: Collection[Var],
     room: int,
     loops: Collection[int] = (),
+    again: Sequence[Mapping[Var, int]] = (),
 ) -> list[set[object]]:
     """What is in memory on the chip, for each kernel in an order: what is held for the fewest kernels comes first.
 
@@ -345,6 +381,7 @@ def on_the_chip(
       own: what is where results belong, in memory.
       room: bytes on the chip.
       loops: the places of those that are loops or branches: what is held while one runs is in memory, if not all fits.
+      again: for each of the kernels what it reads of temporary arrays: what is in memory is fetched if room is left.
 
     Returns:
       Variables, and numbers of kernels of which what they hold beside is on the chip.
@@ -369,6 +406,13 @@ def on_the_chip(
             for place in range(start, end + 1):
                 free[place] -= need
                 found[place].add(each)
+    for place, reads in enumerate(again):
+        before = max(place - 1, 0)
+        for var, need in sorted(reads.items(), key=lambda item: -item[1]):
+            if var not in found[place] and need <= min(free[before], free[place]):
+                free[place] -= need
+                free[before] -= need if before != place else 0
+                found[place].add((place, var))
     return found
 
 

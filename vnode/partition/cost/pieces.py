@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import OperatorDescription, describe, evaluate, kind
+from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind
 from vnode.operators.control import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.program_cost import equation_cost
@@ -33,6 +34,7 @@ class Piece:
       writes: those that are wanted elsewhere.
       constants: values of some of `reads`.
       narrow: those of `reads` and `writes` that are in memory in bfloat16, though they are float32 in the equations.
+      near: those of them that are in memory on the chip.
     """
 
     equations: tuple[JaxprEqn, ...]
@@ -40,28 +42,38 @@ class Piece:
     writes: tuple[Var, ...]
     constants: Mapping[Var, Any] = dataclasses.field(default_factory=dict)
     narrow: frozenset[Var] = frozenset()
+    near: frozenset[Var] = frozenset()
 
     @functools.cached_property
     def cost(self) -> Cost:
         """Operations of all equations; bytes at the border only, each variable being read once and written once."""
         if len(self.equations) == 1 and region_of(self.equations[0]) is None and not self.narrow:
             return cost_of(self.equations[0])
-        total, read, own = Cost(), dict[Var, int](), set(self.reads)
+        total = Cost()
         for eqn in self.equations:
-            each = cost_of(eqn)
-            total = total + dataclasses.replace(each, read=0, written=0)
+            total = total + dataclasses.replace(cost_of(eqn), read=0, written=0)
+        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in self.border]
+        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
+
+    @functools.cached_property
+    def border(self) -> tuple[Mapping[Var, int], Mapping[Var, int]]:
+        """Bytes of each variable that is read, and of each that is written, in the types that the equations have."""
+        shares = dict.fromkeys(self.writes, 1.0)  # the part of each variable that is needed
+        for eqn in reversed(self.equations):
             sizes = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
-            whole = sum(sizes.values())
-            for var in own & sizes.keys():  # of an operand that is looked up in only a part is read
-                part = sizes[var] if each.read >= whole else -(-sizes[var] * each.read // max(whole, 1))
-                read[var] = max(read.get(var, 0), part)
+            each, whole = cost_of(eqn), sum(sizes.values())
+            moves = region_of(eqn) is None and of_one(eqn).moves
+            own = shares.get(eqn.outvars[0], 1.0) if moves else 1.0
+            for var in sizes:  # of an operand that is looked up in only a part is read
+                part = own if each.read >= whole else own * each.read / max(whole, 1)
+                shares[var] = max(shares.get(var, 0.0), part)
+        read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
         if len(self.writes) == 1:  # what is put into an array in place is all that is written
             (var,) = self.writes
             last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
             written[var] = min(written[var], cost_of(last).written or written[var])
-        in_all = [sum(n // (2 if var in self.narrow else 1) for var, n in each.items()) for each in (read, written)]
-        return dataclasses.replace(total, read=in_all[0], written=in_all[1])
+        return read, written
 
     @functools.cached_property
     def key(self) -> str:
@@ -130,39 +142,56 @@ def stable(value: Any) -> str:
     return repr(value)
 
 
-COSTS: dict[Hashable, Cost] = {}
-"""Of equations, by all that they depend on: layers, and the candidates of a search, have many that are alike."""
+@dataclasses.dataclass(frozen=True)
+class OfOne:
+    """What is asked for about an equation again and again.
 
-MANY = 100_000
-"""Costs beyond which those that are known are forgotten."""
+    Attributes:
+      cost: its cost.
+      moves: whether each element of its one result is made of elements in one place of operands, if at all.
+    """
+
+    cost: Cost
+    moves: bool
 
 
-def cost_of(eqn: JaxprEqn) -> Cost:
-    """The cost of one equation, loops and branches included; of one without a description its bytes."""
-    if region_of(eqn) is not None:
-        return equation_cost(eqn)
+KNOWN: dict[Hashable, OfOne] = {}
+"""By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
+
+MANY = 20_000
+"""Entries beyond which those that are known are forgotten."""
+
+
+def of_one(eqn: JaxprEqn) -> OfOne:
+    """What there is to know of an equation, no loop or branch."""
     of = kind(eqn)
-    if of is None:
-        return cost_of_one(eqn)
+    if of is None or any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values()):
+        return looked_at(eqn)  # nor is anything kept for longer than who else has it, such as constants
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
     there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
     key = of, operands, there
-    found = COSTS.get(key)
+    found = KNOWN.get(key)
     if found is None:
-        if len(COSTS) >= MANY:
-            COSTS.clear()
-        found = COSTS[key] = cost_of_one(eqn)
+        if len(KNOWN) >= MANY:
+            KNOWN.clear()
+        found = KNOWN[key] = looked_at(eqn)
     return found
 
 
-def cost_of_one(eqn: JaxprEqn) -> Cost:
-    """The cost of an equation, no loop or branch, that nobody has asked for yet."""
-    description = describe(eqn)
-    if description is None:
+def looked_at(eqn: JaxprEqn) -> OfOne:
+    """What there is to know of an equation, no loop or branch, by its description; of one without that its bytes."""
+    of = describe(eqn)
+    if of is None:
         read = sum(nbytes(atom.aval) for atom in {*(a for a in eqn.invars if isinstance(a, Var))})
-        return Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars))
-    return described_cost(eqn, description)
+        return OfOne(Cost(read=read, written=sum(nbytes(var.aval) for var in eqn.outvars)), False)
+    moves = not of.reduced and not of.has(Algebra.CONTRACTS) and len(eqn.outvars) == 1
+    return OfOne(described_cost(eqn, of), moves)
+
+
+def cost_of(eqn: JaxprEqn) -> Cost:
+    """The cost of one equation, loops and branches included."""
+    return of_one(eqn).cost if region_of(eqn) is None else equation_cost(eqn)
 
 
 def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None) -> Piece:

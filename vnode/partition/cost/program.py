@@ -16,8 +16,11 @@ that is known.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
@@ -27,9 +30,17 @@ from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import BESIDE, Kernels, Shape, Target, kernels_of
-from vnode.partition.cost.memory import Memory, memory_of
-from vnode.partition.cost.pieces import Piece
+from vnode.partition.cost.kernels import (
+    BESIDE,
+    Kernels,
+    Shape,
+    Target,
+    kernels_of,
+    multiplied_inside,
+    with_narrow,
+)
+from vnode.partition.cost.memory import Memory, memory_of, near_of
+from vnode.partition.cost.pieces import Piece, traced_piece
 from vnode.partition.cost.time import Time, Times, by_source
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
@@ -190,7 +201,7 @@ def program_cost(
         program = device_program(program, axes, platform=platform, donated=donated)
     target = target or Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
-    timeline = taken.timeline(program.program, 1)
+    timeline = taken.timeline(program.program, 1, near_of(program, target))
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
@@ -237,12 +248,15 @@ class _Taken:
         self.unknown: set[str] = set()
         self.open_loops = 0
 
-    def timeline(self, program: Program, runs: int) -> Timeline:
-        """The timeline of a program that runs so often."""
-        kernels = kernels_of(program, self.target)
+    def timeline(
+        self, program: Program, runs: int, known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None
+    ) -> Timeline:
+        """The timeline of a program that runs so often; its kernels, and what is on the chip, may be known."""
+        kernels, near = known or (kernels_of(program, self.target), ())
         tasks = list[_Task]()
-        for kernel in kernels.kernels:
+        for kernel, on_chip in itertools.zip_longest(kernels.kernels, near, fillvalue=frozenset[Var]()):
             eqn, piece = kernel.root, kernel.piece
+            piece = dataclasses.replace(piece, near=on_chip) if on_chip else piece
             reads = tuple(kernels.memory_of(var) for var in piece.reads)
             seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
             tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
@@ -266,7 +280,7 @@ class _Taken:
             for transfer in transfers:
                 share = transfer.bytes * cost.per_byte + cost.latency / len(transfers)
                 self.collectives.append(Planned(transfer, runs, share))
-            return seconds, cost.resources, False
+            return seconds + self.turned(piece, runs), cost.resources, False
         if shape is Shape.AWAY:
             (move,) = [self.moved(each, runs) for each in piece.equations]
             self.moves.append(move)
@@ -275,7 +289,7 @@ class _Taken:
         if region is not None:
             known = None if exchanges(eqn) or moves_within(eqn) else self.source.known(piece, self.machine.kinds)
             if known is None:
-                return self.region(eqn, region, runs)
+                return self.region(eqn, region, kernels, runs)
             self.times.append((known, runs))
             return known.seconds, (), True
         if eqn.effects or eqn.primitive is BESIDE:  # which place on an axis this device has; what a loop has made
@@ -286,13 +300,44 @@ class _Taken:
         self.times.append((found, runs))
         return found.seconds, (), True
 
+    def turned(self, piece: Piece, runs: int) -> float:
+        """Seconds of copies that bring what is exchanged in pieces to an order in which the pieces come first."""
+        total = 0.0
+        for eqn in piece.equations if self.target.turns else ():
+            sides = (
+                (eqn.invars[0].aval, eqn.params.get("split_axis", 0)),
+                (
+                    eqn.outvars[0].aval,
+                    eqn.params.get("concat_axis", 0),
+                ),
+            )
+            for aval, place in sides if "split_axis" in eqn.params else ():
+                if math.prod(aval.shape[:place]) > 1:
+                    time = self.source.slowest(traced_piece(jnp.transpose, aval), self.machine.kinds)
+                    self.times.append((time, runs))
+                    total += time.seconds
+        return total
+
     def moved(self, eqn: JaxprEqn, runs: int) -> Moved:
         """A value's way to the host or from there, on the kind of device whose link takes longest."""
         bytes_ = sum(all_bytes(var.aval) for var in eqn.outvars)
         seconds = max(bytes_ / kind.host_bandwidth + kind.host_latency for kind in self.machine.kinds)
         return Moved(bytes_, runs, not on_host(eqn.outvars[0].aval), seconds)
 
-    def region(self, eqn: JaxprEqn, region: Region, runs: int) -> tuple[float, tuple[int, ...], bool]:
+    def rounded(
+        self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
+    ) -> Kernels:
+        """The kernels of a loop's body, where what it only multiplies is rounded to bfloat16 before the first turn."""
+        fit = multiplied_inside(body.program)
+        narrow = {var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.fixed and var in fit}
+        for i, var in zip(inputs, body.program.inputs, strict=True):
+            atom = eqn.invars[i]
+            if var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
+                piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
+                self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
+        return with_narrow(body, narrow) if narrow else body
+
+    def region(self, eqn: JaxprEqn, region: Region, kernels: Kernels, runs: int) -> tuple[float, tuple[int, ...], bool]:
         """A loop by its turns; of branches the one that takes longest."""
         bodies = bodies_of(eqn)
         counts = turns_of(region, len(bodies))
@@ -301,8 +346,11 @@ class _Taken:
             counts = [1] * len(bodies)
         before = len(self.times), len(self.collectives), len(self.moves)
         found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
-        for body, turns in zip(bodies, counts, strict=True):
-            seconds = self.timeline(body, runs * turns).seconds * turns
+        for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
+            own = kernels_of(body, self.target)
+            if self.target.contractions and region.carried:
+                own = self.rounded(eqn, region, inputs, own, kernels, runs)
+            seconds = self.timeline(body, runs * turns, (own, ())).seconds * turns
             found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
             del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found

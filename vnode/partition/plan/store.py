@@ -41,7 +41,7 @@ VERSION = 4
 """Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum."""
 
 CHECKED = 4
-"""The first version whose files have the step's options, and say by a checksum whether they are as they were written."""
+"""The first version whose files have the step's options, and a checksum that says whether they are as written."""
 
 PREDICTED = 2
 """The first version whose predictions hold: 1 was for sums over nodes in a tree of two branches everywhere."""
