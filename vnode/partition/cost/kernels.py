@@ -383,8 +383,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
     made = combined(program, found, names, target, products)
-    written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
-    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
+    plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
+    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain}
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
