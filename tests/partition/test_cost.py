@@ -213,7 +213,7 @@ def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
         assert cost.compute == pytest.approx(seconds), function
         assert pieces is None or cost.sources == {"measured": pieces}
         plain = program_cost(device, machine, mesh, platform="cpu")
-        assert set(plain.sources) == {"roofline"}
+        assert set(plain.sources) == {"windows"}, "of TPUs"
 
 
 # The cache
@@ -306,6 +306,30 @@ def test_kernels_with_several_results() -> None:
     assert len(kernels(lambda x: (lambda y: (y, y.sum(0)))(jnp.tanh(x)), x, target=TPU)) == 1
     assert len(kernels(lambda x: x - x.sum(0), x, target=TPU)) == 2
     assert len(kernels(lambda x: x * jnp.sort(x.sum(0)), x, target=TPU)) == 3
+
+
+def test_products_of_tpus_are_computed_once() -> None:
+    x, w = ones(64, 64), ones(64, 64)
+    multiplied = {"float32": 2 * 64**3}
+
+    def made(function: Any, *args: Any) -> list[Any]:
+        return [kernel.piece for kernel in kernels_of(program_of(function, *args), TPU).kernels]
+
+    (both,) = made(lambda x, w: (lambda y: (y.sum(0), y.max(1)))(x @ w), x, w)
+    assert both.cost.matrix == multiplied and both.cost.written == 2 * 64 * 4, "what only they read is not written"
+    parts = made(lambda x, w: [jnp.tanh(part) for part in jnp.split(x @ w + 1, 4)], x, w)
+    assert [piece.cost.matrix for piece in parts if piece.cost.matrix] == [multiplied]
+    several = made(lambda x, w: (x @ w) * jnp.tanh(x @ w.T), x, w)
+    assert [piece.cost.matrix for piece in several if piece.cost.matrix] == [multiplied] * 2
+    slice_, product = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (8, 64)) @ w, x, jnp.int32(3), w)
+    assert not slice_.cost.matrix and product.cost.matrix, "a place that is known at run time only"
+
+
+def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
+    cut = lambda x, i: lax.dynamic_slice(x.reshape(64, 8, 8), (i, 0, 0), (4, 8, 8)) * 2  # noqa: E731
+    (kernel,) = kernels_of(program_of(cut, ones(64, 64), jnp.int32(3)), TPU).kernels
+    assert kernel.piece.cost.read == pytest.approx(4 * 64 * 4, rel=0.05)
+    assert kernel.piece.cost.written == 4 * 64 * 4
 
 
 def test_what_a_tpu_does_not_write() -> None:

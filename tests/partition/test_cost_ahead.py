@@ -22,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from benchmarks import tpu
 from vnode.analysis.program import inline
 from vnode.partition import Cache, Compiler, Machine, accept, program_cost
+from vnode.partition.cost import Windows
 from vnode.partition.cost.pieces import traced_piece
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
@@ -38,6 +39,25 @@ with tempfile.TemporaryDirectory() as folder:
     again.cycles = None  # from the cache
     found["product"] = [time.source, time.seconds, again.time(piece, kind).seconds]
     found["other"] = Compiler(Cache(folder)).time(piece, Machine.gpus("v100-16gb").kinds[0]) is None
+
+    # Passes and tiles beside the compiler's own estimates.
+    wide, long = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 8192), (8192, 4096)))
+    square, few = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 8192), (64, 8192)))
+    several = {
+        "a pass": (lambda a: a * 2 + 1, wide),
+        "three operands": (lambda a, b, c: a + b * c, wide, wide, wide),
+        "a reduction": (lambda a: jnp.sum(a * a, 0), wide),
+        "alone": (jnp.tanh, wide),
+        "turned": (lambda a: a.T, wide),
+        "a product": (lambda a, b: a @ b, wide, long),
+        "tiles": (lambda a, b: a @ b, square, square),
+        "few rows": (lambda a, b: jnp.tanh(a @ b), few, square),
+    }
+    found["passes"] = {}
+    for name, (function, *given) in several.items():
+        piece = traced_piece(function, *given)
+        both = [source.time(piece, kind).seconds for source in (Windows(), Compiler(Cache(folder)))]
+        found["passes"][name] = both[0] / both[1]
 
 n, batch = 4096, 8192
 
@@ -88,6 +108,9 @@ def test_the_compilers_estimates_and_memory() -> None:
     assert source == "compiler" and again == seconds and found["other"]
     assert peak <= seconds <= 1.5 * peak
     assert abs(found["error"]) <= 0.1, found["report"]
+    assert len(found["passes"]) == 8
+    for name, ratio in found["passes"].items():
+        assert 0.75 <= ratio <= 1.25, (name, ratio)
     accepted, gathered, report = found["sharded"]
     assert accepted, report
     assert gathered == 2 * 512 * 1024 * 2, "each matrix once, however many products read it, in bfloat16"

@@ -340,9 +340,14 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         if shape is Shape.CONTRACTED:
             (reader, *others) = readers
             alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if target.contractions and least == 4 and alone and id(reader) not in contracted | repeated:
-                inside.add(id(eqn))
-                contracted.add(id(reader))
+            if target.contractions and least == 4 and alone and id(reader) not in repeated:
+                chain = [id(reader)]  # what the reader is computed in, and what that is computed in
+                while chain[-1] in inside:
+                    (reader, *_) = users[reader.outvars[0]]
+                    chain.append(id(reader))
+                if contracted.isdisjoint(chain):
+                    inside.add(id(eqn))
+                    contracted.update(chain)
         elif shape is not Shape.REDUCED:
             far = id(eqn) not in chosen and looks_up(program.describe(eqn))
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))

@@ -663,16 +663,17 @@ def made_in_loops(kernels: Kernels) -> set[Var]:
 
 
 def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
-    """The bytes that collectives copy on CPUs, which exchange arrays along their first dimension only, in pieces.
+    """The bytes that collectives copy where arrays are exchanged along their first dimension only, in pieces.
 
-    What is gathered along another is put in order by those who read it, if these go element by element.
+    On CPUs; what is gathered along another is put in order by those who read it, if these go element by element. On
+    TPUs (`Target.turns`) only what everybody exchanges pieces of.
     """
-    if kernel.shape is not Shape.COLLECTIVE or not target.ordered:
+    if kernel.shape is not Shape.COLLECTIVE or not (target.ordered or target.turns):
         return 0
     total = 0
     for eqn in kernel.piece.equations:
         place = next((eqn.params[name] for name in ALONG if name in eqn.params), None)
-        if place is None:
+        if place is None or ("split_axis" not in eqn.params and not target.ordered):
             continue
         held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
         fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= GOES_BY_EACH

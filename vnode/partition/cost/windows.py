@@ -121,6 +121,19 @@ def spread(shape: Sequence[int]) -> float:
     return SPREAD * SUBLANES / long[-2] if len(long) > 2 and long[-2] < SUBLANES else 1.0
 
 
+def spread_by_slice(eqn: JaxprEqn) -> float:
+    """The same of a slice, which stays in the order of dimensions of what it is cut out of, even if one row is left."""
+    of, after = describe(eqn), eqn.outvars[0].aval.shape
+    if of is None or not of.has(Algebra.MOVES) or not eqn.invars or not isinstance(eqn.invars[0], Var):
+        return 1.0
+    before = eqn.invars[0].aval.shape
+    long = [d for d, n in enumerate(before) if n > 1]
+    if len(before) != len(after) or len(long) < 3 or any(m > n for n, m in zip(before, after, strict=True)):
+        return 1.0
+    rows = after[long[-2]]
+    return SPREAD * SUBLANES / rows if rows < min(SUBLANES, before[long[-2]]) else 1.0
+
+
 def contracts(eqn: JaxprEqn) -> bool:
     """Whether an equation is a product."""
     of = describe(eqn)
@@ -133,9 +146,10 @@ def pass_seconds(piece: Piece, kind: Kind) -> float:
     reads, writes = piece.border
     reduced = largest_reduced(piece)
     whole = reduced and max((math.prod(var.aval.shape) for var in writes), default=0) < reduced
+    sliced = {eqn.outvars[0]: spread_by_slice(eqn) for eqn in piece.equations}
     for several in (reads, writes):
         for var, need in several.items():
-            elements = need / max(var.aval.dtype.itemsize, 1) * spread(var.aval.shape)
+            elements = need / max(var.aval.dtype.itemsize, 1) * max(spread(var.aval.shape), sliced.get(var, 1.0))
             passes += elements * (NEAR if var in piece.near and not whole else 1.0)
     passes += reduced if whole else 0.0
     copies = turned(piece)
