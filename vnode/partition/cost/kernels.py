@@ -354,8 +354,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     made = combined(program, found, names, target)
-    written = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
-    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in written}
+    several = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
+    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in several}
     narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
+from vnode.operators import Algebra
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
@@ -41,6 +42,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    shape_of,
     slides,
     sums_last,
 )
@@ -281,13 +283,14 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    spans = spans_of([sizes for _, sizes in moments])
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels)
+        now = sum(left.values()) + inside - in_results(left, own, kernels, spans)
         if now > most or at < 0:
             most, at, when = now, k, frozenset(left)
         on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
@@ -399,8 +402,10 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     """
     kernels, buffers, own, _ = outer_buffers(device, target)
     levels: list[Level] = []
-    for k, now, sizes in buffers.held(buffers.under(target)):
-        beside = now - buffers.inside[k] - in_results(sizes, own, kernels)
+    moments = [(k, now, dict(sizes)) for k, now, sizes in buffers.held(buffers.under(target))]
+    spans = spans_of([sizes for *_, sizes in moments])
+    for k, now, sizes in moments:
+        beside = now - buffers.inside[k] - in_results(sizes, own, kernels, spans)
         levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
     return levels
 
@@ -457,12 +462,24 @@ def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> B
     return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
 
 
-def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
-    """Bytes of what is held that are where results belong: results, and what is there until these are written."""
-    room = sorted(kernels.nbytes(var) for var in own if var not in held)
+def spans_of(moments: Sequence[Mapping[Var, int]]) -> dict[Var, tuple[int, int]]:
+    """For everything that is held at some moments the first and the last of them."""
+    found: dict[Var, tuple[int, int]] = {}
+    for place, sizes in enumerate(moments):
+        for var in sizes:
+            found[var] = found.get(var, (place, place))[0], place
+    return found
+
+
+def in_results(
+    held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, spans: Mapping[Var, tuple[int, int]]
+) -> int:
+    """Bytes of what is held that are where results belong: results, and what is gone before these are written."""
+    room = sorted((kernels.nbytes(var), spans[var][0]) for var in own if var not in held and var in spans)
     found = sum(kernels.nbytes(var) for var in own if var in held)
-    for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
-        fits = next((i for i, free in enumerate(room) if free >= need), None)
+    others = sorted(((kernels.nbytes(var), spans[var][1]) for var in held if var not in own), reverse=True)
+    for need, last in others if room else ():
+        fits = next((i for i, (free, start) in enumerate(room) if free >= need and last < start), None)
         if fits is not None:
             found += need
             del room[fits]
@@ -550,7 +567,8 @@ def buffers_of(
         own_copies = {*rounded.values()}
         read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
-        pairs = overwritten(kernel, region, kernels, reads)
+        moved = moved_within(kernel, kernels) if target.ordered else set[Var]()
+        pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved])
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
     before = list[int]()
@@ -651,6 +669,20 @@ def overwritten(
     if kernel.shape not in IN_PLACE:
         return []
     return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]
+
+
+def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
+    """What a kernel reads at other places than it writes to, so that it cannot write over it."""
+    found = set[Var]()
+    for eqn in reversed(kernel.piece.equations):
+        of = kernels.program.describe(eqn)
+        there = eqn is kernel.root and kernel.shape is Shape.UPDATED
+        sizes = {atom.aval.size for atom in (*eqn.invars, *eqn.outvars)}
+        moves = of is not None and of.has(Algebra.MOVES) and len(sizes) > 1
+        turns = shape_of(eqn, of) is Shape.MOVED
+        if not there and (moves or turns or found.intersection(eqn.outvars)):
+            found.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {kernels.memory_of(var) for var in found}
 
 
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
