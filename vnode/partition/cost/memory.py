@@ -283,14 +283,13 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
-    spans = spans_of([sizes for _, sizes in moments])
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     away = on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels, spans)
+        now = sum(left.values()) + inside - in_results(left, own, kernels)
         if now > most or at < 0:
             most, at, when = now, k, frozenset(left)
         on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
@@ -402,10 +401,8 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     """
     kernels, buffers, own, _ = outer_buffers(device, target)
     levels: list[Level] = []
-    moments = [(k, now, dict(sizes)) for k, now, sizes in buffers.held(buffers.under(target))]
-    spans = spans_of([sizes for *_, sizes in moments])
-    for k, now, sizes in moments:
-        beside = now - buffers.inside[k] - in_results(sizes, own, kernels, spans)
+    for k, now, sizes in buffers.held(buffers.under(target)):
+        beside = now - buffers.inside[k] - in_results(sizes, own, kernels)
         levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
     return levels
 
@@ -462,24 +459,12 @@ def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> B
     return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
 
 
-def spans_of(moments: Sequence[Mapping[Var, int]]) -> dict[Var, tuple[int, int]]:
-    """For everything that is held at some moments the first and the last of them."""
-    found: dict[Var, tuple[int, int]] = {}
-    for place, sizes in enumerate(moments):
-        for var in sizes:
-            found[var] = found.get(var, (place, place))[0], place
-    return found
-
-
-def in_results(
-    held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, spans: Mapping[Var, tuple[int, int]]
-) -> int:
-    """Bytes of what is held that are where results belong: results, and what is gone before these are written."""
-    room = sorted((kernels.nbytes(var), spans[var][0]) for var in own if var not in held and var in spans)
+def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
+    """Bytes of what is held that are where results belong: results, and what is there until these are written."""
+    room = sorted(kernels.nbytes(var) for var in own if var not in held)
     found = sum(kernels.nbytes(var) for var in own if var in held)
-    others = sorted(((kernels.nbytes(var), spans[var][1]) for var in held if var not in own), reverse=True)
-    for need, last in others if room else ():
-        fits = next((i for i, (free, start) in enumerate(room) if free >= need and last < start), None)
+    for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
+        fits = next((i for i, free in enumerate(room) if free >= need), None)
         if fits is not None:
             found += need
             del room[fits]
