@@ -29,7 +29,9 @@ def check(function: Callable[..., Any], *given: Any, off: float = 0.02) -> None:
     program = inline(traced.jaxpr, traced.consts)
     flow = follow(program, [replicated(len(var.aval.shape)) for var in program.inputs], {})
     said = memory_of(device_program(flow, {}, platform="cpu"), Target.on("cpu")).temporaries
-    found = jax.jit(function).lower(*given).compile().memory_analysis().temp_size_in_bytes
+    analysis = jax.jit(function).lower(*given).compile().memory_analysis()
+    assert analysis is not None
+    found = analysis.temp_size_in_bytes
     assert abs(said - found) <= max(off * found, 2048), (said, found)
 
 
@@ -66,13 +68,13 @@ def test_what_a_sum_and_others_read_is_written_for_the_sum() -> None:
 
 def test_products_that_only_a_sum_reads_are_not_written() -> None:
     check(lambda x, w: (x * jnp.tanh(x @ w)).sum(-1), ones(128, 128), ones(128, 128))
-    check(lambda x, w: jnp.tanh(x.T @ w).sum(-1), ones(128, 128), ones(128, 128))  # but by another library
+    check(lambda x, w: jnp.tanh(jnp.einsum("ji,jk->ik", x, w)).sum(-1), ones(128, 128), ones(128, 128))
 
 
 @pytest.mark.parametrize("count", [3, 9])
 def test_many_arrays_are_joined_apart_from_what_reads_them(count: int) -> None:
     def function(w: Any, *xs: Any) -> Any:
-        return jnp.concatenate([x @ w for x in xs]).T * 2
+        return jnp.sin(jnp.concatenate([x @ w for x in xs]).T[:, ::6])
 
     check(function, ones(64, 64), *[ones(64, 64)] * count)
 

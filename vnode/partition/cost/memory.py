@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
+from vnode.operators import Algebra
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
@@ -41,6 +42,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    shape_of,
     slides,
     sums_last,
 )
@@ -594,7 +596,8 @@ def buffers_of(
         own_copies = {*rounded.values()}
         read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
-        pairs = overwritten(kernel, region, kernels, reads)
+        moved = moved_within(kernel, kernels) if target.ordered else set[Var]()
+        pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved])
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
     before = list[int]()
@@ -696,6 +699,20 @@ def overwritten(
     if kernel.shape not in IN_PLACE:
         return []
     return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]
+
+
+def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
+    """What a kernel reads at other places than it writes to, so that it cannot write over it."""
+    found = set[Var]()
+    for eqn in reversed(kernel.piece.equations):
+        of = kernels.program.describe(eqn)
+        there = eqn is kernel.root and kernel.shape is Shape.UPDATED
+        sizes = {atom.aval.size for atom in (*eqn.invars, *eqn.outvars)}
+        moves = of is not None and of.has(Algebra.MOVES) and len(sizes) > 1
+        turns = shape_of(eqn, of) is Shape.MOVED
+        if not there and (moves or turns or found.intersection(eqn.outvars)):
+            found.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {kernels.memory_of(var) for var in found}
 
 
 def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
