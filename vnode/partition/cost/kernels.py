@@ -317,7 +317,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             names[eqn.outvars[0]] = source
     found = []
     for eqn in equations:
-        if id(eqn) in inside or eqn.outvars[0] in names:
+        if id(eqn) in inside or (eqn.outvars and eqn.outvars[0] in names):
             continue
         members = gathered(eqn, definitions, inside)
         piece = piece_of(members, eqn.outvars)

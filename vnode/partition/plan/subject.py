@@ -18,7 +18,7 @@ from vnode.analysis.late import Late
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
 from vnode.errors import PartitionError
-from vnode.placement.leaves import shapes_of
+from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import name_of
 from vnode.placement.placement import node_count
 from vnode.step.call import OutputTree, wrap
@@ -121,7 +121,9 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     made = analyse(spec.flat(call, output))
     program = made.program
     given, _ = spec.with_static(shapes, {})
-    placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    placed = jax.tree.map(
+        lambda leaf: shape_of(leaf) if is_number(leaf) else leaf, tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    )
     wholes = set(spec.wholes(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
