@@ -603,6 +603,8 @@ def test_wrong_use_reads_well() -> None:
         search(step, args, V5E, virtual_nodes=8, times=cast(Any, "roofline"))
     with pytest.raises(vnode.PartitionError, match=r"a plan is for a step, .*, not None"):
         search(cast(Any, None), args, V5E, virtual_nodes=8)
+    with pytest.raises(vnode.PartitionError, match=r"(?s)of a fixed number of nodes.*give the function itself"):
+        search(vnode.virtualize(step, virtual_nodes="auto"), args, V5E)
     with pytest.raises(vnode.PartitionError, match="in a tuple"):
         search(step, args[0][0], V5E, virtual_nodes=8)
     with pytest.raises(vnode.PartitionError, match="a plan decides about partition"):
