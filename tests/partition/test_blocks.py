@@ -122,3 +122,33 @@ def test_sizes_that_blocks_do_not_divide() -> None:
 def test_a_dimension_that_cannot_be_cut() -> None:
     with pytest.raises(PartitionError, match=r"'sort' needs all of its indices(?s:.*)test_blocks.py"):
         blocked(lambda p, x: jnp.sort(x @ p), (PARAMS["wi"], X), mesh_of(model=2), {"0": 1}, (1, 1), "model")
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
+def test_within_another_mesh_and_without_jit(kind: AxisType) -> None:
+    """Of a mesh that the caller has set nothing is left in the program, which is over a mesh of its own."""
+    want = train_step(STATE, X)
+    for around in (jax.set_mesh(jax.make_mesh((8,), ("examples",), axis_types=(kind,))), jax.disable_jit()):
+        with around:
+            step = split(mesh_of(model=2))
+            state, loss = step(step.put(STATE), X)
+            assert_close((step.get(state), loss), want)
+
+
+def test_what_was_not_meant_reads_well() -> None:
+    step = split(mesh_of(model=2))
+    wrong: list[tuple[Any, str]] = [
+        (lambda: step.put(STATE["params"]), "argument 0: expected PyTreeDef"),
+        (lambda: step.put(STATE, 2), "there is no argument 2: they are numbered from 0 to 1"),
+        (lambda: step.put(jax.tree.map(lambda leaf: leaf[:2], STATE)), r"0/params/bias has shape \(2,\), where \(4,\)"),
+        (lambda: step.get(STATE, 5), "there is no result 5: they are numbered from 0 to 1"),
+        (lambda: step(jax.tree.map(jnp.bfloat16, step.put(STATE)), X), "has dtype bfloat16, where float32 is expected"),
+        (lambda: split(mesh_of(model=2), (5.0, 3.0)), r"counts: expected integers, not \(5.0, 3.0\)"),  # type: ignore
+        (lambda: split(mesh_of(model=2), "53"), "counts: expected integers"),  # type: ignore
+        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"(": 1}, (5, 3), "model"), "no regular expression"),
+        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": "1"}, (5, 3), "model"), "dims: expected"),  # type: ignore
+        (lambda: blocked(train_step, (STATE, X), mesh_of(model=2), {"wi": 1}, (5, 3), None), "axis: expected the name"),  # type: ignore
+    ]
+    for use, message in wrong:
+        with pytest.raises(PartitionError, match=message):
+            use()

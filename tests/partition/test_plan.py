@@ -310,6 +310,89 @@ def test_outputs_that_are_constants_of_the_step() -> None:
     assert_same(made(made.put(args[0]), args[1]), step, *args)
 
 
+@pytest.mark.quickly
+def test_leaves_of_every_kind(tmp_path: Path) -> None:
+    def step(state: Any, batch: Any) -> Any:
+        inner, value = example("mlp")[0](state["inner"], batch)
+        key, drawn = jax.random.split(state["key"])
+        changed = {
+            "inner": inner,
+            "key": key,
+            "raw": jax.random.split(state["raw"])[0],
+            "rate": state["rate"] * 1.5,
+            "count": state["count"] + 1,
+            "flags": ~state["flags"],
+            "empty": state["empty"],
+            "bytes": state["bytes"] + jnp.uint8(1),
+        }
+        return {**state, **changed}, (value, jax.random.normal(drawn), state["empty"].sum(), None)
+
+    state, batch = example("mlp")[1]
+    more = {
+        "key": jax.random.key(1),
+        "raw": jax.random.PRNGKey(2),
+        "rate": 0.5,  # of Python: weakly typed, as jax.jit takes it
+        "count": 3,
+        "flags": jnp.array([True, False]),
+        "empty": jnp.zeros((0, 4)),
+        "bytes": np.arange(8, dtype=np.uint8),
+        "nothing": None,
+        "none": {},
+    }
+    args = {"inner": state, **more}, batch
+    plan = search(step, args, V5E, virtual_nodes=8, budget=1)
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
+        made = each.step()
+        got = made(made.put(args[0]), batch)
+        assert_same(got, jax.jit(step), *args)
+        weak = {name: got[0][name].weak_type for name in ("rate", "count", "bytes")}
+        assert weak["rate"] and weak["count"] and not weak["bytes"]
+    assert plan.accept().reasons is not None
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("where", ["of the batch", "of the result", "with a result"])
+def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
+    """Each device of any other mesh would have them; and what has an effect is not computed again."""
+    seen: list[float] = []
+
+    def note(value: Any) -> np.float32:
+        seen.append(float(value))
+        return np.float32(value)
+
+    def step(state: Any, batch: Any) -> Any:
+        if where == "of the batch":
+            jax.debug.callback(note, batch[0].sum())
+        state, value = example("mlp")[0](state, batch)
+        if where == "of the result":
+            jax.debug.callback(note, value)
+        if where == "with a result":
+            value = jax.experimental.io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), value)
+        return state, value
+
+    args = example("mlp")[1]
+    want = step(*args)
+    jax.effects_barrier()
+    (expected,) = seen
+    free = search(step, args, V5E, virtual_nodes=8, budget=1)
+    least = min(figures.memory for figures in (free.figures, *free.beside.values()))
+    for plan in (free, search(step, args, V5E, virtual_nodes=8, budget=1, memory=least)):
+        assert plan.mesh == {"vnode": 8}
+        seen.clear()
+        made = plan.step()
+        got = made(made.put(args[0]), args[1])
+        jax.block_until_ready(got)
+        jax.effects_barrier()
+        np.testing.assert_allclose(seen, [expected], rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    with pytest.raises(vnode.MemoryLimitError, match=r"only the batch was divided: .* has an effect.*test_plan\.py"):
+        search(step, args, V5E, virtual_nodes=8, budget=1, memory=least // 2)
+    with pytest.raises(vnode.UnsupportedPrimitiveError, match=r"has an effect"):  # no mesh of nodes alone
+        search(step, args, V5E, virtual_nodes=4, budget=1)
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.floats(1.0, 4.0))
 def test_searched_with_less_memory_it_is_never_with_less_than_none(times: float) -> None:
@@ -520,6 +603,8 @@ def test_wrong_use_reads_well() -> None:
         search(step, args, V5E, virtual_nodes=8, times=cast(Any, "roofline"))
     with pytest.raises(vnode.PartitionError, match=r"a plan is for a step, .*, not None"):
         search(cast(Any, None), args, V5E, virtual_nodes=8)
+    with pytest.raises(vnode.PartitionError, match=r"(?s)of a fixed number of nodes.*give the function itself"):
+        search(vnode.virtualize(step, virtual_nodes="auto"), args, V5E)
     with pytest.raises(vnode.PartitionError, match="in a tuple"):
         search(step, args[0][0], V5E, virtual_nodes=8)
     with pytest.raises(vnode.PartitionError, match="a plan decides about partition"):

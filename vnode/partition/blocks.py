@@ -16,9 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.analysis.program import inline
+from vnode.analysis.tracing import trace
 from vnode.errors import PartitionError, layout_message
-from vnode.placement.context import with_jit
+from vnode.placement.context import with_jit, without_mesh
 from vnode.placement.patterns import name_of
 from vnode.spmd.blocks import InBlocks, in_blocks
 from vnode.spmd.flow import Flow, along, follow
@@ -68,6 +68,8 @@ class Blocked:
         if tree != self.arguments:
             raise PartitionError(f"expected arguments {self.arguments}, got {tree}")
         for name, leaf, var in zip(self.names, leaves, self.split.program.inputs, strict=True):
+            if jnp.result_type(leaf) != var.aval.dtype:
+                raise PartitionError(f"{name} has dtype {jnp.result_type(leaf)}, where {var.aval.dtype} is expected")
             if np.shape(leaf) != var.aval.shape:
                 raise PartitionError(
                     layout_message(
@@ -75,7 +77,8 @@ class Blocked:
                         remedies=["give arguments as `put` returns them: it stores blocks"],
                     )
                 )
-        return jax.tree.unflatten(self.results, self._run(*leaves))
+        with without_mesh():
+            return jax.tree.unflatten(self.results, self._run(*leaves))
 
     def put(self, value: Any, argument: int = 0) -> Any:
         """One argument as it is stored: with room for as many blocks on each device as the one has that has most.
@@ -86,23 +89,54 @@ class Blocked:
 
         Returns:
           The same pytree, on the mesh.
+
+        Raises:
+          PartitionError: the argument is another than the function was made for.
         """
-        leaves, tree = jax.tree.flatten(value)
-        several = self._leaves(self.arguments, argument)
+        leaves, several = self._child(self.arguments, argument, value, "argument")
+        tree = jax.tree.structure(value)
         placed = []
         for leaf, number in zip(leaves, several, strict=True):
             dim, layout = self.split.inputs[number], self.flow.inputs[number]
+            expected = list(self.split.program.inputs[number].aval.shape)
+            if dim is not None:
+                expected[dim] = expected[dim] // (self.share.most * len(self.share.counts)) * self.share.blocks
+            if np.shape(leaf) != tuple(expected):
+                raise PartitionError(
+                    f"{self.names[number]} has shape {np.shape(leaf)}, where {tuple(expected)} is expected"
+                )
             spec = spec_of(at_the_border(layout, long_axes(self.mesh)))
-            kept = leaf if dim is None else stored(leaf, dim, self.share)
-            placed.append(jax.device_put(kept, NamedSharding(self.mesh, spec)))
+            with without_mesh():
+                kept = leaf if dim is None else stored(leaf, dim, self.share)
+                placed.append(jax.device_put(kept, NamedSharding(self.mesh, spec)))
         return jax.tree.unflatten(tree, placed)
 
     def get(self, value: Any, result: int = 0) -> Any:
-        """One result in its own shapes, of several that the function returns as a tuple: undoes `put` of a state."""
-        leaves, tree = jax.tree.flatten(value)
-        dims = [self.split.outputs[number] for number in self._leaves(self.results, result)]
+        """One result in its own shapes, of several that the function returns as a tuple: undoes `put` of a state.
+
+        Raises:
+          PartitionError: the function returns no such result.
+        """
+        leaves, numbers = self._child(self.results, result, value, "result")
+        tree = jax.tree.structure(value)
+        dims = [self.split.outputs[number] for number in numbers]
         pairs = zip(leaves, dims, strict=True)
-        return jax.tree.unflatten(tree, [x if dim is None else restored(x, dim, self.share) for x, dim in pairs])
+        with without_mesh():
+            return jax.tree.unflatten(tree, [x if dim is None else restored(x, dim, self.share) for x, dim in pairs])
+
+    def _child(self, whole: Any, child: int, value: Any, what: str) -> tuple[list[Any], range]:
+        """The leaves of one argument or result, and their numbers.
+
+        Raises:
+          PartitionError: there is no such one, or it is another pytree.
+        """
+        children = whole.children()
+        if child not in range(len(children)):
+            raise PartitionError(f"there is no {what} {child}: they are numbered from 0 to {len(children) - 1}")
+        leaves, tree = jax.tree.flatten(value)
+        if tree != children[child]:
+            raise PartitionError(f"{what} {child}: expected {children[child]}, got {tree}")
+        return leaves, self._leaves(whole, child)
 
     @staticmethod
     def _leaves(tree: Any, child: int) -> range:
@@ -173,7 +207,12 @@ def blocked(
       >>> bool(jax.numpy.allclose(split(split.put(params), x), layer(params, x), rtol=1e-4))
       True
     """
-    share = Share((axis,) if isinstance(axis, str) else tuple(axis), tuple(counts))
+    for what, numbers in (("counts", counts), ("dims", [*dims.values()])):
+        if isinstance(numbers, str) or not all(isinstance(n, int | np.integer) for n in numbers):
+            raise PartitionError(f"{what}: expected integers, not {numbers!r}")
+    if not isinstance(axis, str | tuple | list):
+        raise PartitionError(f"axis: expected the name of an axis of the mesh, or several, not {axis!r}")
+    share = Share((axis,) if isinstance(axis, str) else tuple(axis), tuple(map(int, counts)))
     axes = long_axes(mesh)
     share.check(axes)
     bare = jax.tree.map(  # types without a mesh that arrays may be on
@@ -182,8 +221,14 @@ def blocked(
         ),
         arguments,
     )
-    closed, shapes = jax.make_jaxpr(function, return_shape=True)(*bare)
-    program = inline(closed.jaxpr, closed.consts)
+    results = []
+
+    def flat(*values: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(function(*values))
+        results[:] = [tree]
+        return leaves
+
+    program = trace(flat, *bare).program
     names = tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(arguments)))
     if len(program.inputs) > len(names):
         raise PartitionError("the function closes over values that jax is tracing: give them as arguments")
@@ -194,14 +239,15 @@ def blocked(
         layout = from_spec(asked.get(number, PartitionSpec()), var.aval.shape, axes)
         inputs.append(layout if dim is None else along(dim, share.cut(var.aval.shape[dim], axes), layout))
     flow = follow(split.program, inputs, axes)
-    return Blocked(
-        mesh, split, flow, jax.tree.structure(tuple(arguments)), names, jax.tree.structure(shapes), tuple(donate)
-    )
+    return Blocked(mesh, split, flow, jax.tree.structure(tuple(arguments)), names, results[0], tuple(donate))
 
 
 def found(pattern: str, names: Sequence[str]) -> list[int]:
     """The numbers of the names in which a pattern is found."""
-    numbers = [number for number, name in enumerate(names) if re.search(pattern, name)]
+    try:
+        numbers = [number for number, name in enumerate(names) if re.search(pattern, name)]
+    except re.error as error:
+        raise PartitionError(f"{pattern!r} is no regular expression: {error}") from None
     if not numbers:
         raise PartitionError(
             layout_message(

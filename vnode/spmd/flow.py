@@ -190,7 +190,8 @@ class _Follower:
         if loop is not None:
             return self.blocks_step(eqn, loop, given, path)
         description = self.program.describe(eqn)
-        if eqn.effects or any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars)):
+        mutable = any(hasattr(atom.aval, "inner_aval") for atom in (*eqn.invars, *eqn.outvars))
+        if mutable or (eqn.effects and self.axes):
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,

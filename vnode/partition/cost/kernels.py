@@ -381,7 +381,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             names[eqn.outvars[0]] = source
     found = []
     for eqn in equations:
-        if (id(eqn) in inside and id(eqn) not in written) or eqn.outvars[0] in names:
+        named = bool(eqn.outvars) and eqn.outvars[0] in names
+        if (id(eqn) in inside and id(eqn) not in written) or named:
             continue
         members = gathered(eqn, definitions, inside, sums)
         piece = piece_of(members, eqn.outvars)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
-from vnode.errors import MemoryLimitError, PartitionError, layout_message
+from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message
 from vnode.partition.cost.time import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
@@ -146,6 +146,7 @@ class _Search:
         self.platform = platform_of(machine)
         self.shown: Any = None
         self.smallest: Candidate | None = None
+        self.undivided = ""  # why nothing but the batch may be divided: an effect, which each device would have
         self.cut_short = False  # whether something was not tried for want of time
         self.more = MORE
         self.fitted: dict[Less, bool] = {}  # of the step that is looked at
@@ -276,15 +277,24 @@ class _Search:
                 if found and (self.until - began < took or self.until <= began):
                     self.cut_short = True
                     break
+                if inner and self.undivided:
+                    break
                 self.say(sizes, found)
-                on, *others = self.on_mesh(subject, sizes, pace)
+                try:
+                    on, *others = self.on_mesh(subject, sizes, pace)
+                    experts = on.megatron() if inner else []
+                except UnsupportedPrimitiveError as error:
+                    if not found:
+                        raise
+                    self.undivided = str(error)
+                    break
                 if inner == 0:
                     for each in (on, *others):
                         found.append(each.candidate("data parallel", each.whole))
                         if each.rows > 1:
                             found.append(each.candidate("FSDP", each.whole, over_rows=True))
                 else:
-                    for expert in on.megatron():
+                    for expert in experts:
                         self.add(on, expert, found)
                     over = self.searched(on, found)
                     best = min((c.figures.seconds for c in found[before:]), default=math.inf)
@@ -438,6 +448,9 @@ class _Search:
                     f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
                     *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
                     *[f"not enough, as predicted: {failed}"][: bool(failed)],
+                    *["only the batch was divided: " + " ".join(self.undivided.split("What to do")[0].split())][
+                        : bool(self.undivided)
+                    ],
                     f"machine: {self.machine.name}, {several(devices, 'device')}",
                 ],
                 remedies=help_ or ["devices with more memory"],

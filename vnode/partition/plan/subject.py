@@ -17,13 +17,14 @@ from vnode.analysis.fingerprint import Fingerprint, Writer
 from vnode.analysis.late import Late
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
-from vnode.errors import PartitionError
-from vnode.placement.leaves import shapes_of
+from vnode.errors import PartitionError, layout_message
+from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import name_of
 from vnode.placement.placement import node_count
 from vnode.step.call import OutputTree, wrap
 from vnode.step.layouts import successors
 from vnode.step.pipeline import analyse
+from vnode.step.protocol import Step
 from vnode.step.virtual import VirtualStep
 from vnode.transform import virtualize
 
@@ -92,6 +93,16 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
         raise PartitionError(f"a plan decides about {', '.join(sorted(decided))}: leave it out")
     if not callable(fun):
         raise PartitionError(f"a plan is for a step, a function or what vnode.virtualize made of one, not {fun!r}")
+    if isinstance(fun, Step) and not isinstance(fun, VirtualStep):
+        raise PartitionError(
+            layout_message(
+                f"a plan is for a step of a fixed number of nodes, of pytrees, not for {fun!r}.",
+                remedies=[
+                    "give the function itself: the search tries numbers of nodes, virtual_nodes='auto'",
+                    "of a step that changes objects, a function of their state (nnx.split, nnx.merge)",
+                ],
+            )
+        )
     if isinstance(fun, VirtualStep):
         if options:
             raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
@@ -121,7 +132,9 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     made = analyse(spec.flat(call, output))
     program = made.program
     given, _ = spec.with_static(shapes, {})
-    placed = tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    placed = jax.tree.map(
+        lambda leaf: shape_of(leaf) if is_number(leaf) else leaf, tuple(wrap(arg, 0, i) for i, arg in enumerate(given))
+    )
     wholes = set(spec.wholes(len(placed)))
     leaves = [(path[0].idx, path[1:]) for path, _ in jax.tree.leaves_with_path(placed)]
     named = [name_of(path) if i in wholes else None for i, path in leaves]
