@@ -67,7 +67,7 @@ class Case:
 
 
 CASES = {
-    "large activations": Case(arguments(16, 512), 230 * 1024, {"virtual_nodes"}),
+    "large activations": Case(arguments(16, 512), 215 * 1024, {"virtual_nodes"}),
     "a state that is kept": Case(arguments(64, 512, 32), 620 * 1024, {"donate_argnums"}, donated=False),
     "several sums that wait": Case(arguments(16, 512, 64), 170 * 1024, {"lanes"}, nodes=16),
     "sums that wait": Case(arguments(64, 512, 32), 600 * 1024, {"reduction"}),
