@@ -7,6 +7,7 @@ the splits are known to need.
 from __future__ import annotations
 
 import collections
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.rounding import assert_same
 from tests.spmd.reference import collectives, mesh_of
 from vnode.analysis.program import inline
 from vnode.spmd.backward import wished
+from vnode.spmd.choice import Given, carried_out
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec
 from vnode.spmd.program import over_mesh
@@ -53,6 +55,34 @@ def test_sums_in_pieces_are_added_before_they_are_combined() -> None:
     a, b = (numbers(3, 8), COLUMNS), (numbers(8, 5), ROWS)
     c, d = (numbers(3, 12), COLUMNS), (numbers(12, 5), ROWS)
     check(lambda a, b, c, d: (a @ b + 2 * (c @ d)).T, a, b, c, d, psum=1)
+
+
+def test_pieces_that_are_read_in_two_shapes_are_combined_once() -> None:
+    """Where a search leaves them in pieces in both, as `follow` does not."""
+
+    def function(a: Any, b: Any) -> Any:
+        y = a @ b / 5
+        return jnp.sin(y[:, :, None]), jnp.sin(y)
+
+    values = numbers(3, 8), numbers(8, 5)
+    closed = jax.make_jaxpr(function)(*values)
+    program = inline(closed.jaxpr, closed.consts)
+    layouts = [from_spec(spec, x.shape, AXES) for x, spec in zip(values, (COLUMNS, ROWS), strict=True)]
+    flow = follow(program, layouts, AXES)
+    _, divided, repeated, *_ = flow.steps
+    (pieces,) = divided.made
+    choice = carried_out(repeated.eqn, program.describe(repeated.eqn), (), [Given(pieces)], AXES, pieces.partial)
+    assert choice is not None and pieces.partial
+    steps = {
+        id(divided): dataclasses.replace(divided, results=divided.made),
+        id(repeated): dataclasses.replace(
+            repeated, operands=choice.operands, made=choice.results, results=choice.results, choice=choice
+        ),
+    }
+    flow = dataclasses.replace(flow, steps=tuple(steps.get(id(step), step) for step in flow.steps))
+    split = over_mesh(flow, mesh_of(AXES))
+    assert [*collectives(jax.make_jaxpr(split)(*values).jaxpr)] == ["psum"]
+    assert_same(jax.jit(split)(*values), lambda *xs: list(function(*xs)), *values)
 
 
 @pytest.mark.parametrize("function", [lambda y: (y * y, 3 * y), lambda y: (3 * y, y * y), lambda y: (y, -y, y > 0)])
