@@ -357,8 +357,11 @@ def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
     """Each device of any other mesh would have them; and what has an effect is not computed again."""
     seen: list[float] = []
 
-    def note(value: Any) -> np.float32:
+    def note(value: Any) -> None:
         seen.append(float(value))
+
+    def returned(value: Any) -> np.float32:
+        note(value)
         return np.float32(value)
 
     def step(state: Any, batch: Any) -> Any:
@@ -368,7 +371,7 @@ def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
         if where == "of the result":
             jax.debug.callback(note, value)
         if where == "with a result":
-            value = jax.experimental.io_callback(note, jax.ShapeDtypeStruct((), jnp.float32), value)
+            value = jax.experimental.io_callback(returned, jax.ShapeDtypeStruct((), jnp.float32), value)
         return state, value
 
     args = example("mlp")[1]
