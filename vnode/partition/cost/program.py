@@ -41,8 +41,7 @@ from vnode.partition.cost.kernels import (
 )
 from vnode.partition.cost.memory import Memory, memory_of, near_of
 from vnode.partition.cost.pieces import Piece, traced_piece
-from vnode.partition.cost.time import Roofline, Time, Times, by_source
-from vnode.partition.cost.windows import Windows
+from vnode.partition.cost.time import Time, Times, by_source
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
 from vnode.show.units import size
@@ -171,7 +170,7 @@ def program_cost(
       program: what one device runs, or the flow to trace it from.
       machine: on which.
       mesh: its devices, with the axes of the program.
-      times: of kernels; by default the passes and tiles of TPUs (`Windows`), and the roofline of other kinds.
+      times: of kernels; by default the roofline of each kind; of TPUs `Windows` knows better.
       donated: of a flow: inputs whose memory results may take.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
       target: what the compiler takes together; by default as for the platform and the first kind of device.
@@ -201,8 +200,7 @@ def program_cost(
         axes = {name: n for name, n in mesh.shape.items() if n > 1}
         program = device_program(program, axes, platform=platform, donated=donated)
     target = target or Target.on(platform, machine.kinds[0].name)
-    times = times or Times((Windows(), Roofline()))
-    taken = _Taken(machine, mesh, program.axes, times, target, overlap)
+    taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
     timeline = taken.timeline(program.program, 1, near_of(program, target))
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
