@@ -133,7 +133,10 @@ def subject(layers: int, width: int, examples: int) -> tuple[Any, Subject]:
 
 
 def test_less_memory_is_taken() -> None:
-    """Of the compiled programs: with everything that need not be kept computed again, half of what it was at most."""
+    """Of the compiled programs: half of what it was at most, with half or all of what need not be kept computed again.
+
+    With all of it a little more is held than with nearly all: what two readers have computed again is written for both.
+    """
     step, of = subject(6, 32, 2048)
     keeping = Keeping.of(of, ONE, "cpu")
     taken = []
@@ -141,7 +144,7 @@ def test_less_memory_is_taken() -> None:
         chosen = keeping.chosen(level, 10.0)
         less = VirtualStep(computing_again(step, *chosen).spec, step.placement)
         taken.append(less.lower(*of.args).compile().memory_analysis().temp_size_in_bytes)
-    assert taken[2] < taken[1] < taken[0] and taken[2] < taken[0] / 2
+    assert max(taken[1:]) < taken[0] / 2
 
 
 @st.composite

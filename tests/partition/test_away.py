@@ -340,7 +340,9 @@ def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> 
     )
     assert begun[6]
     if reduction == "fast":
-        assert again[5]  # of what is on the host, and of sums that wait, the compiler holds more beside than is predicted
+        assert again[
+            5
+        ]  # of what is on the host, and of sums that wait, the compiler holds more beside than is predicted
         kept, *_, away = found
         assert kept[1] == 0 and kept[0] > 7 * again[0] and away[0] < kept[0] / 4
         assert away[1] == away[2] > 0.9 * kept[0] and away[3] == away[4] == 2 * away[1]

@@ -851,7 +851,7 @@ def test_what_json_would_let_pass(tmp_path):
         path.write_text(damaged)
         with pytest.raises(MachineError, match=re.escape(str(path))):
             Machine.load(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(MachineError, match="No such file"):
         Machine.load(tmp_path / "none.json")
 
 
