@@ -26,6 +26,7 @@ import numpy as np
 
 import vnode
 from benchmarks import contenders, models, tpu
+from vnode.placement.temporary import temporary_of
 from vnode.step.virtual import VirtualStep
 
 HAND = "by hand"
@@ -177,13 +178,14 @@ def rows(device: Any, names: list[str], seconds: float) -> Iterator[dict[str, An
             compiled[name] = case, case.function.lower(case.state, case.batch).compile()
         times = timed(compiled, seconds) if seconds and make is contrastive else {}
         for name, (case, program) in compiled.items():
-            memory = program.memory_analysis()
+            memory, temporary = program.memory_analysis(), temporary_of(program)
             row = {
                 "model": make.__name__,
                 "nodes": nodes,
                 "way": name,
                 "gradients_mib": round(case.gradients / 2**20, 1),
-                "temporary_mib": round(memory.temp_size_in_bytes / 2**20, 1),
+                "temporary_mib": round(temporary.held / 2**20, 1),
+                "gaps_mib": round(temporary.gaps / 2**20, 1),
             }
             if device.platform == "tpu":
                 row["host_mib"] = round(memory.host_temp_size_in_bytes / 2**20, 1)

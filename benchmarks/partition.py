@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -184,10 +184,12 @@ class Build:
 
     Attributes:
       text: of the compiled program.
-      memory: what `memory_analysis` said, by name.
+      memory: what `memory_analysis` said, by name, but of temporaries what is held, without gaps.
       seconds: that compiling took.
     """
 
+    input_shardings: ClassVar[tuple[()]] = ()
+    output_shardings: ClassVar[tuple[()]] = ()
     text: str
     memory: Mapping[str, int]
     seconds: float
@@ -209,6 +211,7 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
     import jax
     from jax.sharding import Mesh, NamedSharding
 
+    from vnode.placement.temporary import temporary_of
     from vnode.spmd.program import at_the_border, over_mesh, spec_of
 
     devices = jax.devices()[:8] if platform == "cpu" else tpu.topology(TOPOLOGY)
@@ -233,7 +236,8 @@ def build(folder: Path, model: str, plan: Plan, platform: str, only_built: bool 
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     analysis = compiled.memory_analysis()
-    made = Build(compiled.as_text() or "", {name: getattr(analysis, name) for name in MEMORY}, seconds)
+    memory = {name: getattr(analysis, name) for name in MEMORY} | {"temp_size_in_bytes": temporary_of(compiled).held}
+    made = Build(compiled.as_text() or "", memory, seconds)
     folder.mkdir(parents=True, exist_ok=True)
     partial = file.with_suffix(f".{os.getpid()}")
     with gzip.open(partial, "wt", encoding="utf-8") as stream:

@@ -36,7 +36,7 @@ class Figures:
     """What the TPU compiler says about one compiled step, per device.
 
     Attributes:
-        temp_bytes: Temporary memory in HBM.
+        temp_bytes: Temporary memory in HBM, without gaps between arrays.
         argument_bytes: Arguments in HBM.
         cycles: Estimated cycles of compute, loops counted as often as they run.
         loop_cycles: Those of them that are spent in loops.
@@ -78,13 +78,14 @@ def figures(compiled: Any, known: Mapping[tuple[str, ...], float]) -> Figures:
         known: Turns of loops of run-time length, by their names: `Contender.turns`.
     """
     from benchmarks import hlo
+    from vnode.placement.temporary import temporary_of
 
     module = hlo.parse(compiled.as_text())
     found = hlo.collectives(module)
     turns = {loop: known[names] for loop, names in hlo.named_loops(module).items() if names in known}
     memory = compiled.memory_analysis()
     return Figures(
-        temp_bytes=memory.temp_size_in_bytes,
+        temp_bytes=temporary_of(compiled).held,
         argument_bytes=memory.argument_size_in_bytes,
         cycles=hlo.cycles(module, turns),
         loop_cycles=hlo.cycles(module, turns, in_loops=True),

@@ -21,6 +21,7 @@ from vnode.partition.cost.collectives import NAMES
 from vnode.partition.cost.memory import Memory
 from vnode.partition.cost.program import Planned, ProgramCost
 from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
+from vnode.placement.temporary import temporary_of
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import several, size
@@ -68,7 +69,8 @@ class Acceptance(Drawn):
       arguments: bytes of them in the compiled program.
       outputs: of results.
       aliased: of results in place of arguments.
-      temporaries: of the rest.
+      temporaries: of the rest, at the moment at which that is most.
+      gaps: bytes that it takes besides, between temporary arrays: compilers leave them where there is room.
       open_loops: collectives in loops whose length the compiled text does not tell; they are counted once.
       tolerance: by which share memory may differ.
       limit: bytes that one device may hold, if that is known.
@@ -95,10 +97,11 @@ class Acceptance(Drawn):
     added: tuple[Exchange, ...] = ()
     on_host: int = 0
     fetched: tuple[int, int] = (0, 0)
+    gaps: int = 0
 
     @property
     def memory(self) -> int:
-        """Bytes of one device's memory that the compiled program takes."""
+        """Bytes of one device's memory that the compiled program needs: all that it takes, but for gaps."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
     @property
@@ -157,6 +160,11 @@ class Acceptance(Drawn):
             found.append(f"search again with memory={less}: it takes more than the {size(self.limit)} that it may")
         elif not self.memory_accepted:
             found.append(f"it fits in {size(self.limit)} all the same")
+        if self.limit is not None and self.memory <= self.limit < self.memory + self.gaps:
+            found.append(
+                f"with the gaps that the compiler leaves between arrays it takes {size(self.memory + self.gaps)}, more "
+                f"than the {size(self.limit)} that it may; it leaves fewer where the device itself has no more"
+            )
         if not self.exchange_accepted:
             found.append(
                 "time its steps before relying on it: the predicted time counts what was planned to be exchanged"
@@ -213,6 +221,7 @@ class Acceptance(Drawn):
             row("results", p.outputs - p.aliased, self.outputs - self.aliased),
             row("temporary", p.temporaries, self.temporaries),
             (*row("in all", p.total, self.memory)[:3], Cell(off, strong=not self.memory_accepted)),
+            *[(Cell("gaps between arrays"), Cell(""), Cell(size(self.gaps)), Cell("", quiet=True))][: bool(self.gaps)],
             *of_host[: len(of_host) * bool(p.host)],
         )
         columns = (Column("memory"), *(Column(name, right=True) for name in ("predicted", "compiled", "off by")))
@@ -297,7 +306,7 @@ def compared(
                 remedies=["compile for a platform that says so: CPU, GPU or TPU"],
             )
         )
-    module = parse(text)
+    module, temporary = parse(text), temporary_of(compiled)
     found = found_collectives(module, over_nodes)
     there = counted(each for each in found if not each.added)
     missing, extra, rewritten = matched(wanted - there, there - wanted)
@@ -313,7 +322,8 @@ def compared(
         arguments=memory.argument_size_in_bytes,
         outputs=memory.output_size_in_bytes,
         aliased=memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
+        temporaries=temporary.held,
+        gaps=temporary.gaps,
         open_loops=sum(each.runs is None for each in found),
         tolerance=tolerance,
         limit=limit,

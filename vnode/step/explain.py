@@ -15,6 +15,7 @@ from vnode.analysis.passes import Schedule
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, even_counts
+from vnode.placement.temporary import temporary_of
 from vnode.report.describe import report
 from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
@@ -81,7 +82,10 @@ def temporary(here: Resolved, place: Placement | Layout) -> int | None:
             return None
     args, kwargs = shapes_of((here.args, here.kwargs))
     compiled = here.step.on(devices).executor.lower(args, kwargs).compile()
-    return getattr(compiled.memory_analysis(), "temp_size_in_bytes", None)
+    if compiled.memory_analysis() is None:
+        return None
+    found = temporary_of(compiled)
+    return found.held + found.gaps
 
 
 def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ import enum
 import functools
 import heapq
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -125,6 +125,7 @@ class Target:
         than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
+      adds_in_place: whether sums over devices are written over what is summed.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
         operand: of products that could run as soon, others come later.
@@ -145,6 +146,7 @@ class Target:
     copies_gathered: bool = False
     library: bool = False
     turns: bool = False
+    adds_in_place: bool = False
     apart: bool = True
 
     @staticmethod
@@ -165,7 +167,8 @@ class Target:
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
-        return Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
+        tpu = Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
+        return dataclasses.replace(tpu, adds_in_place=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -303,6 +306,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
+    last = ends_of_contractions(program, shapes, users, ends) if target.contractions else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
@@ -338,16 +342,13 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             continue
         least = min(takes[id(reader)] for reader in readers)
         if shape is Shape.CONTRACTED:
-            (reader, *others) = readers
-            alone = not others and reader.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if target.contractions and least == 4 and alone and id(reader) not in repeated:
-                chain = [id(reader)]  # what the reader is computed in, and what that is computed in
-                while chain[-1] in inside:
-                    (reader, *_) = users[reader.outvars[0]]
-                    chain.append(id(reader))
-                if contracted.isdisjoint(chain):
+            same = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
+            alone = same and len(within) == 1 and not any(id(reader) in repeated for reader in readers)
+            if target.contractions and least == 4 and alone:
+                path = up_to_root(readers, inside, users)  # what the readers are computed in, and what these are
+                if contracted.isdisjoint(map(id, path)) and not any(map(cuts, path)):
                     inside.add(id(eqn))
-                    contracted.update(chain)
+                    contracted.update(map(id, path))
         elif shape is not Shape.REDUCED:
             far = id(eqn) not in chosen and looks_up(program.describe(eqn))
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
@@ -355,8 +356,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             if (
                 shape is Shape.EACH
                 and (least < 4 or len(readers) > 1)
-                and target.contractions
-                and ends_contraction(eqn, program, shapes, users)
+                and id(eqn) in last
             ):
                 continue
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
@@ -388,10 +388,11 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
-    made = combined(program, found, names, target, products)
     plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
-    held = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain}
-    narrow = {var for var in held if target.contractions and multiplied(var, program, shapes, users, ends)}
+    every = {var for kernel in found for var in kernel.piece.writes}
+    halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, ends)}
+    made = combined(program, found, names, target, products, halved)
+    narrow = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain} & halved
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
 
@@ -549,19 +550,54 @@ def multiplied_inside(program: Program) -> set[Var]:
     return {var for var in program.inputs if multiplied(var, program, shapes, users, ends)}
 
 
-def ends_contraction(
-    eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]]
-) -> bool:
-    """Whether an equation alone reads a contraction of its own size, which then writes this one's result instead."""
-    for atom in eqn.invars:
-        while isinstance(atom, Var) and len(users[atom]) == 1 and atom in program.definitions:
-            maker = program.definitions[atom]
-            if shapes[id(maker)] is Shape.CONTRACTED:
-                return maker.outvars[0].aval.size == eqn.outvars[0].aval.size
-            if shapes[id(maker)] is not Shape.SAME:
+def up_to_root(
+    several: Sequence[JaxprEqn], inside: Set[int], users: Mapping[Var, Sequence[JaxprEqn]]
+) -> list[JaxprEqn]:
+    """Equations, what they are computed in, what that is computed in, and so on."""
+    found = {id(eqn): eqn for eqn in several}
+    pending = [*several]
+    while pending:
+        eqn = pending.pop()
+        for reader in users[eqn.outvars[0]] if id(eqn) in inside else ():
+            if id(reader) not in found:
+                found[id(reader)] = reader
+                pending.append(reader)
+    return [*found.values()]
+
+
+def ends_of_contractions(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> frozenset[int]:
+    """Element-wise equations, by id, that all uses of some contraction's result go through, element by element.
+
+    The contraction writes the result of such an equation, instead of its own: of an activation's derivative times what
+    comes backward, however many products and sums make it.
+    """
+    place = {id(eqn): i for i, eqn in enumerate(program.equations)}
+    found = set[int]()
+    for eqn in program.equations:
+        if shapes[id(eqn)] is not Shape.CONTRACTED:
+            continue
+        (out,) = eqn.outvars
+        size, done, last = out.aval.size, set[int](), 0
+        pending = [place[id(reader)] for reader in users.get(out, ())] if out not in ends else []
+        heapq.heapify(pending)
+        while pending:
+            at = heapq.heappop(pending)
+            if at in done:
+                continue
+            done.add(at)
+            reader = program.equations[at]
+            if shapes[id(reader)] not in (Shape.EACH, Shape.SAME) or reader.outvars[0].aval.size != size:
                 break
-            (atom,) = (a for a in maker.invars if isinstance(a, Var))
-    return False
+            if all(other in done for other in pending) and shapes[id(reader)] is Shape.EACH:
+                last = id(reader)
+            if reader.outvars[0] in ends:
+                break
+            for other in users.get(reader.outvars[0], ()):
+                heapq.heappush(pending, place[id(other)])
+        found.add(last)
+    return frozenset(found)
 
 
 def looks_up(of: OperatorDescription | None) -> bool:
@@ -584,7 +620,12 @@ def only_sliced(
 
 
 def combined(
-    program: Program, kernels: Sequence[Kernel], names: Mapping[Var, Var], target: Target, products: Set[int]
+    program: Program,
+    kernels: Sequence[Kernel],
+    names: Mapping[Var, Var],
+    target: Target,
+    products: Set[int],
+    halved: Set[Var],
 ) -> tuple[Kernel, ...]:
     """Kernels with those taken together that may be, in an order in which they can run.
 
@@ -594,6 +635,7 @@ def combined(
       names: variables that are other names for something in memory, with that.
       target: what the compiler takes together.
       products: contractions, by id.
+      halved: variables that may be sent in half of their bytes: not with others.
     """
 
     def memory_of(var: Var) -> Var:
@@ -618,12 +660,15 @@ def combined(
         for n in needs[k]:
             above[k] |= above[n] | 1 << n
         collective, size = kernel.shape is Shape.COLLECTIVE, sum(nbytes(var.aval) for var in kernel.piece.reads)
-        wanted, offers = keys_of(kernel, reads[k], target, multiply[k])
+        wanted, offers = keys_of(kernel, reads[k], target, multiply[k], halved)
         chosen = None
         for g in dict.fromkeys(g for key in wanted for g in offered.get(key, [])):
             inside = needs[k] & {*groups[g]}
             held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
             if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
+                continue
+            written = {var for n in inside if multiply[n] for var in kernels[n].piece.writes}
+            if cut_out(kernel, written, memory_of):
                 continue
             if held + size * collective > target.together:
                 continue
@@ -681,8 +726,27 @@ def combined(
     return tuple(order)
 
 
+def cuts(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes a part of its first operand: what makes that does not make a part alone."""
+    of = describe(eqn) if eqn.invars else None
+    return of is not None and of.has(Algebra.MOVES) and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
+
+
+def cut_out(kernel: Kernel, whole: Set[Var], memory_of: Callable[[Var], Var]) -> bool:
+    """Whether a kernel takes a part of something that another writes, perhaps in another shape."""
+    found = {*whole}
+    for eqn in kernel.piece.equations:
+        if not eqn.invars or not isinstance(eqn.invars[0], Var) or memory_of(eqn.invars[0]) not in found:
+            continue
+        if cuts(eqn):
+            return True
+        if shape_of(eqn, describe(eqn)) is Shape.SAME:
+            found.update(eqn.outvars)
+    return False
+
+
 def keys_of(
-    kernel: Kernel, reads: Sequence[Var], target: Target, multiplies: bool
+    kernel: Kernel, reads: Sequence[Var], target: Target, multiplies: bool, halved: Set[Var]
 ) -> tuple[list[object], list[object]]:
     """With what a kernel may be taken together, and what others may have in common with it.
 
@@ -693,7 +757,8 @@ def keys_of(
     if kernel.shape is Shape.COLLECTIVE:
         if KINDS[eqn.primitive.name] not in target.combines:
             return [], []
-        key = eqn.primitive.name, repr(sorted(eqn.params.items())), eqn.invars[0].aval.dtype
+        dtype = eqn.invars[0].aval.dtype, eqn.outvars[0] in halved
+        key = eqn.primitive.name, repr(sorted(eqn.params.items())), dtype
         return [key], [key]
     if not target.siblings or not reads:
         return [], []

@@ -33,6 +33,7 @@ from vnode.operators import Algebra
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
+from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import DeviceProgram, bodies_of
 from vnode.partition.cost.kernels import (
     BESIDE,
@@ -597,7 +598,7 @@ def buffers_of(
         read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
         moved = moved_within(kernel, kernels) if target.ordered else set[Var]()
-        pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved])
+        pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved], target)
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
     before = list[int]()
@@ -690,12 +691,16 @@ ALONG = "all_gather_dimension", "scatter_dimension", "split_axis"
 
 
 def overwritten(
-    kernel: Kernel, region: Region | None, kernels: Kernels, reads: Collection[Var]
+    kernel: Kernel, region: Region | None, kernels: Kernels, reads: Collection[Var], target: Target
 ) -> list[tuple[Var, Var]]:
     """Which results of a kernel may take the memory of which operands."""
     if region is not None:
         pairs = zip(kernel.root.outvars, [kernel.root.invars[i] for i in region.carried], strict=False)
         return [(out, kernels.memory_of(atom)) for out, atom in pairs if isinstance(atom, Var)]
+    if kernel.shape is Shape.COLLECTIVE and target.adds_in_place and KINDS[kernel.root.primitive.name] == "all-reduce":
+        several = [pair for eqn in kernel.piece.equations for pair in zip(eqn.outvars, eqn.invars, strict=True)]
+        pairs = [(out, kernels.memory_of(atom)) for out, atom in several if isinstance(atom, Var)]
+        return [(out, var) for out, var in pairs if var in reads and kernels.nbytes(var) == kernels.nbytes(out)]
     if kernel.shape not in IN_PLACE:
         return []
     return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]

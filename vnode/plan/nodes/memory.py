@@ -14,6 +14,7 @@ import jax
 import numpy as np
 
 from vnode.errors import MemoryLimitError, layout_message
+from vnode.placement.temporary import temporary_of
 
 UNITS = {
     "B": 1,
@@ -115,9 +116,8 @@ def planned(device: Any) -> int:
 def program_memory(compiled: Any) -> int:
     """Bytes that a compiled program needs on each device while it runs.
 
-    Arguments, results and temporaries all live at once; what results take over from donated arguments counts once. The
-    figures of `memory_analysis` are those of one device. (Its ``peak_memory_in_bytes`` is not used: on TPU it also
-    counts buffers that are not in HBM.)
+    Arguments, results and temporaries all live at once; what results take over from donated arguments counts once.
+    Gaps between temporary arrays count as they are (`vnode.placement.temporary`).
 
     Args:
       compiled: what ``lower(...).compile()`` returned.
@@ -141,11 +141,13 @@ def program_memory(compiled: Any) -> int:
         raise MemoryLimitError(
             "the compiler does not say how much memory a program needs: choose virtual_nodes yourself"
         )
+    temporary = temporary_of(compiled)
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
+        + temporary.held
+        + temporary.gaps
     )
 
 

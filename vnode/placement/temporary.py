@@ -1,0 +1,170 @@
+"""How much temporary memory a compiled program takes on a device.
+
+Knows what compilers say of a program. Must not know what the program computes, nor how much memory a device has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+HEAP = 3
+"""What the TPU compiler's table of memory calls the heap of temporary arrays."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Temporary:
+    """What a compiled program takes of each device's memory beside its arguments and results.
+
+    Attributes:
+      held: bytes of temporary arrays, at the moment at which they are most.
+      gaps: bytes that it takes besides, since arrays of other sizes do not fit where others were. The TPU compiler
+        leaves them where there is room, a third of all or more, and closes them where memory is short.
+    """
+
+    held: int
+    gaps: int = 0
+
+
+def temporary_of(compiled: Any) -> Temporary:
+    """Temporary memory that a program takes on each device while it runs.
+
+    That is the ``temp_size_in_bytes`` of ``memory_analysis``, but on TPUs: there that is the size of the heap and, once
+    more, gaps in it. The compiler's own table of memory is in the serialized program, with both figures; it is
+    believed if it agrees with ``memory_analysis`` in every other figure. What is held at a time is
+    ``peak_memory_in_bytes`` there.
+
+    Args:
+      compiled: a `jax.stages.Compiled`, of a platform whose compiler says anything.
+
+    Returns:
+      Bytes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> shape = jax.ShapeDtypeStruct((64, 64), jnp.float32)
+      >>> temporary_of(jax.jit(lambda x: x @ x @ x).lower(shape).compile())
+      Temporary(held=16384, gaps=0)
+    """
+    said = compiled.memory_analysis()
+    total = said.temp_size_in_bytes
+    if not total or not is_for_tpu(compiled):
+        return Temporary(total)
+    heap = heap_of(compiled, said)
+    borders = said.argument_size_in_bytes + said.output_size_in_bytes - said.alias_size_in_bytes
+    held = getattr(said, "peak_memory_in_bytes", 0) - borders
+    return Temporary(held, heap - held) if 0 < held <= heap else Temporary(heap)
+
+
+def heap_of(compiled: Any, said: Any) -> int:
+    """Bytes of the heap of temporary arrays of a program for TPUs; what `memory_analysis` said if its table is not found."""
+    try:
+        program = compiled.runtime_executable().serialize()
+    except (NotImplementedError, jax.errors.JaxRuntimeError):  # the plugin cannot serialize
+        return said.temp_size_in_bytes
+    borders = said.argument_size_in_bytes, said.output_size_in_bytes, said.alias_size_in_bytes
+    heaps = {heap for heap, again in heaps_in(program, borders) if heap + again == said.temp_size_in_bytes}
+    return heaps.pop() if len(heaps) == 1 else said.temp_size_in_bytes
+
+
+def is_for_tpu(compiled: Any) -> bool:
+    """Whether a program was compiled for TPUs."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return any(device.platform == "tpu" for sharding in shardings[:1] for device in sharding.device_set)
+
+
+def heaps_in(program: bytes, borders: tuple[int, int, int]) -> Iterator[tuple[int, int]]:
+    """Heaps that a serialized program has by tables of memory, and the bytes that `memory_analysis` adds to each.
+
+    Such a table is a protocol buffer: memory space (1), bytes in all (2), what they are for (3, several), capacity (4),
+    bytes of arguments (5), results (6), results in the place of arguments (7), and what is reserved (8). What they are
+    for has a number (1), bytes (2), and bytes that are counted once more (3).
+
+    Args:
+      program: the serialized program.
+      borders: bytes of arguments, results, and results in the place of arguments, by which the table is found.
+    """
+    border = b"".join(bytes([number << 3]) + encoded(size) for number, size in zip((5, 6, 7), borders, strict=True))
+    found = program.find(border)
+    while found >= 0:
+        for content in enclosing(program, found, found + len(border)):
+            table = dict(content)
+            if table.get(1) != 0:  # not the device's own memory
+                continue
+            uses = [dict(fields(value)) for number, value in content if number == 3 and isinstance(value, bytes)]
+            heaps = [use for use in uses if use.get(1) == HEAP]
+            if len(heaps) == 1:
+                heap, again = heaps[0].get(2), heaps[0].get(3, 0)
+                if isinstance(heap, int) and isinstance(again, int):
+                    yield heap, again
+        found = program.find(border, found + 1)
+
+
+LONGEST = 1 << 22
+"""Bytes before a table's last fields in which its beginning is looked for: it names the largest arrays only."""
+
+
+def enclosing(program: bytes, start: int, end: int) -> Iterator[list[tuple[int, int | bytes]]]:
+    """Messages in which a place lies, as fields of those around them (number 1), that end soon after it."""
+    tag = program.rfind(b"\x0a", max(0, start - LONGEST), start)
+    while tag >= 0:
+        try:
+            size, begin = decoded(program, tag + 1)
+            if begin <= start and end <= begin + size <= end + 2 * len(encoded(1 << 62)):
+                yield list(fields(program[begin : begin + size]))
+        except ValueError:
+            pass
+        tag = program.rfind(b"\x0a", max(0, start - LONGEST), tag)
+
+
+def fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """Numbers and values of a protocol buffer's fields (https://protobuf.dev/programming-guides/encoding).
+
+    Raises:
+      ValueError: it is none.
+
+    Example:
+      >>> list(fields(encoded(1 << 3) + encoded(300) + encoded(2 << 3 | 2) + encoded(2) + b"ab"))
+      [(1, 300), (2, b'ab')]
+    """
+    at = 0
+    while at < len(message):
+        tag, at = decoded(message, at)
+        kind = tag & 7
+        if kind == 0:
+            value, at = decoded(message, at)
+            yield tag >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if kind == 2:
+            size, at = decoded(message, at)
+        if size is None or at + size > len(message):
+            raise ValueError("no protocol buffer")
+        yield tag >> 3, message[at : at + size]
+        at += size
+
+
+def encoded(number: int) -> bytes:
+    """A number in seven bits a byte, the lowest first."""
+    parts = []
+    while number > 127:
+        parts.append(number & 127 | 128)
+        number >>= 7
+    return bytes([*parts, number])
+
+
+def decoded(message: bytes, at: int) -> tuple[int, int]:
+    """A number in seven bits a byte, and where it ends.
+
+    Raises:
+      ValueError: it does not end.
+    """
+    number = 0
+    for place, byte in enumerate(message[at : at + 10]):
+        number |= (byte & 127) << 7 * place
+        if byte < 128:
+            return number, at + place + 1
+    raise ValueError("no number")
