@@ -60,7 +60,7 @@ def temporary_of(compiled: Any) -> Temporary:
 
 
 def heap_of(compiled: Any, said: Any) -> int:
-    """Bytes of the heap of temporary arrays of a program for TPUs; what `memory_analysis` said if its table is not found."""
+    """Bytes of the heap of temporary arrays of a program for TPUs; what `memory_analysis` said if it has no table."""
     try:
         program = compiled.runtime_executable().serialize()
     except (NotImplementedError, jax.errors.JaxRuntimeError):  # the plugin cannot serialize

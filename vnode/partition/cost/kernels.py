@@ -84,6 +84,10 @@ LEAST = 4096
 """Elements from which XLA leaves reductions on CPUs to a library."""
 
 
+MUCH = 1.25
+"""How often as many bytes several readers move on TPUs before what they read is written once."""
+
+
 class Shape(enum.Enum):
     """What an equation looks like to a compiler that fuses."""
 
@@ -125,7 +129,9 @@ class Target:
         than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
+      turns_updates: whether an update in the order of a transposed gradient has a copy of what it updates.
       adds_in_place: whether sums over devices are written over what is summed.
+      hides_gathers: whether what is gathered is gathered while devices compute, begun as early as it takes.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
         operand: of products that could run as soon, others come later.
@@ -146,7 +152,9 @@ class Target:
     copies_gathered: bool = False
     library: bool = False
     turns: bool = False
+    turns_updates: bool = False
     adds_in_place: bool = False
+    hides_gathers: bool = False
     apart: bool = True
 
     @staticmethod
@@ -168,7 +176,7 @@ class Target:
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
         tpu = Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
-        return dataclasses.replace(tpu, adds_in_place=True)
+        return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -478,7 +486,7 @@ def worth_writing(
             continue
         times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
         own //= 2 if multiplied(out, program, shapes, users, ends) else 1
-        if times * operands > 1.25 * (operands + own + times * own):
+        if times * operands > MUCH * (operands + own + times * own):
             found.add(id(eqn))
             reads[out] = frozenset({out})
     return frozenset(found)

@@ -25,11 +25,12 @@ import dataclasses
 import heapq
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
-from vnode.operators import Algebra
+from vnode.operators import Algebra, describe
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes, nbytes
 from vnode.operators.spaces import on_host
@@ -46,6 +47,7 @@ from vnode.partition.cost.kernels import (
     shape_of,
     slides,
     sums_last,
+    with_narrow,
 )
 from vnode.show.units import size
 
@@ -143,6 +145,8 @@ class Buffers:
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
       first: kernels that are begun before all others: what comes from the host's memory.
+      vacant: arguments of which an update has a copy in another order: their bytes, who reads them themselves, and the
+        kernel that updates them. In between others may be where they were.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -154,9 +158,29 @@ class Buffers:
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
+    vacant: tuple[tuple[int, frozenset[int], int], ...] = ()
 
-    def held(self, order: Sequence[int]) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
-        """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes."""
+    def room(self, order: Sequence[int]) -> Iterator[list[int]]:
+        """For each kernel in an order the sizes of arguments where others may be meanwhile."""
+        place = {k: i for i, k in enumerate(order)}
+        spans = [
+            (need, max((place[k] for k in readers), default=-1), place[end]) for need, readers, end in self.vacant
+        ]
+        for i in range(len(order)):
+            yield [need for need, last, end in spans if last < i <= end]
+
+    def held(
+        self, order: Sequence[int], begun: Mapping[int, int] = MappingProxyType({})
+    ) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
+        """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes.
+
+        Args:
+          order: of the kernels.
+          begun: for some of them the place in the order at which they are begun, with room for what they write.
+        """
+        early: dict[int, list[int]] = {}
+        for k, place in begun.items():
+            early.setdefault(place, []).append(k)
         last: dict[Var, int] = {}
         for place, k in enumerate(order):
             last.update(dict.fromkeys(self.read[k], place))
@@ -166,9 +190,12 @@ class Buffers:
         sizes: dict[Var, int] = {}
         now = 0
         for place, k in enumerate(order):
+            for var, need in [each for other in early.get(place, ()) for each in self.written[other]]:
+                sizes[var] = need
+                now += need
             free = {var for var in self.read[k] if last[var] == place}
             taken = set[Var]()
-            for var, need in self.written[k]:
+            for var, need in () if k in begun else self.written[k]:
                 place_of = next((o for v, o in self.over[k] if v is var and o in free - taken), None)
                 if place_of is not None:
                     taken.add(place_of)
@@ -183,6 +210,34 @@ class Buffers:
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes held at a time."""
         return max((now for _, now, _ in self.held(order)), default=0)
+
+    def begun(self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]) -> dict[int, int]:
+        """Where transfers begin that run beside computation: as early as that takes as long, one at a time.
+
+        Args:
+          order: of the kernels.
+          seconds: how long each takes.
+          beside: those that are such transfers.
+
+        Returns:
+          For those that begin before their place in the order, the place.
+        """
+        place = {k: i for i, k in enumerate(order)}
+        found: dict[int, int] = {}
+        covered = set[int]()  # places of kernels beside which something is transferred already
+        for k in sorted(beside, key=lambda k: -place[k]):
+            ready = max((place[n] + 1 for n in self.after[k]), default=0)
+            left, at = seconds.get(k, 0.0), place[k]
+            while left > 0 and at > ready:
+                other = order[at - 1]
+                if other in beside or at - 1 in covered:
+                    break
+                at -= 1
+                covered.add(at)
+                left -= seconds.get(other, 0.0)
+            if at < place[k]:
+                found[k] = at
+        return found
 
     def depth_first(self) -> list[int]:
         """Kernels after those they need, from the last on, operands that hold most first."""
@@ -265,16 +320,19 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        several = (list(range(len(self.after))), self.depth_first(), self.freeing())
+        several = [list(range(len(self.after))), self.depth_first()]
+        if not target.hides_gathers:
+            several.append(self.freeing())
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
 
 
-def memory_of(device: DeviceProgram, target: Target) -> Memory:
+def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = ()) -> Memory:
     """The peak of one device's program.
 
     Args:
       device: the program.
       target: what the compiler takes together.
+      seconds: how long its kernels take, so that transfers begin early enough to run beside others.
 
     Returns:
       The memory.
@@ -282,12 +340,13 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
-    moments, away = placed(kernels, buffers, own, program, target)
+    moments, away = placed(kernels, buffers, own, program, target, seconds=seconds)
+    room = list(buffers.room([k for k, _ in moments]))
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
         left = {var: need for var, need in sizes.items() if var not in near}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels)
+        now = sum(left.values()) + inside - in_results(left, own, kernels, room[place])
         if now > most or at < 0:
             most, at, when = now, k, frozenset(left)
         on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
@@ -306,7 +365,14 @@ def memory_of(device: DeviceProgram, target: Target) -> Memory:
 
 
 def placed(
-    kernels: Kernels, buffers: Buffers, own: Collection[Var], program: Program, target: Target, again: bool = False
+    kernels: Kernels,
+    buffers: Buffers,
+    own: Collection[Var],
+    program: Program,
+    target: Target,
+    *,
+    again: bool = False,
+    seconds: Sequence[float] = (),
 ) -> tuple[list[tuple[int, dict[Var, int]]], list[set[object]]]:
     """The kernels in their order, with what is held while each runs, and for each what is on the chip.
 
@@ -317,8 +383,11 @@ def placed(
       program: whose.
       target: how much room the chip has.
       again: whether what is fetched of temporary arrays in memory is there, too.
+      seconds: how long kernels take; gathers then begin before them.
     """
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(buffers.under(target))]
+    order = buffers.under(target)
+    begun = begun_early(kernels, buffers, order, seconds) if target.hides_gathers and len(seconds) else {}
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun)]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     reads: list[dict[Var, int]] = []
@@ -327,6 +396,21 @@ def placed(
         several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
         reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
     return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
+
+
+def is_gather(kernel: Kernel) -> bool:
+    """Whether a kernel gathers over devices."""
+    return kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-gather"
+
+
+def begun_early(
+    kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]
+) -> dict[int, int]:
+    """Where gathers begin that run beside computation, which other exchanges are not."""
+    own = [kernels.kernels[k] for k in buffers.of]
+    gathers = [k for k in order if is_gather(own[k])]
+    lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
+    return buffers.begun(order, lengths, gathers)
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
@@ -446,8 +530,9 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     """
     kernels, buffers, own, _ = outer_buffers(device, target)
     levels: list[Level] = []
-    for k, now, sizes in buffers.held(buffers.under(target)):
-        beside = now - buffers.inside[k] - in_results(sizes, own, kernels)
+    order = buffers.under(target)
+    for (k, now, sizes), room in zip(buffers.held(order), buffers.room(order), strict=True):
+        beside = now - buffers.inside[k] - in_results(sizes, own, kernels, room)
         levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
     return levels
 
@@ -456,6 +541,8 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
     program = device.program
     kernels = kernels_of(program, target)
+    if target.contractions and (rounded := sent_rounded(kernels)):
+        kernels = with_narrow(kernels, rounded)
     there = {*program.inputs, *program.constants}
     taken, aliased, elsewhere = set[int](), 0, set(there)
     matched: dict[Var, Var] = {}  # results in place of arguments
@@ -473,7 +560,46 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     elsewhere -= moved.keys()
     own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere - moved.keys()
     buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
-    return kernels, with_copies(buffers, kernels, moved.values()), own, aliased
+    buffers = with_copies(buffers, kernels, moved.values())
+    return kernels, turned_first(buffers, kernels, matched) if target.turns_updates else buffers, own, aliased
+
+
+def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> Buffers:
+    """The buffers, with copies of arguments that an update reads in the order of their gradients.
+
+    Where an update reads a gradient that was transposed, and does not compute it, TPUs' compiler turns the argument
+    before anything else runs, updates the copy, and turns that back.
+
+    Args:
+      buffers: of the kernels.
+      kernels: of the program.
+      matched: the results in place of arguments, with these.
+    """
+    written, read = [*buffers.written], [*buffers.read]
+    vacant = list[tuple[int, frozenset[int], int]]()
+    for k, kernel in enumerate(kernels.kernels):
+        results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
+        given = results[0] if len(results) == 1 else None
+        if given is None or given not in kernel.piece.reads or not turns_another(kernel, given):
+            continue
+        readers = frozenset(
+            n for n, own in enumerate(kernels.kernels) if n != k and given in map(kernels.memory_of, own.piece.reads)
+        )
+        copy = Var(given.aval)
+        written[min(readers, default=k)] += ((copy, kernels.nbytes(given)),)
+        read[k] |= {copy}
+        vacant.append((kernels.nbytes(given), readers, k))
+    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
+
+
+def turns_another(kernel: Kernel, given: Var) -> bool:
+    """Whether a kernel that multiplies nothing turns something as large as an argument that it reads as it is."""
+    several = [describe(eqn) for eqn in kernel.piece.equations]
+    if any(of is not None and of.has(Algebra.CONTRACTS) for of in several):
+        return False
+    turned = [eqn for eqn, of in zip(kernel.piece.equations, several, strict=True) if shape_of(eqn, of) is Shape.MOVED]
+    sizes = {eqn.invars[0].aval.size for eqn in turned if eqn.params["permutation"][-1] != eqn.invars[0].aval.ndim - 1}
+    return given.aval.size in sizes
 
 
 def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, Var]) -> dict[Var, Var]:
@@ -482,12 +608,7 @@ def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, V
     A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
     before it is read, as long as it is read.
     """
-    gathers = {
-        var
-        for kernel in kernels.kernels
-        if kernel.shape is Shape.COLLECTIVE and "all_gather_dimension" in kernel.root.params
-        for var in kernel.piece.writes
-    }
+    gathers = {var for kernel in kernels.kernels if is_gather(kernel) for var in kernel.piece.writes}
     return {result: given for result, given in matched.items() if kernels.memory_of(result) in gathers}
 
 
@@ -504,9 +625,12 @@ def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> B
     return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
 
 
-def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
-    """Bytes of what is held that are where results belong: results, and what is there until these are written."""
-    room = sorted(kernels.nbytes(var) for var in own if var not in held)
+def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, vacant: Sequence[int]) -> int:
+    """Bytes of what is held that are where results belong, or where arguments were.
+
+    Results are, and what is there until these are written; and what fits where an argument is not read any more.
+    """
+    room = sorted([*(kernels.nbytes(var) for var in own if var not in held), *vacant])
     found = sum(kernels.nbytes(var) for var in own if var in held)
     for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
         fits = next((i for i, free in enumerate(room) if free >= need), None)
@@ -638,6 +762,25 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
                 held = kernels.memory_of(atom)
                 found[held] = found.get(held, True) and var in fit
     return [var for var, fits in found.items() if fits and var not in kernels.narrow]
+
+
+def sent_rounded(kernels: Kernels) -> set[Var]:
+    """What is gathered in float32 for loops that only multiply it: that is rounded to bfloat16 before it is sent."""
+    gathered = {var for kernel in kernels.kernels for var in kernel.piece.writes if is_gather(kernel)}
+    found = dict.fromkeys(gathered - {*map(kernels.memory_of, outputs_of(kernels.program))}, 0)
+    readers = dict.fromkeys(found, 0)
+    for kernel in kernels.kernels:
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        for var in {*map(kernels.memory_of, kernel.piece.reads)} & found.keys():
+            readers[var] += 1
+        for var in {*multiplied_in(kernel, region, kernels)} & found.keys():
+            found[var] += 1
+    return {var for var, loops in found.items() if loops and loops == readers[var]}
+
+
+def outputs_of(program: Program) -> list[Var]:
+    """The variables among a program's results."""
+    return [atom for atom in program.outputs if isinstance(atom, Var)]
 
 
 def by_itself(kernel: Kernel, program: Program) -> bool:

@@ -207,7 +207,7 @@ def program_cost(
         exchange=sum(each.seconds * each.runs for each in taken.collectives),
         timeline=timeline,
         collectives=tuple(taken.collectives),
-        memory=memory_of(program, target),
+        memory=memory_of(program, target, taken.seconds),
         sources=by_source(taken.times),
         noise=float(np.sqrt(sum((time.noise * runs) ** 2 for time, runs in taken.times))),
         unknown=frozenset(taken.unknown),
@@ -247,6 +247,7 @@ class _Taken:
         self.moves: list[Moved] = []
         self.unknown: set[str] = set()
         self.open_loops = 0
+        self.seconds: list[float] = []  # of the outermost program's kernels
 
     def timeline(
         self, program: Program, runs: int, known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None
@@ -260,6 +261,8 @@ class _Taken:
             reads = tuple(kernels.memory_of(var) for var in piece.reads)
             seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
             tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
+        if known is not None and len(near):
+            self.seconds = [task.seconds for task in tasks]
         return simulate(graph_of(tasks, self.overlap, len(self.machine.resources)))
 
     def taken(
