@@ -221,6 +221,16 @@ def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
     assert set(program_cost(device, gpus, gpus.mesh({"x": 4}), platform="gpu").sources) == {"roofline"}
 
 
+def test_what_was_seen_of_a_chip_is_no_figure_of_another() -> None:
+    """Nor of one that was measured: its bandwidth is what passes reach."""
+    piece, kind = traced_piece(lambda a: a + 1, ones(64, 4096)), kind_named("v4")
+    others = dataclasses.replace(kind, bandwidth=kind.bandwidth / 2), dataclasses.replace(kind, name="TPU mine")
+    for other in others:
+        assert Times().time(piece, other) == Roofline().time(piece, other)
+    smaller = dataclasses.replace(kind, memory=kind.memory // 2)
+    assert Times().time(piece, smaller) == Times().time(piece, kind) == Windows().time(piece, kind)
+
+
 def test_only_pieces_that_are_alike_share_a_time() -> None:
     """Against what each takes if nothing is known of others."""
     kind, a, b = kind_named("v5e"), ones(64, 4096), ones(64, 4096)

@@ -37,6 +37,7 @@ from vnode.partition.cost.kernels import AT_WORK
 from vnode.partition.cost.pieces import Piece, cost_of
 from vnode.partition.cost.time import Time
 from vnode.partition.machine import Kind
+from vnode.partition.machine.table import KINDS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -82,10 +83,9 @@ ELEMENT = 4
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The time of kernels of TPUs; a `Source` that says nothing of kinds that are not in `COUNTS`, nor of loops.
+    """The time of kernels of TPUs; a `Source` that says nothing of loops, nor of kinds that are not in `COUNTS`.
 
-    So the kinds that somebody describes or measures have their roofline: what was seen of one chip is no figure of
-    another.
+    Nor does it of kinds with other figures than their data sheet's: a bandwidth that was measured is what passes reach.
 
     Example:
       >>> import jax.numpy as jnp
@@ -99,11 +99,11 @@ class Windows:
     @staticmethod
     def knows(kind: Kind) -> bool:
         """Whether it says anything of a kind."""
-        return kind.name in COUNTS
+        return counts_of(kind) is not None
 
     def time(self, piece: Piece, kind: Kind) -> Time | None:
         """See `Source`."""
-        counts = COUNTS.get(kind.name)
+        counts = counts_of(kind)
         if counts is None or any(region_of(eqn) is not None for eqn in piece.equations):
             return None
         key = None if piece.alike is None else (piece.alike, kind)
@@ -122,6 +122,13 @@ KNOWN: dict[Hashable, Time] = {}
 
 MANY = 20_000
 """Entries beyond which those that are known are forgotten."""
+
+
+def counts_of(kind: Kind) -> Counts | None:
+    """What was seen of a kind, if it has the figures of its data sheet, to which that relates."""
+    sheet = KINDS.get(kind.name)
+    same = sheet is not None and (kind.bandwidth, kind.peak) == (sheet.bandwidth, sheet.peak)
+    return COUNTS.get(kind.name) if same else None
 
 
 def counted(piece: Piece, kind: Kind, counts: Counts) -> Time:
