@@ -91,6 +91,7 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
     import jax
 
     from vnode.analysis.program import inline
+    from vnode.partition import Roofline, Times
     from vnode.partition.machine import Machine
     from vnode.partition.searches import Estimate, as_problem, experts
     from vnode.spmd.flow import follow
@@ -111,7 +112,7 @@ def plans(model: Any, seed: int = 0) -> Iterator[Plan]:
         return fresh
 
     for axes in MESHES:
-        model_ = Estimate(Machine.tpu(TOPOLOGY), axes)
+        model_ = Estimate(Machine.tpu(TOPOLOGY), axes, Times((Roofline(),)))  # the list is the same whatever is known
         search = as_problem(program, axes, model_, carried={i: i for i in range(leaves)})
         known = experts(search, range(leaves, len(flat)))
         searches[where(axes)] = search, list(known.values())
@@ -256,7 +257,7 @@ class Row:
       rewritten: whether they are, but for exchanges that are known to be carried out as others, or for padding.
       bytes: predicted and found, of all collectives.
       memory: predicted and found.
-      seconds: of computation, predicted (roofline) and by the compiler's cycles; 0 on CPUs.
+      seconds: of computation, predicted and by the compiler's cycles; 0 on CPUs.
     """
 
     plan: str

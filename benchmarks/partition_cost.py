@@ -3,7 +3,8 @@
 `python -m benchmarks.partition_cost mlp transformer` compiles small steps for eight CPU devices, and prints for each
 whether the collectives are those that were planned, and how far the predicted memory is off. With `--tpu v5e:2x4`
 the steps are of useful sizes, compiled ahead of time by the TPU compiler, and the cycles that it estimates for the
-whole step are compared with the sum over kernels: by the roofline, and with `--cycles` by its estimates for each.
+whole step are compared with the sum over kernels: by passes and tiles, by the roofline, and with `--cycles` by its
+estimates for each.
 
 This file knows models and the cost of programs. It must not know how a cost is found.
 """
@@ -129,7 +130,8 @@ def compare(name: str, model: Model, topology: str | None, by_kernel: bool) -> N
     if topology is not None:
         whole = cycles(parse(compiled.as_text() or ""), {}) / CLOCKS[machine.kinds[0].name]
         bare = program_cost(device, machine, machine.mesh(AXES), times=Times((Roofline(launch=0),))).compute
-        print(f"  compute: whole step {whole:.4g} s by the compiler, roofline {bare / whole - 1:+.1%}")
+        off = f"passes and tiles {cost.compute / whole - 1:+.1%}, roofline {bare / whole - 1:+.1%}"
+        print(f"  compute: whole step {whole:.4g} s by the compiler, {off}")
         if by_kernel:
             times = Times((Compiler(Cache("out/cost")), Roofline()))
             summed = program_cost(device, machine, machine.mesh(AXES), times=times).compute

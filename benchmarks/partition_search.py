@@ -36,6 +36,7 @@ from benchmarks.partition_models import MODELS
 from benchmarks.report import Sheet
 from vnode.analysis.program import Program, inline
 from vnode.errors import MemoryLimitError
+from vnode.partition.cost import Roofline, Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.table import kind_named
 from vnode.partition.searches import (
@@ -62,6 +63,9 @@ from vnode.spmd.choice import Choice
 from vnode.spmd.layout import Layout
 
 GIB = 2**30
+
+TIMES = Times((Roofline(),))
+"""So that tables from different revisions can be compared; searches know better times of TPUs' kernels."""
 
 
 def drawn(generator: np.random.Generator, operators: int, strategies: int, points: int) -> Problem:
@@ -202,7 +206,7 @@ def plans(case: Case, proposals: int, seed: int) -> list[list[str]]:
     jaxpr = jax.make_jaxpr(model.step)(model.state, model.batch)
     program = inline(jaxpr.jaxpr, jaxpr.consts)
     traced = time.perf_counter() - began
-    inner = Estimate(case.machine(), case.axes)
+    inner = Estimate(case.machine(), case.axes, TIMES)
     leaves = len(jax.tree.leaves(model.state))
     began = time.perf_counter()
     search = as_problem(program, case.axes, inner, carried={i: i for i in range(leaves)}, memory=case.memory)
@@ -294,7 +298,7 @@ def paper(name: str, machines: Sequence[str], size: str, proposals: int, seed: i
     batch = range(leaves, leaves + len(jax.tree.leaves(model.batch)))
     for machine in left:
         make, axes = MACHINES[machine]
-        cost = Estimate(make(), axes)
+        cost = Estimate(make(), axes, TIMES)
         began = time.process_time()
         search = as_problem(program, axes, cost, carried={i: i for i in range(leaves)})
         built = time.process_time() - began
@@ -312,7 +316,7 @@ def paper(name: str, machines: Sequence[str], size: str, proposals: int, seed: i
             began = time.process_time()
             found[how] = run()
             took[how] = time.process_time() - began
-        best, sent, devices = found["exact"], Sent(make(), axes), int(np.prod(list(axes.values())))
+        best, sent, devices = found["exact"], Sent(make(), axes, TIMES), int(np.prod(list(axes.values())))
         moved = {
             how: devices * seconds_of(search.flow(strategies), sent)
             for how, strategies in (("best", best.strategies), ("data parallel", known["data parallel"]))
@@ -368,7 +372,7 @@ def searched(name: str, machine: str) -> tuple[Search, range]:
     """A model of the papers on a machine, and the numbers of the inputs that count examples."""
     program, leaves, batch = traced(name)
     make, axes = MACHINES[machine]
-    return as_problem(program, axes, Estimate(make(), axes), carried={i: i for i in range(leaves)}), batch
+    return as_problem(program, axes, Estimate(make(), axes, TIMES), carried={i: i for i in range(leaves)}), batch
 
 
 def traced(name: str, **sizes: Any) -> tuple[Program, int, range]:

@@ -67,7 +67,8 @@ def topology(name: str) -> list[Any]:
     """The devices of a topology such as `v5e:2x4`; they can be compiled for and not run on."""
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(name, platform="tpu").devices
+    options = {"chip_config_name": "megacore"} if name.startswith("v4") else {}  # both cores of a chip as one device
+    return topologies.get_topology_desc(name, platform="tpu", **options).devices
 
 
 def figures(compiled: Any, known: Mapping[tuple[str, ...], float]) -> Figures:

@@ -34,6 +34,7 @@ from vnode.partition.cost import (
     Time,
     Times,
     Transfer,
+    Windows,
     copy_of,
     device_program,
     memory_of,
@@ -47,7 +48,9 @@ from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.memory import Buffers
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
 from vnode.partition.cost.sums import added_before
+from vnode.partition.cost.windows import COUNTS, counted
 from vnode.partition.machine import Kind
+from vnode.partition.machine.table import kind_named
 from vnode.spmd.choice import Given, choose
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import follow
@@ -213,7 +216,47 @@ def test_a_loop_is_measured_as_a_whole_unless_it_exchanges() -> None:
         assert cost.compute == pytest.approx(seconds), function
         assert pieces is None or cost.sources == {"measured": pieces}
         plain = program_cost(device, machine, mesh, platform="cpu")
-        assert set(plain.sources) == {"roofline"}
+        assert set(plain.sources) == {"windows"}, "of TPUs"
+    gpus = Machine.gpus("a100-40gb", per_host=4)
+    assert set(program_cost(device, gpus, gpus.mesh({"x": 4}), platform="gpu").sources) == {"roofline"}
+
+
+def test_what_was_seen_of_a_chip_is_no_figure_of_another() -> None:
+    """Nor of one that was measured: its bandwidth is what passes reach."""
+    piece, kind = traced_piece(lambda a: a + 1, ones(64, 4096)), kind_named("v4")
+    others = dataclasses.replace(kind, bandwidth=kind.bandwidth / 2), dataclasses.replace(kind, name="TPU mine")
+    for other in others:
+        assert Times().time(piece, other) == Roofline().time(piece, other)
+    smaller = dataclasses.replace(kind, memory=kind.memory // 2)
+    assert Times().time(piece, smaller) == Times().time(piece, kind) == Windows().time(piece, kind)
+
+
+def test_only_pieces_that_are_alike_share_a_time() -> None:
+    """Against what each takes if nothing is known of others."""
+    kind, a, b = kind_named("v5e"), ones(64, 4096), ones(64, 4096)
+    sums = traced_piece(lambda a, b: (a + b) * b, a, b)
+    (first, second), (product,) = sums.reads, sums.writes
+    (added, _) = sums.equations
+    matrix = traced_piece(lambda a, b: a @ b, a, ones(4096, 512))
+    several = [
+        sums,
+        traced_piece(lambda a, b: (a + b) * (a + b), a, b),
+        traced_piece(lambda a, b: (a + b) * b, ones(64, 8192), ones(64, 8192)),
+        dataclasses.replace(sums, writes=(product, added.outvars[0])),
+        dataclasses.replace(sums, reads=(first, second, *matrix.reads)),
+        dataclasses.replace(sums, near=frozenset({first})),
+        dataclasses.replace(sums, near=frozenset({first, product})),
+        matrix,
+        dataclasses.replace(matrix, near=frozenset(matrix.reads[:1])),
+        dataclasses.replace(matrix, near=frozenset(matrix.reads[1:])),
+        dataclasses.replace(matrix, narrow=frozenset(matrix.reads[1:])),
+    ]
+    alone = [counted(piece, kind, COUNTS[kind.name]) for piece in several]
+    assert len({time.seconds for time in alone}) > 6
+    for _ in range(2):
+        assert [Windows().time(piece, kind) for piece in several] == alone
+    same = traced_piece(lambda a, b: (a + b) * b, a, b)
+    assert same.alike == sums.alike and len({piece.alike for piece in several}) == len(several)
 
 
 # The cache

@@ -14,7 +14,7 @@ from jax.extend.core import JaxprEqn
 from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
-from vnode.partition.cost import Piece, Time, Times, program_cost
+from vnode.partition.cost import Piece, Roofline, Time, Times, program_cost
 from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.time import LAUNCH, TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
@@ -35,7 +35,7 @@ def traced(function: Callable[..., Any], *arguments: Any) -> Program:
 
 
 def test_a_product_takes_its_operations_or_its_bytes() -> None:
-    model = of_machine(MACHINE, MACHINE.mesh(AXES))
+    model = of_machine(MACHINE, MACHINE.mesh(AXES), Times((Roofline(),)))
     for m, n in ((4096, 4096), (8, 8192)):
         program = traced(jnp.dot, jnp.zeros((m, n), jnp.bfloat16), jnp.zeros((n, n), jnp.bfloat16))
         rows = Layout((Cut(("y",), 1, m), None))

@@ -9,7 +9,8 @@ from vnode.partition.cost.measured import Measured
 from vnode.partition.cost.memory import Memory, memory_of
 from vnode.partition.cost.pieces import Piece, copy_of, piece_of
 from vnode.partition.cost.program import ProgramCost, program_cost
-from vnode.partition.cost.time import Roofline, Source, Time, Times
+from vnode.partition.cost.time import Roofline, Source, Time
+from vnode.partition.cost.times import Times
 from vnode.partition.cost.windows import Windows
 
 __all__ = [

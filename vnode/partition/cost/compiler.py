@@ -72,7 +72,9 @@ class Compiler:
 
             for name, value in ALONE.items():
                 os.environ.setdefault(name, value)
-            found = topologies.get_topology_desc(TOPOLOGIES[kind.name], platform="tpu")
+            name = TOPOLOGIES[kind.name]
+            options = {"chip_config_name": "megacore"} if name.startswith("v4") else {}  # both cores as one device
+            found = topologies.get_topology_desc(name, platform="tpu", **options)
             self._devices[kind.name] = found.devices[0]
         return self._devices[kind.name]
 

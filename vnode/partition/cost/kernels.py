@@ -68,8 +68,11 @@ DEAR = 15
 """Operations per element from which an equation is not taken into what reads it: random bits, above all."""
 
 
-ON_CHIP = {"TPU v4": 16 << 20, "TPU v5e": 128 << 20, "TPU v5p": 64 << 20, "TPU v6e": 128 << 20}
-"""Bytes of vector memory of a core (``jax.experimental.pallas.tpu.get_tpu_info``): the compiler moves arrays there."""
+ON_CHIP = {"TPU v4": (16 + 128) << 20, "TPU v5e": 128 << 20, "TPU v5p": 64 << 20, "TPU v6e": 128 << 20}
+"""Bytes of vector memory of a core (``jax.experimental.pallas.tpu.get_tpu_info``): the compiler moves arrays there.
+
+A v4 chip has 128 MiB of another memory besides, to which its compiler moves them.
+"""
 
 
 AT_WORK = 16 << 20

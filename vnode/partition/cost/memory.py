@@ -21,6 +21,7 @@ runs next what frees most. On CPUs kernels run as soon as they can (`Target.brea
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import heapq
 import math
@@ -633,8 +634,8 @@ def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, 
     room = sorted([*(kernels.nbytes(var) for var in own if var not in held), *vacant])
     found = sum(kernels.nbytes(var) for var in own if var in held)
     for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
-        fits = next((i for i, free in enumerate(room) if free >= need), None)
-        if fits is not None:
+        fits = bisect.bisect_left(room, need)  # the smallest place that is large enough
+        if fits < len(room):
             found += need
             del room[fits]
     return found

@@ -99,6 +99,23 @@ class Piece:
             lines.append(f"in bfloat16: {', '.join(said(v) for v in (*self.reads, *self.writes) if v in self.narrow)}")
         return "\n".join(lines)
 
+    @functools.cached_property
+    def alike(self) -> Hashable | None:
+        """Equal for pieces that do the same at the same sizes, whatever literals hold; None if there is no telling."""
+        kinds = [kind_to_keep(eqn) for eqn in self.equations]
+        if None in kinds:
+            return None
+        own: dict[Var, int] = {}
+
+        def numbers(atoms: Iterable[Any]) -> tuple[int | None, ...]:
+            return tuple(None if isinstance(atom, Literal) else own.setdefault(atom, len(own)) for atom in atoms)
+
+        wires = tuple((numbers(eqn.invars), numbers(eqn.outvars)) for eqn in self.equations)
+        border = numbers(self.reads), numbers(self.writes)
+        there = tuple(on_host(var.aval) for var in (*self.reads, *self.writes))
+        apart = frozenset(numbers(self.narrow)), frozenset(numbers(self.near))
+        return tuple(kinds), wires, border, there, apart
+
     @property
     def shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The types of what is read."""
@@ -162,11 +179,17 @@ MANY = 20_000
 """Entries beyond which those that are known are forgotten."""
 
 
+def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
+    """The kind of an equation; None also of one with a program or function, lest what is known keep its constants."""
+    programs = any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values())
+    return None if programs else kind(eqn)
+
+
 def of_one(eqn: JaxprEqn) -> OfOne:
     """What there is to know of an equation, no loop or branch."""
-    of = kind(eqn)
-    if of is None or any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values()):
-        return looked_at(eqn)  # nor is anything kept for longer than who else has it, such as constants
+    of = kind_to_keep(eqn)
+    if of is None:
+        return looked_at(eqn)
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
     there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
@@ -201,10 +224,10 @@ def piece_of(equations: Sequence[JaxprEqn], writes: Iterable[Var] | None = None)
       equations: in order.
       writes: what is wanted of them; by default all that none of them reads.
     """
-    made = [var for eqn in equations for var in eqn.outvars]
+    made = dict.fromkeys(var for eqn in equations for var in eqn.outvars)
     read = dict.fromkeys(a for eqn in equations for a in eqn.invars if isinstance(a, Var))
     wanted = [var for var in made if var not in read] if writes is None else list(writes)
-    return Piece(tuple(equations), tuple(var for var in read if var not in set(made)), tuple(wanted))
+    return Piece(tuple(equations), tuple(var for var in read if var not in made), tuple(wanted))
 
 
 def traced_piece(function: Callable[..., Any], *args: Any) -> Piece:

@@ -41,7 +41,8 @@ from vnode.partition.cost.kernels import (
 )
 from vnode.partition.cost.memory import Memory, memory_of, near_of
 from vnode.partition.cost.pieces import Piece, traced_piece
-from vnode.partition.cost.time import Time, Times, by_source
+from vnode.partition.cost.time import Time, by_source
+from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
 from vnode.show.units import size
@@ -170,7 +171,7 @@ def program_cost(
       program: what one device runs, or the flow to trace it from.
       machine: on which.
       mesh: its devices, with the axes of the program.
-      times: of kernels; by default the roofline of each kind; of TPUs `Windows` knows better.
+      times: of kernels; by default as `Times` has them.
       donated: of a flow: inputs whose memory results may take.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``; says what is fused.
       target: what the compiler takes together; by default as for the platform and the first kind of device.

@@ -1,4 +1,4 @@
-"""How long a piece of a program takes on one device, and who says so.
+"""How long a piece of a program takes on one device, who says so, and the roofline, which can say it of every piece.
 
 Knows kinds of devices, operations and bytes. Must not know programs, meshes, or how anything is measured.
 """
@@ -20,7 +20,7 @@ class Time:
 
     Attributes:
       seconds: of one run.
-      source: ``"measured"``, ``"compiler"`` or ``"roofline"``.
+      source: ``"measured"``, ``"compiler"``, ``"windows"`` or ``"roofline"``.
       noise: seconds by which another measurement would differ: half of the distance between the quartiles of
         repetitions, at least the resolution; 0 for what is not measured.
     """
@@ -76,44 +76,6 @@ class Roofline:
     def time(self, piece: Piece, kind: Kind) -> Time:
         """See `Source`."""
         return Time(self.seconds(piece.cost, kind), "roofline")
-
-
-@dataclasses.dataclass(frozen=True)
-class Times:
-    """Several sources, the best first: each piece has the time of the first that knows one.
-
-    Attributes:
-      sources: in this order; the last is asked about everything.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from vnode.partition.cost.pieces import traced_piece
-      >>> from vnode.partition.machine.table import kind_named
-      >>> piece = traced_piece(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
-      >>> Times().time(piece, kind_named("v5e")).source
-      'roofline'
-    """
-
-    sources: Sequence[Source] = (Roofline(),)
-
-    def time(self, piece: Piece, kind: Kind) -> Time:
-        """The time of a piece on a device of a kind."""
-        for source in self.sources:
-            found = source.time(piece, kind)
-            if found is not None:
-                return found
-        return Roofline().time(piece, kind)
-
-    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
-        """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
-        sources = [source for source in self.sources if not isinstance(source, Roofline)]
-        found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
-        said = [time for time in found if time is not None]
-        return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
-
-    def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
-        """The time on the kind of several that takes longest: all wait for it."""
-        return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)
 
 
 def by_source(times: Sequence[tuple[Time, float]]) -> Mapping[str, float]:

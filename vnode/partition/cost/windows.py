@@ -1,8 +1,10 @@
 """How long a kernel takes on a TPU by the way in which its compiler counts: arrays pass through the chip in windows.
 
-Knows pieces, descriptions, and rates of kinds. Must not know programs, nor how anything is compiled.
+Knows pieces, descriptions, rates of kinds, and what was seen of each kind. Must not know programs, nor how anything is
+compiled.
 
-What small programs, compiled ahead of time for v5e, showed of the compiler's estimates (`hlo.cycles`):
+What small programs, compiled ahead of time, showed of the compiler's estimates (`hlo.cycles`); figures are those of
+v5e, and `COUNTS` has those of the other kinds:
 
 - Vector operations take nothing, dear ones neither: a kernel takes its passes over elements. A kernel that is no
   product takes 9.3 cycles for each 1,024 elements that it reads or writes in memory, as many in bfloat16 as in float32;
@@ -24,34 +26,53 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators import Algebra, OperatorDescription, describe
 from vnode.operators.control import region_of
 from vnode.operators.splits import Windowed
+from vnode.partition.cost.kernels import AT_WORK
 from vnode.partition.cost.pieces import Piece, cost_of
 from vnode.partition.cost.time import Time
 from vnode.partition.machine import Kind
+from vnode.partition.machine.table import KINDS
 
-REACHED = 0.8
-"""The part of the bandwidth of memory that passes over arrays reach: 9.3 cycles for 1,024 elements of float32."""
 
-NEAR = 0.73
-"""What a pass over elements on the chip takes of what it takes in memory: 6.8 cycles of 9.3."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Counts:
+    """What was seen of a kind of chip.
 
-COPY = 27.1 / 9.3
-"""Passes that take as long as a copy of an array to another order of its last two dimensions."""
+    Attributes:
+      reached: the part of the bandwidth of memory that passes over arrays of float32 reach.
+      near: what a pass over elements on the chip takes of what it takes in memory.
+      copy: passes that take as long as a copy of an array to another order of its last two dimensions.
+      alone: passes that an instruction takes more if it is not one of a fusion.
+      start: seconds until a kernel's first windows are there: what kernels of a few thousand elements take.
+      room: bytes on the chip for the windows of a kernel.
+    """
 
-ALONE = 12 / 9.3
-"""Passes that an instruction takes more if it is not one of a fusion."""
+    reached: float
+    near: float
+    copy: float
+    alone: float
+    start: float
+    room: int = AT_WORK
 
-START = 1.2e-6
-"""Seconds until a kernel's first windows are there: what kernels of a few thousand elements take."""
 
-AT_WORK = 16 << 20
-"""Bytes on the chip for the windows of a kernel (``xla_tpu_scoped_vmem_limit_kib`` is 16,384)."""
+COUNTS = {
+    "TPU v4": Counts(reached=0.78, near=1.0, copy=2.34, alone=0.42, start=0.6e-6),
+    "TPU v5e": Counts(reached=0.8, near=0.73, copy=27.1 / 9.3, alone=12 / 9.3, start=1.2e-6),
+    "TPU v5p": Counts(reached=0.71, near=0.58, copy=3.3, alone=1.93, start=1.2e-6),
+    "TPU v6e": Counts(reached=0.81, near=0.22, copy=3.8, alone=2.66, start=1.2e-6, room=32 << 20),
+}
+"""By the name of a kind, with the bandwidth of its data sheet and the clock of `vnode.partition.cost.compiler`.
+
+From a pass, a copy and a `tanh` over 4,096 x 8,192 elements of float32, one over 1,024, a chain of passes over 2,048 x
+4,096, and the windows of a product of 8,192 rows, columns and terms; libtpu 0.0.42. v4 with both cores of a chip as one
+device. Those of v5e are of many more programs. (``xla_tpu_scoped_vmem_limit_kib`` is 16,384 on v5e.)
+"""
 
 SUBLANES, SPREAD = 8, 0.65
 """Rows of a register; of arrays that fill s of them a pass takes 0.65 x 8 / s times as long (seen for 2 and 4)."""
@@ -62,7 +83,9 @@ ELEMENT = 4
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-    """The time of kernels of TPUs; a `Source` that says nothing of other kinds, nor of loops.
+    """The time of kernels of TPUs; a `Source` that says nothing of loops, nor of kinds that are not in `COUNTS`.
+
+    Nor does it of kinds with other figures than their data sheet's: a bandwidth that was measured is what passes reach.
 
     Example:
       >>> import jax.numpy as jnp
@@ -73,13 +96,46 @@ class Windows:
       0.21
     """
 
+    @staticmethod
+    def knows(kind: Kind) -> bool:
+        """Whether it says anything of a kind."""
+        return counts_of(kind) is not None
+
     def time(self, piece: Piece, kind: Kind) -> Time | None:
         """See `Source`."""
-        if not kind.name.startswith("TPU") or any(region_of(eqn) is not None for eqn in piece.equations):
+        counts = counts_of(kind)
+        if counts is None or any(region_of(eqn) is not None for eqn in piece.equations):
             return None
-        products = [eqn for eqn in piece.equations if contracts(eqn)]
-        seconds = product_seconds(piece, products, kind) if products else pass_seconds(piece, kind)
-        return Time(seconds + START if seconds else 0.0, "windows")
+        key = None if piece.alike is None else (piece.alike, kind)
+        found = KNOWN.get(key)
+        if found is None:
+            found = counted(piece, kind, counts)
+            if len(KNOWN) >= MANY:
+                KNOWN.clear()
+            if key is not None:
+                KNOWN[key] = found
+        return found
+
+
+KNOWN: dict[Hashable, Time] = {}
+"""Times of pieces: layers, and the candidates of a search, have many that are alike."""
+
+MANY = 20_000
+"""Entries beyond which those that are known are forgotten."""
+
+
+def counts_of(kind: Kind) -> Counts | None:
+    """What was seen of a kind, if it has the figures of its data sheet, to which that relates."""
+    sheet = KINDS.get(kind.name)
+    same = sheet is not None and (kind.bandwidth, kind.peak) == (sheet.bandwidth, sheet.peak)
+    return COUNTS.get(kind.name) if same else None
+
+
+def counted(piece: Piece, kind: Kind, counts: Counts) -> Time:
+    """The time of a kernel."""
+    products = [eqn for eqn in piece.equations if contracts(eqn)]
+    seconds = product_seconds(piece, products, kind, counts) if products else pass_seconds(piece, kind, counts)
+    return Time(seconds + counts.start if seconds else 0.0, "windows")
 
 
 def largest_reduced(piece: Piece) -> float:
@@ -92,10 +148,14 @@ def largest_reduced(piece: Piece) -> float:
     return float(found)
 
 
-def turned(piece: Piece) -> float:
+def turned(piece: Piece, copy: float) -> float:
     """Passes over copies that a kernel needs because it writes one array, and reads one of that size in another order.
 
     Either that one is copied to the order of the others, or these are, and the result back.
+
+    Args:
+      piece: the kernel.
+      copy: passes that one takes.
     """
     sizes = [math.prod(var.aval.shape) for var in piece.writes]
     found = 0.0
@@ -107,7 +167,7 @@ def turned(piece: Piece) -> float:
         long = min(eqn.invars[0].aval.shape[-1], last.shape[-1]) >= SUBLANES
         if moves_last and long and sizes == [math.prod(last.shape)]:
             copies = 1 if len(piece.equations) == 1 else 2
-            found = max(found, copies * COPY * sizes[0] * spread(last.shape) - (2 * sizes[0] if copies == 1 else 0))
+            found = max(found, copies * copy * sizes[0] * spread(last.shape) - (2 * sizes[0] if copies == 1 else 0))
     return found
 
 
@@ -140,7 +200,7 @@ def contracts(eqn: JaxprEqn) -> bool:
     return of is not None and of.has(Algebra.CONTRACTS)
 
 
-def pass_seconds(piece: Piece, kind: Kind) -> float:
+def pass_seconds(piece: Piece, kind: Kind, counts: Counts) -> float:
     """The time of a kernel that passes over its elements."""
     passes = 0.0
     reads, writes = piece.border
@@ -150,17 +210,17 @@ def pass_seconds(piece: Piece, kind: Kind) -> float:
     for several in (reads, writes):
         for var, need in several.items():
             elements = need / max(var.aval.dtype.itemsize, 1) * max(spread(var.aval.shape), sliced.get(var, 1.0))
-            passes += elements * (NEAR if var in piece.near and not whole else 1.0)
+            passes += elements * (counts.near if var in piece.near and not whole else 1.0)
     passes += reduced if whole else 0.0
-    copies = turned(piece)
+    copies = turned(piece, counts.copy)
     if len(piece.equations) == 1 and not copies and not any(isinstance(a, Literal) for a in piece.equations[0].invars):
         each = cost_of(piece.equations[0])
-        passes += ALONE * max(each.read, each.written) / ELEMENT
+        passes += counts.alone * max(each.read, each.written) / ELEMENT
     passes += copies
-    return passes * ELEMENT / (kind.bandwidth * REACHED)
+    return passes * ELEMENT / (kind.bandwidth * counts.reached)
 
 
-def product_seconds(piece: Piece, products: Sequence[JaxprEqn], kind: Kind) -> float:
+def product_seconds(piece: Piece, products: Sequence[JaxprEqn], kind: Kind, counts: Counts) -> float:
     """The time of a kernel with products in it."""
     reads, writes = piece.border
     near = piece.near
@@ -171,10 +231,10 @@ def product_seconds(piece: Piece, products: Sequence[JaxprEqn], kind: Kind) -> f
     for eqn in products:
         sides = [frozenset(before(atom, piece, reads)) for atom in eqn.invars[:2]]
         read |= sides[0] | sides[1]
-        moved += fetched(eqn, [sum(far.get(var, 0) for var in side) for side in sides], piece)
+        moved += fetched(eqn, [sum(far.get(var, 0) for var in side) for side in sides], counts.room)
     moved += sum(n for var, n in far.items() if var not in read)
     moved += sum(n // (2 if var in piece.narrow else 1) for var, n in writes.items() if var not in near)
-    return math.hypot(matrix, moved / (kind.bandwidth * REACHED))
+    return math.hypot(matrix, moved / (kind.bandwidth * counts.reached))
 
 
 def before(atom: object, piece: Piece, reads: Mapping[Var, int]) -> Iterator[Var]:
@@ -192,8 +252,14 @@ def before(atom: object, piece: Piece, reads: Mapping[Var, int]) -> Iterator[Var
             pending += makers[each].invars
 
 
-def fetched(eqn: JaxprEqn, sides: Sequence[float], piece: Piece) -> float:
-    """Bytes that a product fetches of its two operands, which have so many in memory, with the best tiles."""
+def fetched(eqn: JaxprEqn, sides: Sequence[float], room: int) -> float:
+    """Bytes that a product fetches of its two operands, with the best tiles.
+
+    Args:
+      eqn: the product.
+      sides: bytes of each operand that are in memory.
+      room: bytes on the chip for its windows.
+    """
     of = describe(eqn)
     if of is None or any(isinstance(factor.split, Windowed) for factor in of.factors):
         return sum(sides)
@@ -206,9 +272,9 @@ def fetched(eqn: JaxprEqn, sides: Sequence[float], piece: Piece) -> float:
             tile, ups, downs = rows * columns, -(-m // rows), -(-n // columns)
             result = 2 * ELEMENT * tile
             whole = result + k * (rows * width[0] + columns * width[1])
-            if whole <= AT_WORK:
+            if whole <= room:
                 read = min(sides[0] * downs + sides[1], sides[0] + sides[1] * ups)
-            elif result + ELEMENT * tile + min(k, 128) * (rows * width[0] + columns * width[1]) <= AT_WORK:
+            elif result + ELEMENT * tile + min(k, 128) * (rows * width[0] + columns * width[1]) <= room:
                 read = sides[0] * downs + sides[1] * ups
             else:
                 continue

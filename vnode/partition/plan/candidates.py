@@ -18,7 +18,8 @@ from vnode.analysis.branches import Branches
 from vnode.errors import MemoryLimitError
 from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.pieces import piece_of
-from vnode.partition.cost.time import Times
+from vnode.partition.cost.time import Roofline
+from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.across import Across, in_pieces
 from vnode.partition.plan.branches import groups_along, stages_of
@@ -119,7 +120,7 @@ class OnMesh:
       machine: on which.
       sizes: of the mesh's axes, that of the nodes first.
       platform: what is compiled for.
-      times: of kernels; by default the roofline of each kind.
+      times: of kernels; by default as `Times` has them.
       pace: seconds that a node takes on a device of each kind, if there are several (`pace_of`).
       even: whether rows of different kinds have the same number of nodes all the same.
     """
@@ -150,7 +151,8 @@ class OnMesh:
 
     def seconds(self, eqn: JaxprEqn) -> float:
         """What an equation takes on one device, whole, by the roofline: what tells heavy branches from light ones."""
-        return Times().slowest(piece_of([eqn], eqn.outvars), self.machine.kinds).seconds
+        piece = piece_of([eqn], eqn.outvars)
+        return max(Roofline().time(piece, kind).seconds for kind in self.machine.kinds)
 
     @functools.cached_property
     def stages(self) -> list[tuple[int, Branches]]:

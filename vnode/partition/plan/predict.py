@@ -26,7 +26,7 @@ from vnode.partition.cost.device import DeviceProgram, device_program
 from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.memory import Level, levels_over_time
 from vnode.partition.cost.program import program_cost
-from vnode.partition.cost.time import Times
+from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.across import Across, added
 from vnode.partition.plan.row import OVER_ROWS, loop_bodies
@@ -173,7 +173,7 @@ def predicted(
       donated: of inputs that are given away.
       sharded: how inputs lie that are sharded over the rows as well, by number.
       turns: nodes of the row that stands for all.
-      times: of kernels; by default the roofline of each kind.
+      times: of kernels; by default as `Times` has them.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
     inner = {name: n for name, n in axes.items() if name != NODES}

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from vnode.errors import VnodeError
-from vnode.partition.cost.time import Times
+from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.machine.doubled import doubled
 from vnode.partition.plan.candidates import Candidate, OnMesh, pace_of

@@ -13,7 +13,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
 from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message
-from vnode.partition.cost.time import Times
+from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.keep import SOLVING, Keeping, Less
@@ -82,7 +82,8 @@ def search(
       virtual_nodes: V; ``"auto"`` for the fewest nodes with which something fits. Of a `VirtualStep`, its own.
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
       budget: seconds after which it ends.
-      times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default a roofline.
+      times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
+        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline.
       progress: a bar; by default in notebooks and on terminals.
       **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
         fits with the state on the devices, otherwise as many as the machine has devices.

@@ -1,0 +1,61 @@
+"""Who is asked how long pieces take, and in which order.
+
+Knows sources of times. Must not know programs, meshes, or how any source finds what it says.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from vnode.partition.cost.pieces import Piece
+from vnode.partition.cost.time import Roofline, Source, Time
+from vnode.partition.cost.windows import Windows
+from vnode.partition.machine import Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Several sources, the best first: each piece has the time of the first that knows one.
+
+    Attributes:
+      sources: in this order; the last is asked about everything. By default passes and tiles as the compiler of TPUs
+        counts them, of the kinds of which it was seen (`Windows`), and the roofline of all others.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from vnode.partition.cost.pieces import traced_piece
+      >>> from vnode.partition.machine.table import kind_named
+      >>> piece = traced_piece(lambda a, b: a @ b, jnp.ones((512, 512)), jnp.ones((512, 512)))
+      >>> Times().time(piece, kind_named("v5e")).source, Times().time(piece, kind_named("h100-sxm")).source
+      ('windows', 'roofline')
+    """
+
+    sources: Sequence[Source] = (Windows(), Roofline())
+
+    def time(self, piece: Piece, kind: Kind) -> Time:
+        """The time of a piece on a device of a kind."""
+        for source in self.sources:
+            found = source.time(piece, kind)
+            if found is not None:
+                return found
+        return Roofline().time(piece, kind)
+
+    def is_roofline(self, kinds: Sequence[Kind]) -> bool:
+        """Whether no source but the roofline says anything of some kinds."""
+
+        def silent(source: Source) -> bool:
+            return isinstance(source, Windows) and not any(map(source.knows, kinds))
+
+        return all(isinstance(source, Roofline) or silent(source) for source in self.sources)
+
+    def known(self, piece: Piece, kinds: Sequence[Kind]) -> Time | None:
+        """The time on the slowest of several kinds, if a source other than the roofline says it of all of them."""
+        sources = [source for source in self.sources if not isinstance(source, Roofline)]
+        found = [next((t for source in sources if (t := source.time(piece, kind)) is not None), None) for kind in kinds]
+        said = [time for time in found if time is not None]
+        return max(said, key=lambda time: time.seconds) if said and len(said) == len(found) else None
+
+    def slowest(self, piece: Piece, kinds: Sequence[Kind]) -> Time:
+        """The time on the kind of several that takes longest: all wait for it."""
+        return max((self.time(piece, kind) for kind in kinds), key=lambda found: found.seconds)
