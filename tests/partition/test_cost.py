@@ -514,21 +514,22 @@ def test_loops_without_what_is_taken_out_give_the_same() -> None:
 
     def turns(w: Any, x: Any) -> Any:
         def body(carry: Any, row: Any) -> Any:
-            total, h = carry
+            total, turned, h = carry
             whole = lax.all_gather(w, "x", axis=0, tiled=True)  # the same at every turn
             h = jnp.tanh(h @ whole + row)
-            return (total + lax.psum(h, "x"), h), h.sum()
+            return (total + lax.psum(h, "x"), turned + lax.psum(h * 2, "x").T.reshape(2, 16), h), h.sum()
 
-        return lax.scan(body, (jnp.zeros((4, 8)), jnp.ones((4, 8))), x)
+        return lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros((2, 16)), jnp.ones((4, 8))), x)
 
     plain = over(turns, ones(4, 8), ones(5, 4, 8), x=2)
     (loop,) = (eqn for eqn in plain.equations if eqn.primitive.name == "scan")
     assert names_of(loop) == {"all_gather", "psum"}
     before, after = simplified(before_loops(plain)), simplified(after_loops(plain))
     for program, inside, outside in ((before, {"psum"}, "all_gather"), (after, {"all_gather"}, "psum")):
+        count = {"all_gather": 1, "psum": 2}[outside]
         (loop,) = (eqn for eqn in program.equations if eqn.primitive.name == "scan")
         assert names_of(loop) == inside
-        assert [eqn.primitive.name for eqn in program.equations].count(outside) == 1
+        assert [eqn.primitive.name for eqn in program.equations].count(outside) == count
     rng = np.random.default_rng(0)
     values = [jnp.asarray(rng.random(v.aval.shape), jnp.float32)[None].repeat(2, 0) for v in plain.inputs]
     run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731

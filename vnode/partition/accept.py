@@ -4,7 +4,7 @@ Knows compiled programs and predictions. Must not know how a split was found, or
 
 Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
 compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
-sum, or the other way round; a gather of parts shorter than a row (`ROW`) as a sum of arrays that are zero elsewhere; in
+sum, or the other way round; a gather of parts that are no whole rows (`ROW`) as a sum of arrays that are zero elsewhere; in
 bfloat16 in place of float32, or the other way round; of a half, a quarter or an eighth only, if each device keeps no
 more of the result. Everything else is a difference.
 """
@@ -375,7 +375,7 @@ REWRITES = (
 """As which kind, with how many times the bytes, exchanges among as many devices are known to be carried out."""
 
 ROW = 128 * 4
-"""Bytes of a row of a TPU's tiles in float32: shorter parts are not gathered, but summed."""
+"""Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are not gathered, but summed."""
 
 
 def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
@@ -392,7 +392,7 @@ def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple
     pairs = []
     for kind, other, factor in REWRITES:
         for planned, n, devices in sorted(missing):
-            if (kind, other) == ("all-gather", "all-reduce") and n >= ROW * devices:
+            if (kind, other) == ("all-gather", "all-reduce") and not n % (ROW * max(devices, 1)):
                 continue
             runs = min(missing[planned, n, devices], extra[other, int(n * factor), devices])
             if planned == kind and runs:

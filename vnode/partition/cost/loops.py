@@ -164,6 +164,14 @@ def after_loops(program: Program) -> Program:
     return Program(program.inputs, program.constants, equations, program.outputs)
 
 
+def turns(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts the elements of one array in another order: a sum over devices may come after it."""
+    of = describe(eqn)
+    if of is None or not of.has(Algebra.MOVES) or len(eqn.invars) != 1 or not isinstance(eqn.invars[0], Var):
+        return False
+    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+
+
 def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
     """A loop without the sums over devices that it only adds up, and these after it."""
     (body,) = loop.bodies
@@ -185,12 +193,14 @@ def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
         if given not in total.invars or len(others) != 1 or isinstance(others[0], Literal):
             continue
         term = makers.get(others[0])
-        if term is None or users[others[0]] != 1 or len(term.outvars) != 1:
+        while term is not None and turns(term) and users[term.outvars[0]] == 1:
+            term = makers.get(term.invars[0])
+        if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
             continue
         (part,) = term.invars if is_sum(term) else [None]
-        if not isinstance(part, Var) or not isinstance(others[0], Var):
+        if not isinstance(part, Var):
             continue
-        moved[others[0]] = part
+        moved[term.outvars[0]] = part
         here = Var(eqn.outvars[k].aval)
         after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
         results[k] = here
