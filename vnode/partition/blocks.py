@@ -152,6 +152,8 @@ class Blocked:
                 shape = list(var.aval.shape)
                 room, shape[dim] = shape[dim], shape[dim] // (share.most * len(share.counts)) * share.blocks
                 lines.append(f"  {name} {tuple(shape)}: dimension {dim}, stored as {room}")
+        if self.split.gathered:
+            lines.append(f"  gathered: {', '.join(var.aval.str_short() for var in self.split.gathered)}")
         return "\n".join(lines)
 
 
