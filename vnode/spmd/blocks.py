@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,7 +89,9 @@ class InBlocks:
         return [x if d is None else restored(x, d, self.share) for x, d in zip(values, self.outputs, strict=True)]
 
 
-def in_blocks(program: Program, share: Share, dims: Mapping[int, int]) -> InBlocks:
+def in_blocks(
+    program: Program, share: Share, dims: Mapping[int, int], others: bool = True, whole: Collection[int] = ()
+) -> InBlocks:
     """A program in which everything that has a dimension is computed block by block.
 
     Args:
@@ -97,6 +99,8 @@ def in_blocks(program: Program, share: Share, dims: Mapping[int, int]) -> InBloc
       share: whose blocks are how many.
       dims: for some inputs, by number, the dimension that is cut into blocks. What is tied to it through the program is
         found: one weight of a layer says enough.
+      others: whether other inputs that are tied to them are given in blocks as well, or in one piece.
+      whole: outputs, by number, that are returned in one piece.
 
     Returns:
       The program, and which of its inputs and outputs are stored in blocks.
@@ -121,8 +125,12 @@ def in_blocks(program: Program, share: Share, dims: Mapping[int, int]) -> InBloc
             raise PartitionError(f"input {number} is to be cut, of a program that has {len(program.inputs)}")
         check_divides(share, program.inputs[number].aval.shape, dim, f"input {number}")
     found = tied(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
-    outputs = [found.dims.get(atom) if isinstance(atom, Var) else None for atom in program.outputs]
-    return _Builder(program, share, found, outputs).build()
+    outputs = [
+        found.dims.get(atom) if isinstance(atom, Var) and i not in whole else None
+        for i, atom in enumerate(program.outputs)
+    ]
+    inputs = [found.dims.get(var) if others or i in dims else None for i, var in enumerate(program.inputs)]
+    return _Builder(program, share, found, inputs, outputs).build()
 
 
 def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -> InBlocks:
@@ -143,7 +151,8 @@ def some_in_blocks(program: Program, share: Share, factors: Mapping[int, int]) -
     Raises:
       PartitionError: as `in_blocks`.
     """
-    return _Builder(program, share, taken(program, factors, share.blocks)).build()
+    found = taken(program, factors, share.blocks)
+    return _Builder(program, share, found, [found.dims.get(var) for var in program.inputs]).build()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,16 +177,22 @@ class _Builder:
       program: what is built anew.
       share: whose blocks are how many.
       found: what is cut.
+      inputs: the form in which each input is given.
       outputs: the form in which each output is handed on; by default as it is made.
     """
 
     def __init__(
-        self, program: Program, share: Share, found: Tied, outputs: Sequence[int | None] | None = None
+        self,
+        program: Program,
+        share: Share,
+        found: Tied,
+        inputs: Sequence[int | None],
+        outputs: Sequence[int | None] | None = None,
     ) -> None:
         self.program, self.share, self.found, self.factors = program, share, found, found.factors
         self.monoids = {number: self.monoid(number) for number in self.factors}
         self.makers = {var: number for number, eqn in enumerate(program.equations) for var in eqn.outvars}
-        self.made = self.made_in()
+        self.made = self.made_in(inputs)
         self.outputs = [self.made.get(a) for a in self.vars(program.outputs)] if outputs is None else list(outputs)
         self.readers: dict[Var, dict[int, None]] = {}
         for number in range(len(program.equations)):
@@ -214,9 +229,9 @@ class _Builder:
 
     # Forms
 
-    def made_in(self) -> dict[Var | None, int | None]:
+    def made_in(self, inputs: Sequence[int | None]) -> dict[Var | None, int | None]:
         """The form in which each value is given or made."""
-        made: dict[Var | None, int | None] = {var: self.found.dims.get(var) for var in self.program.inputs}
+        made: dict[Var | None, int | None] = dict(zip(self.program.inputs, inputs, strict=True))
         for number, factor in self.factors.items():
             outvars = self.program.equations[number].outvars
             for var, dims in zip(outvars, self.described(number).results, strict=True):
@@ -389,7 +404,9 @@ class _Builder:
         bodies = []
         for k, (body, found) in enumerate(zip(self.program.bodies(eqn), self.found.bodies[number], strict=True)):
             outputs = [found.dims.get(var) if var is not None else None for var in self.vars(body.outputs)]
-            made = _Builder(body, self.share, found, [None] * len(outputs) if k < region.tests else outputs).build()
+            inputs = [found.dims.get(var) for var in body.inputs]
+            ends = [None] * len(outputs) if k < region.tests else outputs
+            made = _Builder(body, self.share, found, inputs, ends).build()
             self.gathered += made.gathered
             bodies.append(made.program.closed(region.bodies[k].jaxpr))
         several = zip(eqn.invars, self.forms(number), strict=True)

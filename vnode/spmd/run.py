@@ -423,7 +423,7 @@ class _Run:
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
                 value = held[sources[i]] if i in sources else value  # where block k is as it was
                 own.append(value if dim is None else block_at(value, dim, k, share.most))
-            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False)
+            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
             return [
                 result.combine(before, value)
