@@ -42,7 +42,7 @@ from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, wit
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
 from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
-from vnode.step.rooms import in_rooms, put_by_name
+from vnode.step.rooms import in_rooms, leaving, put_by_name
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
@@ -244,7 +244,8 @@ class Executor:
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
-        here, wholes = self.placement.devices, self._wholes(len(args))
+        here, wholes, patterns = self.placement.devices, self._wholes(len(args)), self.spec.options.patterns
+        args = tuple(leaving(arg, patterns, self.placement) if i in wholes else arg for i, arg in enumerate(args))
         over_nodes = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:

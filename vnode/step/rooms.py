@@ -90,8 +90,8 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
       PlacementError: counts do not fit the mesh or a dimension, or axes do not divide one.
     """
     share = share_of(patterns)
-    if share is None:
-        return by_name(tree, patterns, placement, host)
+    if share is None or not divides(placement, share):
+        return by_name(leaving(tree, patterns, placement), patterns, placement, host)
     if len(placement.groups) > 1:
         raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
     share.check(long_axes(placement.mesh))
@@ -125,6 +125,28 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
 
     placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
     return by_name(placed, patterns, placement, host)
+
+
+def divides(placement: Placement, share: Share) -> bool:
+    """Whether a placement's mesh has an axis along which devices are unequal; where it has none, nothing is stored."""
+    return any(name in long_axes(placement.mesh) for name in share.axes)
+
+
+def leaving(tree: Any, patterns: Patterns, placement: Placement) -> Any:
+    """A tree that goes to a mesh without the axis of unequal devices, where its leaves have their own shapes."""
+    share = share_of(patterns)
+    if share is None or divides(placement, share):
+        return tree
+
+    def own(path: tuple[Any, ...], leaf: Any) -> Any:
+        spec = spec_of(name_of(path), patterns)
+        if spec is None or not lies_along(spec, leaf) or stored_dim(path, leaf, patterns) is None:
+            return leaf
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return own_shape(leaf, spec.dim, share)
+        return restored(leaf, spec.dim, share)
+
+    return jax.tree_util.tree_map_with_path(own, tree, is_leaf=is_sharded_batch)
 
 
 def lies_along(spec: UnevenSpec, leaf: Any) -> bool:

@@ -27,7 +27,7 @@ from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_values
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
-from vnode.step.rooms import put_by_name, taken_back
+from vnode.step.rooms import leaving, put_by_name, taken_back
 
 REMEMBERED = 16
 """Placements whose programs are kept; those that were asked for longest ago are compiled again."""
@@ -189,7 +189,7 @@ class VirtualStep(Step[P, R]):
         """
         patterns, host = self.options.patterns, self.options.host
         with without_mesh():
-            placed = put(tree, self.placement)
+            placed = put(leaving(tree, patterns, self.placement), self.placement)
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
 
     def get(self, tree: Any) -> Any:
