@@ -36,8 +36,7 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     for pattern, spec in given.items():
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec | UnevenSpec):
             raise ValueError(
-                "partition maps names to jax.sharding.PartitionSpec or vnode.UnevenSpec, "
-                f"not {pattern!r} to {spec!r}"
+                f"partition maps names to jax.sharding.PartitionSpec or vnode.UnevenSpec, not {pattern!r} to {spec!r}"
             )
         try:
             re.compile(pattern)

@@ -135,8 +135,8 @@ class Emission:
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
         rooms = self.division.rooms
-        self.dims = {var: dim for var, dim in zip(program.inputs, rooms.inputs if rooms else (), strict=False)}
-        self.dims = {var: dim for var, dim in self.dims.items() if dim is not None}  # in blocks, along which dimension
+        stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
+        self.dims = {var: dim for var, dim in stored_so if dim is not None}  # in blocks, along which dimension
         self.rooms: dict[Var, Any] = {}  # their values as they are stored
         self.away: dict[Var, tuple[Any, PartitionSpec]] = {}  # in the host's memory
         self.latest: Any = None  # of what was computed

@@ -25,7 +25,7 @@ from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.uneven import UnevenSpec
 from vnode.runtime.away import is_away
 from vnode.spmd.program import long_axes
-from vnode.spmd.shares import Share, restored, stored
+from vnode.spmd.shares import Share, restoring, stored
 from vnode.step.call import Call, OutputTree
 from vnode.step.layouts import successors
 
@@ -135,18 +135,7 @@ def divides(placement: Placement, share: Share) -> bool:
 def leaving(tree: Any, patterns: Patterns, placement: Placement) -> Any:
     """A tree that goes to a mesh without the axis of unequal devices, where its leaves have their own shapes."""
     share = share_of(patterns)
-    if share is None or divides(placement, share):
-        return tree
-
-    def own(path: tuple[Any, ...], leaf: Any) -> Any:
-        spec = spec_of(name_of(path), patterns)
-        if spec is None or not lies_along(spec, leaf) or stored_dim(path, leaf, patterns) is None:
-            return leaf
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return own_shape(leaf, spec.dim, share)
-        return restored(leaf, spec.dim, share)
-
-    return jax.tree_util.tree_map_with_path(own, tree, is_leaf=is_sharded_batch)
+    return tree if share is None or divides(placement, share) else taken_back(tree, patterns)
 
 
 def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
@@ -157,14 +146,25 @@ def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
 
 
 def taken_back(tree: Any, patterns: Patterns) -> Any:
-    """A tree with leaves in their own shapes: undoes `put_by_name`."""
+    """A tree with leaves in their own shapes, or their types: undoes `put_by_name`."""
     share = share_of(patterns)
-
-    def own(path: tuple[Any, ...], leaf: Any) -> Any:
-        dim = stored_dim(path, leaf, patterns) if hasattr(leaf, "dtype") else None
-        return leaf if dim is None or share is None else restored(leaf, dim, share)
-
-    return tree if share is None else jax.tree_util.tree_map_with_path(own, tree)
+    if share is None:
+        return tree
+    paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
+    leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
+    for i, (path, leaf) in enumerate(paths):
+        spec = spec_of(name_of(path), patterns)
+        if spec is None or not lies_along(spec, leaf) or stored_dim(path, leaf, patterns) is None:
+            continue
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            leaves[i] = own_shape(leaf, spec.dim, share)
+        else:
+            several.setdefault(NamedSharding(leaf.sharding.mesh, PartitionSpec()), {})[i] = spec.dim
+    for sharding, dims in several.items():
+        values = restoring(tuple(dims.values()), share, sharding)([leaves[i] for i in dims])
+        for i, value in zip(dims, values, strict=True):
+            leaves[i] = value
+    return jax.tree.unflatten(treedef, leaves)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +200,7 @@ def in_rooms(
     share = share_of(patterns)
     if share is None:
         return None
-    args, kwargs = jax.tree.unflatten(call.treedef, call.leaves)
+    args, _ = jax.tree.unflatten(call.treedef, call.leaves)
     split = wholes(len(args))
     dims: list[int | None] = []
     for i, arg in enumerate(args):
