@@ -131,7 +131,14 @@ CASES: dict[str, tuple[Callable[..., Any], Any, Any, Mapping[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", list(CASES))
+OPTIMIZED = {"perceptron", "lstm", "16 bits"}
+"""Bits are what optimizations may change; those of the others are compared without, which takes less."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in OPTIMIZED else pytest.param(n, marks=pytest.mark.quickly(fusion_emitters=True)) for n in CASES],
+)
 def test_a_step_is_what_it_was_with_the_same_bits_on_any_number_of_devices(name: str) -> None:
     loss, params, x, partition = CASES[name]
     step, bits = trained(loss), []
@@ -160,6 +167,7 @@ def gathered(jaxpr: Any) -> list[tuple[int, ...]]:
     return found + [shape for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for shape in gathered(inner)]
 
 
+@pytest.mark.quickly
 def test_no_device_has_another_ones_part() -> None:
     """Neither for nodes nor for the update is anything gathered."""
     loss, params, x, partition = CASES["perceptron"]
@@ -172,6 +180,7 @@ def test_no_device_has_another_ones_part() -> None:
     assert {shard.data.shape for shard in made(state, x)[0][0]["wi"].addressable_shards} == {(4, 10)}
 
 
+@pytest.mark.quickly
 def test_a_state_is_taken_to_other_devices_and_given_away() -> None:
     loss, params, x, partition = CASES["perceptron"]
     step = trained(loss)
@@ -198,6 +207,7 @@ def test_a_state_is_taken_to_other_devices_and_given_away() -> None:
     assert_same((made.get(state), metrics), jax.jit(steps), params, x)
 
 
+@pytest.mark.quickly
 def test_three_devices_of_which_one_has_nothing() -> None:
     loss, params, x, _ = CASES["perceptron"]
     partition = {"wi": vnode.UnevenSpec(1, "model", (12, 0, 4)), "b$|wo": vnode.UnevenSpec(0, "model", (12, 0, 4))}
@@ -207,6 +217,7 @@ def test_three_devices_of_which_one_has_nothing() -> None:
     assert_same((made.get(state), metrics), jax.jit(lambda p, x: trained(loss)(state_of(p), x)), params, x)
 
 
+@pytest.mark.quickly
 def test_what_is_made_of_a_state_comes_in_its_own_shape() -> None:
     """Gradients are no state, though they have its shapes; nor is a state that the step does not return."""
     loss, params, x, partition = CASES["perceptron"]
@@ -219,12 +230,14 @@ def test_what_is_made_of_a_state_comes_in_its_own_shape() -> None:
     assert_same(got, step, params, x)
 
 
+@pytest.mark.quickly
 def test_check_compares_a_state_in_its_own_shapes() -> None:
     loss, params, x, partition = CASES["perceptron"]
     made = on(trained(loss), partition, 2)
     assert vnode.check(made, (state_of(params), x), devices=[mesh_of(1, 2), mesh_of(2, 2)]).ok
 
 
+@pytest.mark.quickly
 class TestErrors:
     def test_counts_that_do_not_add_up(self) -> None:
         loss, params, x, _ = CASES["perceptron"]
