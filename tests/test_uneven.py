@@ -5,6 +5,7 @@ Knows steps and what they return. The reference is the step itself on one device
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,10 @@ from jax.extend.core import jaxprs_in_params
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
+import vnode.partition
 from tests.rounding import assert_same
 from tests.spmd.test_groups import numbers
+from vnode.placement.patterns import name_of
 
 NODES = 8
 
@@ -165,6 +168,21 @@ def gathered(jaxpr: Any) -> list[tuple[int, ...]]:
         if eqn.primitive.name == "all_gather" and "model" in eqn.params["axis_name"]
     ]
     return found + [shape for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for shape in gathered(inner)]
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("name", ["perceptron", "layers", "lstm"])
+def test_one_name_is_enough_to_find_all_leaves(name: str) -> None:
+    """Those that have a dimension of 16: no other one is as long."""
+    loss, params, x, _ = CASES[name]
+    step, state = trained(loss), state_of(params)
+    weight, dim = {"perceptron": ("wi", 1), "layers": ("wo", 1), "lstm": ("out", 0)}[name]
+    specs = vnode.partition.uneven(step, (state, x), {f"^0/{weight}": dim}, (5, 3), "model")
+    leaves = {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)}
+    assert {n for n, leaf in leaves.items() if 16 in leaf.shape} == {n for n in leaves if re.search("|".join(specs), n)}
+    made = on(step, specs, 2)
+    stored = jax.tree.leaves(made.put(state))
+    assert all(20 in leaf.shape for leaf, own in zip(stored, jax.tree.leaves(state), strict=True) if 16 in own.shape)
 
 
 @pytest.mark.quickly
