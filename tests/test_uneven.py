@@ -249,6 +249,51 @@ def test_what_is_made_of_a_state_comes_in_its_own_shape() -> None:
 
 
 @pytest.mark.quickly
+def test_what_has_an_effect_is_given_a_gradient_in_one_piece() -> None:
+    loss, params, x, partition = CASES["perceptron"]
+    seen: list[Any] = []
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        jax.debug.callback(seen.append, grads["wi"])
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+
+    jax.block_until_ready(on(step, partition, 2)(params, x))
+    jax.effects_barrier()
+    assert seen
+    assert_same(seen[0], lambda p, x: jax.grad(loss)(p, x)["wi"], params, x)
+
+
+@pytest.mark.quickly
+def test_a_loop_with_passes_of_its_own_is_given_a_state_in_one_piece() -> None:
+    """Two minibatches, one after the other, each with an update."""
+    loss, params, x, partition = CASES["perceptron"]
+    step = trained(loss)
+
+    def epoch(state: Any, x: Any) -> Any:
+        return lax.scan(lambda state, i: step(state, x.reshape(2, 8, 4)[i]), state, jnp.arange(2))
+
+    made = on(epoch, partition, 2)
+    state, metrics = made(state_of(params), x)
+    assert state[0]["wi"].shape == (4, 20)
+    assert_same((made.get(state), metrics), jax.jit(lambda p, x: epoch(state_of(p), x)), params, x)
+
+
+@pytest.mark.quickly
+def test_an_update_that_needs_a_dimension_whole() -> None:
+    loss, params, x, partition = CASES["perceptron"]
+
+    def step(params: Any, x: Any) -> Any:
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * jnp.sort(g, axis=-1), params, grads)
+
+    made = on(step, partition, 2)
+    state = made(params, x)
+    assert state["wi"].shape == (4, 20)
+    assert_same(made.get(state), jax.jit(step), params, x)
+
+
+@pytest.mark.quickly
 def test_check_compares_a_state_in_its_own_shapes() -> None:
     loss, params, x, partition = CASES["perceptron"]
     made = on(trained(loss), partition, 2)
