@@ -236,16 +236,28 @@ def test_three_devices_of_which_one_has_nothing() -> None:
 
 
 @pytest.mark.quickly
-def test_what_is_made_of_a_state_comes_in_its_own_shape() -> None:
-    """Gradients are no state, though they have its shapes; nor is a state that the step does not return."""
+@pytest.mark.parametrize("counts", [None, (5, 3)])
+def test_what_is_made_of_a_state_comes_in_its_own_shape(counts: Any) -> None:
+    """Gradients are no state, though they have its shapes; nor is what the step does not return as it was given.
+
+    What is returned of each example every device has its own blocks of.
+    """
     loss, params, x, partition = CASES["perceptron"]
 
     def step(params: Any, x: Any) -> Any:
-        return jax.grad(loss)(params, x)["wi"] * 2, params["wo"].sum(1)
+        return jax.grad(loss)(params, x)["wi"] * 2, params["wo"].sum(1), jnp.tanh(x @ params["wi"])
 
-    got = on(step, partition, 2)(params, x)
-    assert [leaf.shape for leaf in got] == [(4, 16), (16,)]
+    got = on(step, partition, 2, counts=counts)(params, x)
+    assert [leaf.shape for leaf in got] == [(4, 16), (16,), (16, 16)]
     assert_same(got, step, params, x)
+
+
+@pytest.mark.quickly
+def test_what_is_kept_for_another_pass_is_kept_in_blocks() -> None:
+    loss, params, x, partition = CASES["normalized"]
+    made = on(trained(loss), partition, 2)
+    state = made.put(state_of(params))
+    assert not gathered(jax.make_jaxpr(lambda *args: made(*args))(state, x).jaxpr)
 
 
 @pytest.mark.quickly

@@ -273,9 +273,9 @@ class Emission:
             shape[dim] = rooms.share.room(shape[dim])
         return tuple(shape)
 
-    def rooms_of(self, several: Sequence[Var], before: int = 0) -> Rooms | None:
-        """Which of some values, behind others that are not, are held in blocks."""
-        dims = [None] * before + [self.dims.get(var) for var in several]
+    def rooms_of(self, several: Sequence[Var | None]) -> Rooms | None:
+        """Which of some values are held in blocks; None for what is no variable."""
+        dims = [None if var is None else self.dims.get(var) for var in several]
         return Rooms(self.division.rooms.share, dims) if self.division.rooms is not None and any_of(dims) else None
 
     @functools.cached_property
@@ -450,7 +450,7 @@ class Emission:
     def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
         """A batched value as devices hold it, with the slots as dimension `dim`."""
         if isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form:
-            value, now = self.collected[atom], int(atom in self.stacked)
+            value, now = self.of_slots(atom), int(atom in self.stacked)
         else:
             d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
             value = self.divided(as_array(self.output(atom), atom), form)
@@ -468,8 +468,15 @@ class Emission:
 
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
-        value = jnp.moveaxis(self.collected[var], int(var in self.stacked), 0)
+        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
         return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
+
+    def of_slots(self, var: Var) -> Any:
+        """A collected value in one piece, ``[slots, ...]``."""
+        value, rooms = self.collected[var], self.division.rooms
+        if rooms is None or var not in self.dims:
+            return value
+        return restored(self.everywhere(value), self.dims[var] + 1, rooms.share)
 
     def everywhere(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
@@ -554,8 +561,9 @@ class Emission:
         mesh_axes = long_axes(placement.mesh)
         given = [self.layouts.get(var, end) for var, end in zip(wholes, lying[1 + len(sliced) :], strict=True)]
         if divided:
-            found = zip(nodes.accumulators, divided.dims, strict=False)
-            self.dims.update((a.var, dim) for a, dim in found if dim is not None)
+            made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+            found = zip(made_so, divided.dims, strict=True)
+            self.dims.update((var, dim) for var, dim in found if dim is not None)
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -737,11 +745,10 @@ class Emission:
         run, *others = (functools.partial(self.as_node, nodes, wholes, sliced, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
-        rooms = self.rooms_of(wholes, before=1 + len(sliced))
-        kept = range(len(pieces), len(pieces) + len(nodes.collected))
+        rooms = self.rooms_of([None, *(var for var, _ in sliced), *wholes])  # the first is the node's number
         try:
             divided = Divided(
-                run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms, whole=kept
+                run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms
             )
         except UnsupportedPrimitiveError:
             if self.divides:
