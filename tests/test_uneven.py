@@ -39,7 +39,7 @@ def on(
     counts: Sequence[int] | None = None,
     **options: Any,
 ) -> vnode.VirtualStep[..., Any]:
-    options |= {"recompute_budget": 1.0}
+    options = {"recompute_budget": 1.0, **options}
     placement = vnode.Placement(NODES, mesh=mesh_of(nodes, model), counts=counts, axis="data")
     return vnode.virtualize(step, virtual_nodes=NODES, placement=placement, partition=partition, **options)
 
@@ -170,6 +170,12 @@ def gathered(jaxpr: Any) -> list[tuple[int, ...]]:
     return found + [shape for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for shape in gathered(inner)]
 
 
+def programs(jaxpr: Any) -> list[Any]:
+    """What each device runs by itself."""
+    found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
+    return found + [each for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for each in programs(inner)]
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("name", ["perceptron", "layers", "lstm"])
 def test_one_name_is_enough_to_find_all_leaves(name: str) -> None:
@@ -254,10 +260,17 @@ def test_what_is_made_of_a_state_comes_in_its_own_shape(counts: Any) -> None:
 
 @pytest.mark.quickly
 def test_what_is_kept_for_another_pass_is_kept_in_blocks() -> None:
-    loss, params, x, partition = CASES["normalized"]
-    made = on(trained(loss), partition, 2)
+    """A product that is too dear to be computed again."""
+    params, x, partition = {"wi": numbers(96, 16), "b": numbers(16), "wo": numbers(16, 96)}, numbers(16, 96), {"wi": WI}
+    step = trained(normalized)
+    made = on(step, partition | {"b$|wo": WO}, 2, recompute_budget=0.3)
     state = made.put(state_of(params))
-    assert not gathered(jax.make_jaxpr(lambda *args: made(*args))(state, x).jaxpr)
+    jaxpr = jax.make_jaxpr(lambda *args: made(*args))(state, x).jaxpr
+    kept = {var.aval.shape for eqn in programs(jaxpr) for var in eqn.outvars if len(var.aval.shape) == 3}
+    assert kept == {(NODES, 2, 20)}
+    assert not gathered(jaxpr)
+    state, metrics = made(state, x)
+    assert_same((made.get(state), metrics), jax.jit(lambda p, x: step(state_of(p), x)), params, x)
 
 
 @pytest.mark.quickly
