@@ -170,6 +170,12 @@ def gathered(jaxpr: Any) -> list[tuple[int, ...]]:
     return found + [shape for eqn in jaxpr.eqns for inner in jaxprs_in_params(eqn.params) for shape in gathered(inner)]
 
 
+def jaxpr_of(made: Any, *args: Any) -> Any:
+    """The program of a step for arguments that are in place; `jax.make_jaxpr` would not know how they lie."""
+    executor = made.executor
+    return executor._jit.trace(executor._surroundings(None, args), *args).jaxpr.jaxpr
+
+
 def programs(jaxpr: Any) -> list[Any]:
     """What each device runs by itself."""
     found = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "shard_map"]
@@ -199,8 +205,7 @@ def test_no_device_has_another_ones_part() -> None:
     state = made.put(state_of(params))
     assert {shard.data.shape for shard in state[0]["wi"].addressable_shards} == {(4, 10)}
     assert state[1][1][0].mu["wo"].sharding.spec == PartitionSpec("model")
-    jaxpr = jax.make_jaxpr(lambda *args: made(*args))(state, x)
-    assert not gathered(jaxpr.jaxpr)
+    assert not gathered(jaxpr_of(made, state, x))
     assert {shard.data.shape for shard in made(state, x)[0][0]["wi"].addressable_shards} == {(4, 10)}
 
 
@@ -265,7 +270,7 @@ def test_what_is_kept_for_another_pass_is_kept_in_blocks() -> None:
     step = trained(normalized)
     made = on(step, partition | {"b$|wo": WO}, 2, recompute_budget=0.3)
     state = made.put(state_of(params))
-    jaxpr = jax.make_jaxpr(lambda *args: made(*args))(state, x).jaxpr
+    jaxpr = jaxpr_of(made, state, x)
     kept = {var.aval.shape for eqn in programs(jaxpr) for var in eqn.outvars if len(var.aval.shape) == 3}
     assert kept == {(NODES, 2, 20)}
     assert not gathered(jaxpr)
@@ -335,7 +340,7 @@ class TestErrors:
     def test_a_dimension_as_long_as_what_is_stored(self) -> None:
         """Of 16 indices as 12 would be stored: 4 of them would be forgotten."""
         loss, params, _, _ = CASES["perceptron"]
-        with pytest.raises(vnode.PlacementError, match="as long as it is stored"):
+        with pytest.raises(vnode.PlacementError, match="is as long as it is stored"):
             on(trained(loss), {"wi": vnode.UnevenSpec(1, "model", (8, 4))}, 2).put(state_of(params))
 
     def test_another_mesh(self) -> None:
@@ -361,10 +366,26 @@ class TestErrors:
             on(loss, {"wi": WI}, 2)(MLP, numbers(16, 4))
 
     def test_derivatives(self) -> None:
-        loss, params, x, partition = CASES["perceptron"]
-        made = on(loss, partition, 2)
+        loss, params, x, _ = CASES["perceptron"]
+        made = on(loss, {"wi": vnode.UnevenSpec(1, "model", (8, 8))}, 2)
         with pytest.raises(vnode.VnodeError, match="cannot be differentiated from outside"):
             jax.grad(made)(made.put(params), x)
+
+    def test_what_is_not_known_to_be_stored(self) -> None:
+        """Within another program, in the host's memory, and where no device is unequal."""
+        loss, params, x, partition = CASES["perceptron"]
+        made = on(loss, partition, 2)
+        stored = made.put(params)
+        host, alike = jax.tree.map(np.asarray, stored), made.on(jax.devices()[:2])
+        for use in (
+            lambda: jax.jit(lambda *args: made(*args))(stored, x),
+            lambda: made(host, x),
+            lambda: made.get(host),
+            lambda: alike(host, x),
+            lambda: alike.put(host),
+        ):
+            with pytest.raises(vnode.PlacementError, match="is not known to lie along 'model'"):
+                use()
 
     @pytest.mark.parametrize(
         "spec", [(0, "model", (1,)), (-1, "model", (4, 4)), (0, "model", (2.0, 2)), (0, 1, (2, 2))]

@@ -198,7 +198,7 @@ class Emission:
         """An output that is wanted in blocks."""
         assert self.division.rooms is not None
         share = self.division.rooms.share
-        if isinstance(atom, Var) and self.dims.get(atom) == dim:
+        if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
             return self.rooms[atom]
         spec = PartitionSpec(*[None] * dim, share.axes)
         return lax.with_sharding_constraint(stored(self.output(atom), dim, share), self.placement.sharding(*spec))

@@ -42,7 +42,7 @@ from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, wit
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
 from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
-from vnode.step.rooms import in_rooms, leaving, put_by_name
+from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
@@ -343,6 +343,7 @@ class Executor:
         """
         args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
+            check_known(args, self._wholes(len(args)), self.spec.options.patterns)
             return wrap(args, 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}

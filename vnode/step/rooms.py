@@ -2,8 +2,8 @@
 
 Knows pytrees, patterns, and how blocks are stored. Must not know jaxprs, nor how a step computes with them.
 
-A leaf is told to be stored by its shape: the counts of an `UnevenSpec` say how long its dimension is, and how long it
-is as it is stored.
+A leaf is told to be stored by its shape, as the counts of an `UnevenSpec` say how long its dimension is, and how long
+it is as it is stored; and by lying along the axis, or a dimension could be taken for a stored one.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
     """A tree whose leaves lie as patterns of their names say; see `vnode.placement.patterns.by_name`.
 
     Raises:
-      PlacementError: counts do not fit the mesh or a dimension, or axes do not divide one.
+      PlacementError: counts do not fit a dimension, or axes do not divide one.
+      PartitionError: counts do not fit the mesh.
     """
     share = share_of(patterns)
     if share is None or not divides(placement, share):
@@ -102,7 +103,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         spec = spec_of(name_of(path), patterns)
         if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
             return leaf
-        is_stored = stored_dim(path, leaf, patterns) is not None
+        is_stored = stored_dim(path, leaf, patterns) is not None and is_known(path, leaf, spec)
         sharding = NamedSharding(placement.mesh, PartitionSpec(*[None] * spec.dim, spec.axis))
         if isinstance(leaf, jax.ShapeDtypeStruct):
             shape = list(leaf.shape)
@@ -110,18 +111,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
         if is_away(leaf):
             raise PlacementError(f"partition: {name_of(path)!r} is shared out unevenly, and cannot be on the host")
-        if is_stored and lies_along(spec, leaf):
-            return leaf
-        if is_stored and spec.room != spec.size:  # or a dimension that is as long by mistake would be cut off
-            raise PlacementError(
-                layout_message(
-                    f"partition: {name_of(path)!r} of shape {np.shape(leaf)} is as long as it is stored for "
-                    f"{spec.counts}, but does not lie along {spec.axis!r}.",
-                    facts=[f"its own dimension has {spec.size} indices"],
-                    remedies=["give leaves in their own shapes, as `get` returns them", "or mend the counts"],
-                )
-            )
-        return jax.device_put(stored(leaf, spec.dim, share), sharding)
+        return leaf if is_stored else jax.device_put(stored(leaf, spec.dim, share), sharding)
 
     placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
     return by_name(placed, patterns, placement, host)
@@ -145,6 +135,42 @@ def lies_along(spec: UnevenSpec, leaf: Any) -> bool:
     return len(names) > spec.dim and names[spec.dim] in (spec.axis, (spec.axis,))
 
 
+def is_known(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
+    """Whether an array with the length of a stored one is known to be stored: by lying as such ones do.
+
+    Raises:
+      PlacementError: it does not, and lengths differ: the dimension may be as long by mistake, and would be cut off.
+    """
+    if lies_along(spec, leaf) or spec.room == spec.size:
+        return lies_along(spec, leaf)
+    raise PlacementError(
+        layout_message(
+            f"partition: {name_of(path)!r} of shape {tuple(np.shape(leaf))} is as long as it is stored for "
+            f"{spec.counts}, but is not known to lie along {spec.axis!r}.",
+            facts=[f"its own dimension has {spec.size} indices"],
+            remedies=[
+                "give leaves in their own shapes, as `get` returns them",
+                "or mend the counts",
+                "or call the step by itself: within jax.jit and the like it is not known how arrays lie",
+            ],
+        )
+    )
+
+
+def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) -> None:
+    """Refuses arguments of which it is not known whether they are stored: those within another program.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    if share_of(patterns) is not None:
+        for i in wholes:
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[i], is_leaf=is_sharded_batch):
+                spec = spec_of(name_of(path), patterns)
+                if spec is not None and stored_dim(path, leaf, patterns) is not None:
+                    is_known(path, leaf, spec)
+
+
 def taken_back(tree: Any, patterns: Patterns) -> Any:
     """A tree with leaves in their own shapes, or their types: undoes `put_by_name`."""
     share = share_of(patterns)
@@ -154,7 +180,8 @@ def taken_back(tree: Any, patterns: Patterns) -> Any:
     leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
     for i, (path, leaf) in enumerate(paths):
         spec = spec_of(name_of(path), patterns)
-        if spec is None or not lies_along(spec, leaf) or stored_dim(path, leaf, patterns) is None:
+        length = np.shape(leaf)[spec.dim : spec.dim + 1] if spec is not None else ()
+        if spec is None or length != (spec.room,) or not is_known(path, leaf, spec):
             continue
         if isinstance(leaf, jax.ShapeDtypeStruct):
             leaves[i] = own_shape(leaf, spec.dim, share)
