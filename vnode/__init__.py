@@ -19,6 +19,7 @@ from vnode.errors import (
     VnodeError,
 )
 from vnode.placement.placement import Placement
+from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.fit import Fit, fit
 from vnode.step.virtual import VirtualStep
@@ -43,6 +44,7 @@ __all__ = [
     "Profiles",
     "SearchError",
     "TaskGraphError",
+    "UnevenSpec",
     "UnsupportedPrimitiveError",
     "VirtualStep",
     "VnodeError",

@@ -19,11 +19,13 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PlacementError
 from vnode.placement.patterns import patterns_of
 from vnode.placement.placement import Placement, node_count
+from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.auto import AutoStep
 from vnode.plan.nodes.memory import byte_count
 from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
+from vnode.step.rooms import share_of
 from vnode.step.virtual import VirtualStep
 
 COUPLINGS = ("exact", "local", "error")
@@ -40,7 +42,7 @@ class StepOptions(TypedDict, total=False):
     reduction: str
     lanes: int | str | None
     accumulate_dtype: Any
-    partition: str | Mapping[str, PartitionSpec]
+    partition: str | Mapping[str, PartitionSpec | UnevenSpec]
     placement: Placement | None
     donate_argnums: int | Sequence[int]
     static_argnums: int | Sequence[int]
@@ -88,7 +90,7 @@ def virtualize(
     reduction: str = "invariant",
     lanes: int | str | None = None,
     accumulate_dtype: Any = None,
-    partition: str | Mapping[str, PartitionSpec] = "vnode",
+    partition: str | Mapping[str, PartitionSpec | UnevenSpec] = "vnode",
     placement: Placement | None = None,
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
@@ -128,7 +130,8 @@ def virtualize(
         sharded over these: ``"vnode"`` by its own descriptions of operators, with collectives that it chooses;
         ``"xla"`` leaves that to XLA's partitioner, for comparison. A mapping from regular expressions, searched in the
         names of leaves (``params/mlp/wi/kernel``), to `jax.sharding.PartitionSpec` shards a state that does not come
-        so: ``{"mlp/wi": PartitionSpec(None, "model")}``.
+        so: ``{"mlp/wi": PartitionSpec(None, "model")}``. A `vnode.UnevenSpec` in its place shares a dimension out in
+        unequal pieces, where devices differ along an axis: ``{"mlp/wi": vnode.UnevenSpec(1, "model", (640, 384))}``.
       placement: where the nodes live; by default spread over all of ``jax.devices()``. With ``"auto"``, for the fewest
         nodes there may be: V is a multiple of theirs, spread in the same proportions.
       donate_argnums: arguments whose buffers may be re-used, as in `jax.jit`.
@@ -202,6 +205,7 @@ def virtualize(
     if not isinstance(partition, Mapping) and partition not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, or map names to specs, not {partition!r}")
     patterns = patterns_of(partition) if isinstance(partition, Mapping) else ()
+    share_of(patterns)
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(

@@ -152,3 +152,19 @@ def test_what_was_not_meant_reads_well() -> None:
     for use, message in wrong:
         with pytest.raises(PartitionError, match=message):
             use()
+
+
+def test_what_is_gathered_is_said() -> None:
+    """Units that read each other, in a loop: a weight that has them twice is cut along the dimension that is named."""
+
+    def recurrent(w: Any, x: Any) -> Any:
+        return jax.lax.scan(lambda h, x: (jnp.tanh(h @ w + x), h.sum()), jnp.zeros(8), x)
+
+    w = GENERATOR.standard_normal((8, 8)).astype(np.float32)
+    step = blocked(recurrent, (w, w), mesh_of(model=2), {"0": 1}, (5, 3), "model")
+    assert str(step).splitlines()[1:] == [
+        "  0 (8, 8): dimension 1, stored as 10",
+        "  1 (8, 8): dimension 1, stored as 10",
+        "  gathered: float32[8]",
+    ]
+    assert_close(step.get(step(step.put(w), step.put(w, 1))[0]), recurrent(w, w)[0])

@@ -14,7 +14,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Made, Program, barrier_equation, inline
 from vnode.errors import PartitionError
@@ -251,12 +251,7 @@ def scan_of(
       constants: how many of them are.
       results: of the loop.
     """
-    held = list(body.constants)
-    info = like.params["jaxpr"].jaxpr.debug_info._replace(arg_names=("",) * len(body.inputs), result_paths=None)
-    effects = like.params["jaxpr"].jaxpr.effects
-    jaxpr = Jaxpr(held, list(body.inputs), list(body.outputs), list(body.equations), effects, info)
-    closed = ClosedJaxpr(jaxpr, [body.constants[var] for var in held])
-    params = {**like.params, "jaxpr": closed, "num_consts": constants}
+    params = {**like.params, "jaxpr": body.closed(like.params["jaxpr"].jaxpr), "num_consts": constants}
     if "linear" in params:
         params["linear"] = (False,) * len(operands)
     return like.replace(invars=list(operands), outvars=list(results), params=params)

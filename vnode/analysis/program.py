@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe, kind
@@ -79,6 +79,13 @@ class Program:
             found = () if region is None else region.bodies
             self._bodies[key] = tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
         return self._bodies[key]
+
+    def closed(self, like: Jaxpr) -> ClosedJaxpr:
+        """The program as the body of a loop or branch, in the place of another one."""
+        info = like.debug_info._replace(arg_names=("",) * len(self.inputs), result_paths=None)
+        held = list(self.constants)
+        jaxpr = Jaxpr(held, list(self.inputs), list(self.outputs), list(self.equations), like.effects, info)
+        return ClosedJaxpr(jaxpr, [self.constants[var] for var in held])
 
     @functools.cached_property
     def definitions(self) -> dict[Var, JaxprEqn]:

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.cost import Cost
 from vnode.operators.registry import described
@@ -364,13 +364,35 @@ def region_of(eqn: JaxprEqn) -> Region | None:
             body = body_of(params["jaxpr"])
             return Loop((body,), count, constants, carries, params["length"], params["reverse"], params["unroll"])
         case "while":
-            bodies = body_of(params["cond_jaxpr"]), body_of(params["body_jaxpr"])
+            bodies = tuple(body_of(params[name]) for name in WHILE)
             constants = params["cond_nconsts"], params["body_nconsts"]
             known = turns(bodies[0].jaxpr, bodies[1].jaxpr, eqn.invars, constants)
             return While(bodies, count, *constants, known)
         case "cond":
             return Branches(tuple(body_of(branch) for branch in params["branches"]), count)
     return None
+
+
+def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
+    """A loop or branch with other bodies, in the order of its region's, that take and give as many values."""
+    match eqn.primitive.name:
+        case "scan":
+            (params,) = ({"jaxpr": as_held(eqn.params["jaxpr"], body)} for body in bodies)
+        case "while":
+            params = {name: as_held(eqn.params[name], body) for name, body in zip(WHILE, bodies, strict=True)}
+        case _:
+            several = zip(eqn.params["branches"], bodies, strict=True)
+            params = {"branches": tuple(as_held(old, body) for old, body in several)}
+    return eqn.replace(params={**eqn.params, **params})
+
+
+def as_held(old: Any, body: ClosedJaxpr) -> Any:
+    """A body in the representation, closed or open, that an equation holds another one in."""
+    return body if not hasattr(old, "eqns") or type(old) is type(body) else body.jaxpr
+
+
+WHILE = ("cond_jaxpr", "body_jaxpr")
+"""Where a ``while`` holds its bodies."""
 
 
 def bind_while(
@@ -389,14 +411,8 @@ def bind_while(
     Returns:
       The final carries.
     """
-    if not hasattr(eqn.params["body_jaxpr"], "eqns") or type(eqn.params["body_jaxpr"]) is type(body):
-        jaxprs = condition, body
-    else:
-        jaxprs = condition.jaxpr, body.jaxpr
     params = {
-        **eqn.params,
-        "cond_jaxpr": jaxprs[0],
-        "body_jaxpr": jaxprs[1],
+        **with_bodies(eqn, (condition, body)).params,
         "cond_nconsts": len(condition_constants),
         "body_nconsts": len(constants),
     }

@@ -5,6 +5,7 @@ from vnode.partition.blocks import Blocked, blocked
 from vnode.partition.cost import Cache, Compiler, Measured, Memory, ProgramCost, Roofline, Times, program_cost
 from vnode.partition.machine import Axis, Device, Kind, Link, Machine, MachineMesh, Pairs, Switch, Torus
 from vnode.partition.plan import Figures, Plan, search
+from vnode.partition.uneven import uneven
 
 __all__ = [
     "Acceptance",
@@ -31,4 +32,5 @@ __all__ = [
     "blocked",
     "program_cost",
     "search",
+    "uneven",
 ]

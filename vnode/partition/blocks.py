@@ -24,7 +24,7 @@ from vnode.spmd.blocks import InBlocks, in_blocks
 from vnode.spmd.flow import Flow, along, follow
 from vnode.spmd.layout import from_spec
 from vnode.spmd.program import at_the_border, long_axes, over_mesh, spec_of
-from vnode.spmd.shares import Share, restored, stored
+from vnode.spmd.shares import Share, restoring, stored
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -119,10 +119,10 @@ class Blocked:
         """
         leaves, numbers = self._child(self.results, result, value, "result")
         tree = jax.tree.structure(value)
-        dims = [self.split.outputs[number] for number in numbers]
-        pairs = zip(leaves, dims, strict=True)
+        dims = tuple(self.split.outputs[number] for number in numbers)
         with without_mesh():
-            return jax.tree.unflatten(tree, [x if dim is None else restored(x, dim, self.share) for x, dim in pairs])
+            program = restoring(dims, self.share, NamedSharding(self.mesh, PartitionSpec()))
+            return jax.tree.unflatten(tree, program(leaves))
 
     def _child(self, whole: Any, child: int, value: Any, what: str) -> tuple[list[Any], range]:
         """The leaves of one argument or result, and their numbers.
@@ -152,6 +152,8 @@ class Blocked:
                 shape = list(var.aval.shape)
                 room, shape[dim] = shape[dim], shape[dim] // (share.most * len(share.counts)) * share.blocks
                 lines.append(f"  {name} {tuple(shape)}: dimension {dim}, stored as {room}")
+        if self.split.gathered:
+            lines.append(f"  gathered: {', '.join(var.aval.str_short() for var in self.split.gathered)}")
         return "\n".join(lines)
 
 

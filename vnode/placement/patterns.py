@@ -19,22 +19,25 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import lies_on, resharding, to_placement
+from vnode.placement.uneven import UnevenSpec
 
-Patterns = tuple[tuple[str, PartitionSpec], ...]
+Patterns = tuple[tuple[str, PartitionSpec | UnevenSpec], ...]
 
 HOST = "pinned_host"
 """How jax calls the part of a host's memory that devices read and write."""
 
 
-def patterns_of(given: Mapping[str, PartitionSpec]) -> Patterns:
+def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Patterns as a user gives them, checked.
 
     Raises:
-      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec`.
+      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`.
     """
     for pattern, spec in given.items():
-        if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec):
-            raise ValueError(f"partition maps names to jax.sharding.PartitionSpec, not {pattern!r} to {spec!r}")
+        if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec | UnevenSpec):
+            raise ValueError(
+                f"partition maps names to jax.sharding.PartitionSpec or vnode.UnevenSpec, not {pattern!r} to {spec!r}"
+            )
         try:
             re.compile(pattern)
         except re.error as error:
@@ -62,7 +65,7 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
       host: regular expressions; leaves in whose names one is found lie in the host's memory.
 
     Returns:
-      The same tree; leaves without a pattern are left as they are.
+      The same tree; leaves without a pattern, and with one for unequal pieces, are left as they are.
 
     Raises:
       PlacementError: axes do not divide a dimension.
@@ -74,7 +77,7 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
         shape = np.shape(leaf)
         away = any(re.search(pattern, name) for pattern in host)
         spec = PartitionSpec() if away and spec is None else spec
-        if spec is None or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
+        if spec is None or isinstance(spec, UnevenSpec) or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
             return leaf
         target = NamedSharding(placement.mesh, on_mesh(spec, placement), memory_kind=HOST if away else None)
         check_divides(name, shape, target)

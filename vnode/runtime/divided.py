@@ -18,6 +18,7 @@ from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
 from vnode.placement.context import NO_MESH
 from vnode.spmd.backward import wished
+from vnode.spmd.blocks import in_blocks
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.further import followed_further
@@ -25,9 +26,25 @@ from vnode.spmd.layout import Axes, Layout, over, replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow, digest_of
 from vnode.spmd.run import Alike, run
+from vnode.spmd.shares import Share
 
 Records = Mapping[str, RecordedFlow]
 """How programs are divided, by their digests."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Rooms:
+    """Values that are stored in blocks, of which devices have different numbers.
+
+    Attributes:
+      share: whose blocks are how many.
+      inputs: of a program, for each input the dimension that is in blocks, or None.
+      outputs: the same of outputs.
+    """
+
+    share: Share
+    inputs: Sequence[int | None]
+    outputs: Sequence[int | None] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +57,7 @@ class Division:
       automatic: all is left to XLA's partitioner.
       records: how programs are divided of which somebody has decided that, by their digests.
       specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
+      rooms: which inputs are given in blocks, and which outputs are wanted so; None if none are.
     """
 
     layouts: Sequence[Layout | None] = ()
@@ -47,6 +65,7 @@ class Division:
     automatic: bool = False
     records: Records | None = None
     specs: Sequence[PartitionSpec | None] = ()
+    rooms: Rooms | None = None
 
 
 class Divided:
@@ -64,10 +83,13 @@ class Divided:
       exact: axes whose size must not show in the bits of results.
       alike: if compilers shall compute elements alike whatever the sizes of some axes.
       others: the same function as other platforms would have it: what was decided for one of them holds as well.
+      rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
+      whole: results, by number, that are returned in one piece even so.
 
     Attributes:
       inputs: how the arguments have to lie.
       results: how the results lie; those that may be pieces, perhaps partial.
+      dims: for each result the dimension that is in blocks, or None.
     """
 
     def __init__(
@@ -82,12 +104,19 @@ class Divided:
         exact: Collection[str] = (),
         alike: Alike | None = None,
         others: Sequence[Callable[[Sequence[Any]], list[Any]]] = (),
+        rooms: Rooms | None = None,
+        whole: Collection[int] = (),
     ) -> None:
         program, self.captured = as_program(fun, shapes, axes)
         if records is not None and digest_of(program) not in records:
             several = (as_program(other, shapes, axes) for other in others)
             known = (made for made in several if digest_of(made[0]) in records)
             program, self.captured = next(known, (program, self.captured))
+        self.dims: tuple[int | None, ...] = (None,) * len(program.outputs)
+        if rooms is not None:
+            seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
+            split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
+            program, self.dims = split.program, split.outputs
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
         flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact)
         self.inputs = list(flow.inputs[: len(shapes)])

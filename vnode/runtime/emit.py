@@ -33,7 +33,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives, loops
 from vnode.runtime.away import Work, brought, by_output, can_be_waited_for, can_wait, element, fetched, is_away
-from vnode.runtime.divided import Divided, Division, refuse_windows, shape_of, sharded
+from vnode.runtime.divided import Divided, Division, Rooms, refuse_windows, shape_of, sharded
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.handed import Among, handed_on
 from vnode.runtime.node import Node, Once, arrange
@@ -43,6 +43,7 @@ from vnode.spmd.exchange import convert, in_step
 from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
 from vnode.spmd.run import Alike, Later
+from vnode.spmd.shares import restored, stored
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """What a plan may have been made for, whatever it is carried out on."""
@@ -133,6 +134,10 @@ class Emission:
         self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
+        rooms = self.division.rooms
+        stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
+        self.dims = {var: dim for var, dim in stored_so if dim is not None}  # in blocks, along which dimension
+        self.rooms: dict[Var, Any] = {}  # their values as they are stored
         self.away: dict[Var, tuple[Any, PartitionSpec]] = {}  # in the host's memory
         self.latest: Any = None  # of what was computed
         for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
@@ -142,6 +147,8 @@ class Emission:
                 self.collected[var] = value
             elif isinstance(self.flow.states[var].form, Slice):
                 self.batched[var] = value
+            elif var in self.dims:
+                self.rooms[var] = value
             elif is_away(value):
                 spec = self.division.specs[i] if i < len(self.division.specs) else None
                 self.away[var] = value, spec or PartitionSpec()
@@ -153,10 +160,10 @@ class Emission:
             self.run_all(stage.once)
             if stage.nodes is not None:
                 self.complete(stage.nodes, self.run_pass(stage.nodes))
-        return [
-            self.returned(atom, form)
-            for atom, form in zip(self.flow.program.outputs, self.flow.output_forms, strict=True)
-        ]
+        outputs, rooms = self.flow.program.outputs, self.division.rooms
+        dims = rooms.outputs if rooms else [None] * len(outputs)
+        several = zip(outputs, self.flow.output_forms, dims, strict=True)
+        return [self.returned(a, form) if dim is None else self.returned_in_rooms(a, dim) for a, form, dim in several]
 
     @property
     def stages(self) -> Sequence[Stage]:
@@ -187,6 +194,15 @@ class Emission:
         value = self.output(atom)
         return value if self.schedule.passes else self.everywhere(value)
 
+    def returned_in_rooms(self, atom: Atom, dim: int) -> Any:
+        """An output that is wanted in blocks."""
+        assert self.division.rooms is not None
+        share = self.division.rooms.share
+        if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
+            return self.rooms[atom]
+        spec = PartitionSpec(*[None] * dim, share.axes)
+        return lax.with_sharding_constraint(stored(self.output(atom), dim, share), self.placement.sharding(*spec))
+
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, divided as what it reads; what has effects is left to XLA's partitioner."""
         groups = itertools.groupby(actions, stands_apart)
@@ -202,10 +218,13 @@ class Emission:
         """Evaluates actions in a program of each device, on its part of what they read."""
         together = Together.of(actions, self.readers, self.flow.program, self.once)
         far = [var in self.away for var in together.reads]
-        given = [self.away[var][0] if var in self.away else self.read(var) for var in together.reads]
+        given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
+        shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         layouts = [self.layout(var) for var in together.reads]
         alike = Alike({self.placement.axis}, loops.in_memory) if self.mode is Mode.INVARIANT else None
-        divided = divided_once(together, list(map(shape_of, given)), layouts, self.once_axes, self.exact, alike)
+        batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
+        rooms = self.rooms_of(together.reads)
+        divided = divided_once(together, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
         if isinstance(divided, Divided):
             for var in together.reads:
                 self.away.pop(var, None)
@@ -223,12 +242,41 @@ class Emission:
             out_specs=list(map(spec_of, divided.results)),
             check_vma=False,
         )(element(self.latest) if any(far) and self.latest is not None else None, given)
-        for (var, form), layout, value in zip(together.wanted, divided.results, values, strict=True):
-            (self.batched if isinstance(form, Slice) else self.whole)[var] = value
+        several = zip(together.wanted, divided.dims, divided.results, values, strict=True)
+        for (var, form), dim, layout, value in several:
+            self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
             if not layout.whole:
                 self.layouts[var] = layout
-            if var in self.whole and can_be_waited_for(value):
+            if not isinstance(form, Slice) and can_be_waited_for(value):
                 self.latest = value
+
+    def take_up(self, var: Var, dim: int | None, value: Any) -> None:
+        """Holds a whole value that was made, perhaps in blocks."""
+        if dim is None:
+            self.whole[var] = value
+        else:
+            self.dims[var], self.rooms[var] = dim, value
+
+    def as_stored(self, var: Var) -> Any:
+        """A whole value as it is held: in blocks if it is."""
+        return self.rooms[var] if var in self.rooms else self.read(var)
+
+    def type_of(self, var: Var, value: Any) -> jax.ShapeDtypeStruct:
+        """The type of a whole value, that is held so, in its own shape."""
+        kind = shape_of(value)
+        return kind if var not in self.dims else kind.update(shape=var.aval.shape)
+
+    def shape(self, var: Var) -> tuple[int, ...]:
+        """The shape in which a value is held."""
+        shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.rooms
+        if dim is not None and rooms is not None:
+            shape[dim] = rooms.share.room(shape[dim])
+        return tuple(shape)
+
+    def rooms_of(self, several: Sequence[Var | None]) -> Rooms | None:
+        """Which of some values are held in blocks; None for what is no variable."""
+        dims = [None if var is None else self.dims.get(var) for var in several]
+        return Rooms(self.division.rooms.share, dims) if self.division.rooms is not None and any_of(dims) else None
 
     @functools.cached_property
     def readers(self) -> dict[Var, set[int]]:
@@ -251,7 +299,7 @@ class Emission:
 
     def layout_in_pass(self, var: Var) -> Layout:
         """How it lies where nodes read it, which have all of it along their own axis."""
-        return over(self.axes, self.layout(var), var.aval.shape)
+        return over(self.axes, self.layout(var), self.shape(var))
 
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
@@ -301,6 +349,10 @@ class Emission:
         if atom in self.away:
             value, spec = self.away.pop(atom)
             self.whole[atom] = fetched(value, self.latest, spec, self.placement.mesh)
+        if atom not in self.whole and atom in self.rooms:
+            assert self.division.rooms is not None
+            value = restored(self.everywhere(self.rooms[atom]), self.dims[atom], self.division.rooms.share)
+            self.whole[atom] = value
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
@@ -350,7 +402,7 @@ class Emission:
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
-            division = dataclasses.replace(self.division, layouts=layouts)
+            division = dataclasses.replace(self.division, layouts=layouts, rooms=None)
             outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
@@ -380,7 +432,7 @@ class Emission:
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
-        layout = self.layouts.get(atom) if isinstance(atom, Var) else None
+        layout = self.layouts.get(atom) if isinstance(atom, Var) and atom not in self.dims else None
         if layout is None or i not in region.scanned:
             return layout
         return Layout(layout.dims[1:])
@@ -398,7 +450,7 @@ class Emission:
     def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
         """A batched value as devices hold it, with the slots as dimension `dim`."""
         if isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form:
-            value, now = self.collected[atom], int(atom in self.stacked)
+            value, now = self.of_slots(atom), int(atom in self.stacked)
         else:
             d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
             value = self.divided(as_array(self.output(atom), atom), form)
@@ -416,8 +468,15 @@ class Emission:
 
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
-        value = jnp.moveaxis(self.collected[var], int(var in self.stacked), 0)
+        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
         return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
+
+    def of_slots(self, var: Var) -> Any:
+        """A collected value in one piece, ``[slots, ...]``."""
+        value, rooms = self.collected[var], self.division.rooms
+        if rooms is None or var not in self.dims:
+            return value
+        return restored(self.everywhere(value), self.dims[var] + 1, rooms.share)
 
     def everywhere(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
@@ -501,6 +560,10 @@ class Emission:
         # What is known to lie in some way is moved explicitly, before the loop.
         mesh_axes = long_axes(placement.mesh)
         given = [self.layouts.get(var, end) for var, end in zip(wholes, lying[1 + len(sliced) :], strict=True)]
+        if divided:
+            made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+            found = zip(made_so, divided.dims, strict=True)
+            self.dims.update((var, dim) for var, dim in found if dim is not None)
         sums = sums_of(nodes, divided)
         one_axis = self.divides or placement.size == len(placement.devices)
         plan = collectives.ReductionPlan.of(
@@ -523,7 +586,7 @@ class Emission:
             numbers: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             whole = [
-                convert(value, start, end, var.aval.shape, mesh_axes)
+                convert(value, start, end, self.shape(var), mesh_axes)
                 for var, value, start, end in zip(wholes, whole, given, lying[1 + len(sliced) :], strict=True)
             ]
 
@@ -573,7 +636,7 @@ class Emission:
                 return totals
             several = zip(nodes.accumulators, totals, made, parts, ends, strict=True)
             return [
-                convert(total, among.divided(start, dim, a.var.aval.shape), end, a.var.aval.shape, mesh_axes)
+                convert(total, among.divided(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
                 for a, total, start, dim, end in several
             ]
 
@@ -605,7 +668,7 @@ class Emission:
             jnp.asarray(np.add.outer(placement.starts, np.arange(waves)).reshape(-1, 1), jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
             [jnp.asarray(table) for table in plan.tables],
-            [self.read(var) for var in wholes],
+            [self.as_stored(var) for var in wholes],
             [value for value, _ in shards],
         )
         for (var, _), value in zip(nodes.collected, kept, strict=True):
@@ -621,7 +684,7 @@ class Emission:
 
         Where the next that is computed once reads a part only, a part is handed on: a gradient of what is sharded.
         """
-        if not self.once_axes or not self.divides:
+        if not self.once_axes or not self.divides or self.division.rooms is not None:
             return list(lies)
         stages = itertools.dropwhile(lambda stage: stage.nodes is not nodes, self.schedule.stages)
         after = [
@@ -664,7 +727,7 @@ class Emission:
         return [
             jax.ShapeDtypeStruct((1,), jnp.int32),
             *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in sliced),
-            *(shape_of(self.read(var)) for var in wholes),
+            *(self.type_of(var, self.as_stored(var)) for var in wholes),
         ]
 
     def lying(self, wholes: Sequence[Var], sliced: Sequence[tuple[Var, Slice]]) -> list[Layout]:
@@ -682,8 +745,11 @@ class Emission:
         run, *others = (functools.partial(self.as_node, nodes, wholes, sliced, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
+        rooms = self.rooms_of([None, *(var for var, _ in sliced), *wholes])  # the first is the node's number
         try:
-            divided = Divided(run, shapes, layouts, self.axes, self.platform, pieces, records, others=others)
+            divided = Divided(
+                run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms
+            )
         except UnsupportedPrimitiveError:
             if self.divides:
                 raise
@@ -700,8 +766,14 @@ class Emission:
                 total = collectives.all_bits(total)
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)
-            self.whole[accumulator.var] = total = total.astype(accumulator.var.aval.dtype)
+            total = total.astype(accumulator.var.aval.dtype)
+            self.take_up(accumulator.var, self.dims.get(accumulator.var), total)
             self.latest = total if can_be_waited_for(total) else self.latest
+
+
+def any_of(dims: Sequence[int | None]) -> bool:
+    """Whether one is given."""
+    return any(dim is not None for dim in dims)
 
 
 def inner_axes(placement: Placement) -> dict[str, int]:

@@ -20,7 +20,7 @@ from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators.in_program import as_array
 from vnode.operators.rounding import Rounding
-from vnode.runtime.divided import Divided
+from vnode.runtime.divided import Divided, Rooms
 from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.handed import Lying
 from vnode.runtime.node import Once
@@ -88,6 +88,7 @@ class Whole:
         self.fun, self.alike = fun, alike
         self.inputs = [replicated(len(layout.dims)) for layout in layouts]
         self.results = [replicated(len(var.aval.shape)) for var, _ in fun.wanted]
+        self.dims = (None,) * len(fun.wanted)
 
     def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
         rounding = Rounding.of(values) if self.alike is not None else None
@@ -101,6 +102,8 @@ def divided_once(
     axes: Axes,
     exact: Collection[str] = (),
     alike: Alike | None = None,
+    rooms: Rooms | None = None,
+    whole: Collection[int] = (),
 ) -> Divided | Whole:
     """What is computed once, divided over the axes of a mesh.
 
@@ -111,12 +114,15 @@ def divided_once(
       axes: of the mesh.
       exact: axes whose size must not show in the bits of results.
       alike: if compilers shall compute elements alike whatever the sizes of some axes.
+      rooms: which of what it reads is given in blocks, as for `Divided`; what is computed whole is given none.
+      whole: results, by number, that are wanted in one piece.
 
     Returns:
       From one device's arrays to that device's results, with the layouts of both.
     """
     try:
-        return Divided(fun, shapes, layouts, axes, fun.place.platform, exact=exact, alike=alike)
+        platform = fun.place.platform
+        return Divided(fun, shapes, layouts, axes, platform, exact=exact, alike=alike, rooms=rooms, whole=whole)
     except (PartitionError, UnsupportedPrimitiveError):
         return Whole(fun, layouts, alike)
 

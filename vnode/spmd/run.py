@@ -423,7 +423,7 @@ class _Run:
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
                 value = held[sources[i]] if i in sources else value  # where block k is as it was
                 own.append(value if dim is None else block_at(value, dim, k, share.most))
-            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False)
+            made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
             return [
                 result.combine(before, value)
@@ -471,6 +471,12 @@ class _Run:
             last.update((atom, eqn) for atom in eqn.invars if isinstance(atom, Var))
         return last | {atom: None for atom in self.flow.program.outputs if isinstance(atom, Var)}
 
+    @functools.cached_property
+    def handed(self) -> set[Var]:
+        """What loops and branches are given: they may return it as it is."""
+        regions = (step.eqn for step in self.flow.steps if step.region is not None)
+        return {atom for eqn in regions for atom in eqn.invars if isinstance(atom, Var)}
+
     def room(self, step: Step, loop: Loop, j: int) -> Any:
         """Where a loop begins to write a result, or to add one up."""
         (flow,), result, var = step.bodies, loop.results[j], step.eqn.outvars[j]
@@ -479,7 +485,7 @@ class _Run:
             return jnp.full(flow.outputs[j].local(var.aval.shape, self.axes), result.identity(dtype), dtype)
         shape = step.made[j].local(var.aval.shape, self.axes)
         returned = self.last_reader.get(var) is None  # by the caller, who may look behind the blocks
-        return jnp.zeros(shape, dtype) if returned else lax.empty(shape, dtype)
+        return jnp.zeros(shape, dtype) if returned or var in self.handed else lax.empty(shape, dtype)
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
         made = run(flow, values, self.axes, self.platform, self.everywhere, self.alike)

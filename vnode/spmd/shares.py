@@ -10,13 +10,15 @@ evenly, as all that jax stores, and work is not.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from vnode.errors import PartitionError, layout_message
 from vnode.spmd.layout import Axes, Cut, count, cut_of
@@ -145,6 +147,22 @@ def restored(value: Any, dim: int, share: Share) -> jax.Array:
     ends = [i * room + have * (room // share.most) for i, have in enumerate(share.counts)]
     pieces = [lax.slice_in_dim(value, i * room, end, axis=dim) for i, end in enumerate(ends)]
     return lax.concatenate(pieces, dim)
+
+
+@functools.lru_cache(maxsize=64)
+def restoring(
+    dims: tuple[int | None, ...], share: Share, sharding: NamedSharding
+) -> Callable[[Sequence[Any]], list[Any]]:
+    """A program that undoes `stored` for several arrays, each along its dimension, or along none.
+
+    It is one for all of them: compilers give the exchanges of a program an order, and those of several programs that
+    run at a time none, so that devices may wait for each other in different ones.
+    """
+
+    def run(values: Sequence[Any]) -> list[Any]:
+        return [x if dim is None else restored(x, dim, share) for x, dim in zip(values, dims, strict=True)]
+
+    return jax.jit(run, out_shardings=sharding)
 
 
 def check_divides(share: Share, shape: Sequence[int], dim: int, what: str) -> None:

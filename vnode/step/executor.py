@@ -24,7 +24,7 @@ from vnode.placement.exchange import exchanged
 from vnode.placement.gone import given_away, is_held
 from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import is_number, shape_of, shapes_of
-from vnode.placement.patterns import by_name, check_found
+from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
@@ -42,6 +42,7 @@ from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, wit
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
 from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
+from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
 
 def compiler_options(placement: Placement) -> dict[str, Any]:
@@ -105,7 +106,8 @@ class StepSpec:
     def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
         given = call.leaves if leaves is None else leaves
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs)
+        rooms = in_rooms(call, output, self.options.patterns, self.wholes)
+        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -230,7 +232,9 @@ class Executor:
         if patterns or host:
             wholes = self._wholes(len(given))
             given = tuple(
-                by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host) if i in wholes else arg
+                put_by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host)
+                if i in wholes
+                else arg
                 for i, arg in enumerate(given)
             )
         self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
@@ -240,7 +244,8 @@ class Executor:
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
-        here, wholes = self.placement.devices, self._wholes(len(args))
+        here, wholes, patterns = self.placement.devices, self._wholes(len(args)), self.spec.options.patterns
+        args = tuple(leaving(arg, patterns, self.placement) if i in wholes else arg for i, arg in enumerate(args))
         over_nodes = PartitionSpec(self.placement.axis)
 
         def arrive(leaf: Any, whole: bool, split: bool) -> Any:
@@ -338,6 +343,7 @@ class Executor:
         """
         args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
+            check_known(args, self._wholes(len(args)), self.spec.options.patterns)
             return wrap(args, 0), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
@@ -352,7 +358,7 @@ class Executor:
     def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
         wrapped = wrap(tree, *place)
         if whole and (self.spec.options.patterns or self.spec.options.host):
-            wrapped = by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
+            wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
             self._from_processes(wrapped, leaves, whole)

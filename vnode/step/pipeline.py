@@ -38,8 +38,8 @@ from vnode.placement.patterns import Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
-from vnode.runtime.divided import Division, Records
-from vnode.runtime.emit import Mode, emit, once_axes
+from vnode.runtime.divided import Division, Records, Rooms
+from vnode.runtime.emit import Mode, emit, inner_axes, once_axes
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
 from vnode.runtime.tree import Tree
@@ -47,6 +47,7 @@ from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step
 from vnode.step.layouts import Specs
+from vnode.step.rooms import InRooms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +91,7 @@ class FlatStep:
       size: examples of the global batch.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
+      rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
     """
 
     fun: Callable[..., list[Any]]
@@ -98,6 +100,12 @@ class FlatStep:
     size: int
     options: Options
     specs: Specs = ()
+    rooms: InRooms | None = None
+
+    @property
+    def shapes(self) -> list[Any]:
+        """The types of its arguments as the function takes them."""
+        return [shape_of(leaf) for leaf in (self.leaves if self.rooms is None else self.rooms.own(self.leaves))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +146,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
       CouplingError: the couplings are not wanted, or cost too much.
       UnsupportedPrimitiveError: a batched value meets a primitive without description.
     """
-    shapes, options = [shape_of(leaf) for leaf in flat.leaves], flat.options
+    shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
     try:
         traced = trace(flat.fun, *shapes)
@@ -192,6 +200,11 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     division = Division(
         layouts_of(flat, made.traced.captured, axes), over_nodes, options.automatic, options.records, flat.specs
     )
+    if flat.rooms is not None:
+        flat.rooms.share.check(inner_axes(placement))
+        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
+        rooms = Rooms(flat.rooms.share, flat.rooms.inputs, flat.rooms.outputs(types))
+        division = dataclasses.replace(division, rooms=rooms)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
@@ -228,12 +241,20 @@ def with_derivative(
         flat.size,
         flat.specs,
     )  # not `flat`: jax keeps what is kept here
+    in_rooms = flat.rooms is not None
     # The step itself was accepted; of its derivative no plan knows.
     unlimited = dataclasses.replace(flat.options, recompute_budget=math.inf, records=None, again=(), away=())
     step = jax.custom_jvp(step)
 
     @step.defjvp
     def derivative(primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+        if in_rooms:
+            raise VnodeError(
+                layout_message(
+                    "a virtualized step whose state is shared out unevenly cannot be differentiated from outside.",
+                    remedies=["take the gradient inside the step and virtualize the whole"],
+                )
+            )
         if made.program.reverse_only:
             raise VnodeError(
                 layout_message(
@@ -285,6 +306,8 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
     Raises:
       PlacementError: the step has effects, which every group would have.
     """
+    if flat.rooms is not None:
+        raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
     made = analyse(flat, placement.devices)
     for eqn in made.program.equations:
         if eqn.effects:

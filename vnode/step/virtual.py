@@ -19,7 +19,6 @@ from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
-from vnode.placement.patterns import by_name
 from vnode.placement.placement import Placement, device_list, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
@@ -28,6 +27,7 @@ from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_values
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
+from vnode.step.rooms import leaving, put_by_name, taken_back
 
 REMEMBERED = 16
 """Placements whose programs are kept; those that were asked for longest ago are compiled again."""
@@ -189,8 +189,23 @@ class VirtualStep(Step[P, R]):
         """
         patterns, host = self.options.patterns, self.options.host
         with without_mesh():
-            placed = put(tree, self.placement)
-            return by_name(placed, patterns, self.placement, host) if patterns or host else placed
+            placed = put(leaving(tree, patterns, self.placement), self.placement)
+            return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
+
+    def get(self, tree: Any) -> Any:
+        """A state, or a part of one, in its own shapes: leaves that are shared out unevenly are stored with gaps.
+
+        Args:
+          tree: a pytree, as the step returns it, whose leaves have the names that the step's `partition` speaks of.
+
+        Returns:
+          The same tree; where nothing is shared out unevenly, the tree itself.
+
+        Raises:
+          PlacementError: a leaf has another shape than the `partition` says.
+        """
+        with without_mesh():
+            return taken_back(tree, self.options.patterns)
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
@@ -143,13 +143,10 @@ def rebuilt(
     read = {a for each in equations for a in each.invars if isinstance(a, Var)} | {a for a in outputs if type(a) is Var}
     kept = [i for i, var in enumerate(inner.inputs) if i >= loop.constants or var in read]
     inputs = [*handed, *(inner.inputs[i] for i in kept)]
-    constants = list(inner.constants)
-    old = eqn.params["jaxpr"].jaxpr
-    info = old.debug_info._replace(arg_names=("",) * len(inputs), result_paths=None)
-    body = Jaxpr(constants, inputs, list(outputs), list(equations), old.effects, info)
+    body = Program(inputs, inner.constants, list(equations), list(outputs))
     params = {
         **eqn.params,
-        "jaxpr": ClosedJaxpr(body, [inner.constants[var] for var in constants]),
+        "jaxpr": body.closed(eqn.params["jaxpr"].jaxpr),
         "num_consts": loop.constants + len(inputs) - len(inner.inputs),
     }
     return eqn.replace(invars=[*operands, *(eqn.invars[i] for i in kept)], params=params)

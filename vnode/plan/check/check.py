@@ -86,7 +86,7 @@ def check(
         reference = Reference(here, virtual.on(places[0]).placement.devices[0]) if plain else None
 
         def run(place: Any) -> list[tuple[str, Any]]:
-            return results(virtual.on(place)(*copied(here.args), **copied(here.kwargs)))
+            return results(virtual.get(virtual.on(place)(*copied(here.args), **copied(here.kwargs))))
 
         first = run(places[0])
         again = run(places[0])
