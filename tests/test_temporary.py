@@ -1,6 +1,6 @@
 """Temporary memory of compiled programs, beside what protocol buffers are, and what the TPU compiler lets pass.
 
-The TPU compiler runs in a process of its own. It is the reference: it compiles what fits in a chip, and refuses the rest.
+The TPU compiler runs in a process of its own. It is the reference: it compiles what fits in a chip.
 """
 
 from __future__ import annotations
