@@ -191,7 +191,8 @@ def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
             continue
         term = makers.get(others[0])
         while term is not None and turns(term) and users[term.outvars[0]] == 1:
-            term = makers.get(term.invars[0])
+            (turned,) = term.invars
+            term = makers.get(turned) if isinstance(turned, Var) else None
         if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
             continue
         (part,) = term.invars if is_sum(term) else [None]
