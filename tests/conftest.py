@@ -5,6 +5,7 @@ process, the workers of pytest-xdist included, so nothing here may depend on ano
 """
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,18 @@ MAPS = 20_000
 
 @pytest.fixture(autouse=True)
 def _few_programs() -> Iterator[None]:
-    """Forgets compiled programs when there are many: each takes memory maps, and without them a process dies."""
+    """Forgets compiled programs when there are many: each takes memory maps, and without them a process dies.
+
+    What tests keep of their results is forgotten with them: a program that is compiled again may be compiled without
+    optimizations, where it was not, and have other bits.
+    """
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
         import jax
 
         jax.clear_caches()
+        for name, module in list(sys.modules.items()):
+            for kept in vars(module).values() if name.startswith("tests.") else ():
+                if callable(forget := getattr(kept, "cache_clear", None)):
+                    forget()

@@ -318,7 +318,7 @@ for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
     plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
     report = plan.accept(tpu.topology("v5e:2x4")[:1])
-    said = report.accepted, report.exchange_accepted and report.host_accepted
+    said = report.memory_error, report.exchange_accepted and report.host_accepted
     found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])
 print(json.dumps(found))
 """
@@ -334,15 +334,13 @@ def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> 
     layers = 8 * 8192 * 512 * 4
     assert (
         again[1] == 0
-        and again[0] - begun[0] > 0.9 * layers
+        and again[0] - begun[0] > 0.8 * layers  # a turn holds its own part
         and begun[1:3] == [layers, layers]
         and begun[3:5] == [2 * layers] * 2
     )
-    assert begun[6]
+    for *_, error, exchanged in found:
+        assert exchanged and abs(error) <= 0.13, error
     if reduction == "fast":
-        assert again[
-            5
-        ]  # of what is on the host, and of sums that wait, the compiler holds more beside than is predicted
         kept, *_, away = found
         assert kept[1] == 0 and kept[0] > 7 * again[0] and away[0] < kept[0] / 4
         assert away[1] == away[2] > 0.9 * kept[0] and away[3] == away[4] == 2 * away[1]
