@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from vnode.analysis.tracing import trace
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.context import with_jit, without_mesh
+from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import name_of
 from vnode.spmd.blocks import InBlocks, in_blocks
 from vnode.spmd.flow import Flow, along, follow
@@ -218,10 +219,7 @@ def blocked(
     axes = long_axes(mesh)
     share.check(axes)
     bare = jax.tree.map(  # types without a mesh that arrays may be on
-        lambda leaf: jax.ShapeDtypeStruct(
-            np.shape(leaf), leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
-        ),
-        arguments,
+        lambda leaf: jax.ShapeDtypeStruct(np.shape(leaf), shape_of(leaf).dtype), arguments
     )
     results = []
 
