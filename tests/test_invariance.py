@@ -264,6 +264,26 @@ def test_sums_of_every_size(nodes: int) -> None:
             np.testing.assert_array_equal(np.asarray(a).view(np.int32), b.view(np.int32))
 
 
+@pytest.mark.parametrize(("nodes", "lanes"), [(16, None), (16, 1), (12, 3)])
+def test_what_is_in_memory_before_does_not_show(monkeypatch: pytest.MonkeyPatch, nodes: int, lanes: int | None) -> None:
+    """Of memory that sums are written to, CPUs have zeros, TPUs and GPUs what was there: NaN, say."""
+    rng = np.random.default_rng(5)
+    x = [rng.normal(size=(nodes, *size)).astype(np.float32) for size in SIZES]
+    want = [value.sum(0, dtype=np.float64) for value in x]
+    poisoned = []
+
+    def empty(shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        poisoned.append(shape)
+        return jax.lax.full(shape, np.nan, dtype)
+
+    monkeypatch.setattr(jax.lax, "empty", empty)
+    step = vnode.virtualize(lambda w, x: [value.sum(0) for value in x], virtual_nodes=nodes, lanes=lanes)
+    for devices in (1, 2, 3, 8):  # of one lane, or of three, some devices have nothing
+        for a, b in zip(step.on(jax.devices()[:devices])(0.0, x), want, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
+    assert poisoned
+
+
 @pytest.mark.parametrize(
     ("width", "dtype"), [(1, "float32"), (32, "float32"), (128, "float32"), (32, "complex64"), (32, "float16")]
 )

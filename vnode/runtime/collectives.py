@@ -343,7 +343,7 @@ def added(s: Sum, held: jax.Array, rows: Sequence[int], fold: Fold) -> list[Any]
         return [s.from_zero(b) for b in fold.of([held[row] for row in rows], COMBINE[s.monoid])]
     order = jnp.asarray(rows, jnp.int32)
 
-    def piece(index: jax.Array, state: None, after: jax.Array) -> tuple[list[Any], None]:
+    def piece(index: jax.Array, state: None, spent: list[Any], after: jax.Array) -> tuple[list[Any], None]:
         return [lax.dynamic_index_in_dim(held, order[index], 0, keepdims=False)], state
 
     merges = jnp.asarray(fold.merges, jnp.int32)

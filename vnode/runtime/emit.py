@@ -762,7 +762,7 @@ class Emission:
     def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
         """Takes up the totals of a pass."""
         for accumulator, total in zip(nodes.accumulators, totals, strict=True):
-            if self.mode is Mode.FAST:
+            if self.mode is Mode.FAST and self.placement.size > 1:
                 total = collectives.all_bits(total)
             if accumulator.rounded is not None:
                 total = total.astype(accumulator.rounded)

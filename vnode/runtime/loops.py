@@ -61,12 +61,9 @@ class Sum:
     def nbytes(self) -> int:
         return math.prod(self.shape) * np.dtype(self.dtype).itemsize
 
-    def identity(self, after: jax.Array | None = None) -> jax.Array:
-        """What a sum begins with; if asked for, not before a number is known, int32 scalar that is not negative."""
-        value = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
-        if after is not None:
-            value = lax.select(after < 0, jnp.ones((), self.dtype), value)
-        return lax.broadcast(value, self.shape)
+    def identity(self) -> jax.Array:
+        """What a sum begins with."""
+        return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
 
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
@@ -74,6 +71,13 @@ class Sum:
 
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))
+
+    def begun_or(self, begins: jax.Array, total: Any) -> Any:
+        """What a sum begins with, if it does; otherwise the total so far.
+
+        In the loop that adds a piece to it, this takes no pass over memory, as zeros that are written before it do.
+        """
+        return lax.select(jnp.broadcast_to(begins, total.shape), self.identity(), total)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +144,12 @@ def put(buffers: list[Any], values: list[Any], index: jax.Array) -> list[Any]:
     return [lax.dynamic_update_index_in_dim(r, value, index, 0) for r, value in zip(buffers, values, strict=False)]
 
 
+Pieces = Callable[[jax.Array, Any, list[Any], jax.Array], tuple[list[Any], Any]]
+"""What comes at a position: see `stacked`."""
+
+
 def stacked(
-    pieces: Callable[[jax.Array, Any, jax.Array], tuple[list[Any], Any]],
+    pieces: Pieces,
     sums: Sequence[Sum],
     count: jax.Array,
     merges: jax.Array,
@@ -155,8 +163,8 @@ def stacked(
     until the next one comes, and is put away then: so the last one needs no place besides.
 
     Args:
-      pieces: from a position, the state, and a number that is not negative and known only when the piece before is put
-        away, to a contribution per sum and the next state.
+      pieces: from a position, the state, what is in the memory of the contributions that come, and a number that is not
+        negative and known only when all of it is put away, to a contribution per sum and the next state.
       sums: what is added.
       count: how many pieces there are, int32 scalar.
       merges: int32 ``[at least count]``, as in `Fold`.
@@ -169,19 +177,20 @@ def stacked(
     """
     none = jnp.int32(0)
 
-    def into_first(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+    def into_first(blocks: PartialBlocks, begins: jax.Array) -> tuple[PartialBlocks, jax.Array]:
         def merge_first(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            return add_all(sums, carry[0], blocks.last), carry[1] + 1
+            totals = [s.begun_or(begins, total) for s, total in zip(sums, carry[0], strict=True)]
+            return add_all(sums, totals, blocks.last), carry[1] + 1
 
         there = (blocks.height == 1).astype(jnp.int32)
         first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
         return blocks._replace(first=first), turns
 
-    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
+    def put_away(blocks: PartialBlocks, begins: jax.Array) -> tuple[PartialBlocks, jax.Array]:
         def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
             return put(carry[0], blocks.last, blocks.height - 2 + turn), carry[1] + 1
 
-        blocks, turns = into_first(blocks)
+        blocks, turns = into_first(blocks, begins)
         if depth == 1:
             return blocks, turns
         there = (blocks.height > 1).astype(jnp.int32)
@@ -189,8 +198,8 @@ def stacked(
         return blocks._replace(others=others), turns
 
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
-        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
-        piece, state = pieces(index, carry[1], turns)
+        blocks, turns = put_away(carry[0], index == 1) if depth else (carry[0], none)
+        piece, state = pieces(index, carry[1], blocks.last, turns)
         place = blocks.height - merges[index]
 
         def merge(turn: jax.Array, piece: list[Any]) -> list[Any]:
@@ -201,11 +210,11 @@ def stacked(
             piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
         return blocks._replace(last=piece, height=place + 1), state
 
-    begun = [s.identity() for s in sums]
-    others = [jnp.zeros((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
+    begun = [lax.empty(s.shape, s.dtype) for s in sums]
+    others = [lax.empty((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
     none_yet = PartialBlocks(begun if depth else [], others, begun, none)
     blocks, state = loop_of_nodes(count, sums, body, (none_yet, state))
-    return into_first(blocks)[0] if depth else blocks._replace(first=blocks.last), state
+    return into_first(blocks, count == 1)[0] if depth else blocks._replace(first=blocks.last), state
 
 
 class PartialBlocks(NamedTuple):
@@ -277,16 +286,16 @@ def in_tree_order(
             parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
         return pieces, State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
 
-    def run(number: jax.Array, state: State, after: jax.Array) -> tuple[list[Any], State]:
+    def run(number: jax.Array, state: State, spent: list[Any], after: jax.Array) -> tuple[list[Any], State]:
         start = runs.starts[number]
 
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
             pieces, state = node(start + k, carry[1])
-            return add_all(rest, carry[0], pieces), state
+            totals = [s.begun_or(k == 0, total) for s, total in zip(rest, carry[0], strict=True)]
+            return add_all(rest, totals, pieces), state
 
         with jax.named_scope("run"):
-            zeros = [s.identity(after) for s in rest]  # in the memory of the run before, which is put away by then
-            return loop_of_nodes(runs.starts[number + 1] - start, rest, body, (zeros, state))
+            return loop_of_nodes(runs.starts[number + 1] - start, rest, body, (spent, state), after)
 
     first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
@@ -353,8 +362,12 @@ def named_loop(name: str, start: Any, stop: Any, body: Callable[[jax.Array, Any]
         return lax.fori_loop(start, stop, body, init)
 
 
-def loop_of_nodes(count: Any, sums: Sequence[Sum], body: Callable[[jax.Array, Any], Any], init: Any) -> Any:
+def loop_of_nodes(
+    count: Any, sums: Sequence[Sum], body: Callable[[jax.Array, Any], Any], init: Any, after: Any = 0
+) -> Any:
     """A loop of run-time length in which nodes contribute to sums, compiled alike however many a device holds.
+
+    It does not begin, nor write over what it begins with, before a number is known that is not negative, `after`.
 
     XLA's CPU backend compiles a loop that touches less than a KiB or so as one function, in which it contracts and
     vectorizes other instructions together than elsewhere; and how much is touched depends on the number of nodes. A
@@ -370,7 +383,8 @@ def loop_of_nodes(count: Any, sums: Sequence[Sum], body: Callable[[jax.Array, An
             return carry[0] < count
         return lax.platform_dependent(carry[0], count, cpu=by_sorting, default=lax.lt)
 
-    return lax.while_loop(more, lambda carry: (carry[0] + 1, body(*carry)), (jnp.int32(0), init))[1]
+    begin = (jnp.asarray(after, jnp.int32) < 0).astype(jnp.int32)
+    return lax.while_loop(more, lambda carry: (carry[0] + 1, body(*carry)), (begin, init))[1]
 
 
 def opaque(count: Any) -> jax.Array:

@@ -22,7 +22,7 @@ from jax import lax
 
 from vnode.operators.spaces import DEVICE, HOST
 from vnode.runtime.away import pieces_of
-from vnode.runtime.loops import PartialBlocks, Sum, loop_of_nodes, named_loop
+from vnode.runtime.loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop
 
 LEAST = 1 << 20
 """Bytes of a sum from which it may be on the host: of smaller ones the latency of the link is felt."""
@@ -176,7 +176,7 @@ Stack = tuple[list[Any], list[Any]]
 
 
 def stacked_far(
-    pieces: Callable[[jax.Array, Any, jax.Array], tuple[list[Any], Any]],
+    pieces: Pieces,
     sums: Sequence[Sum],
     count: jax.Array,
     merges: jax.Array,
@@ -211,7 +211,7 @@ def stacked_far(
         for place, stack, value in zip(places, stacks, last, strict=True):
             stack, turns = place.pushed(stack, value, height, turns)
             waiting.append(stack)
-        piece, state = pieces(index, state, turns)
+        piece, state = pieces(index, state, last, turns)
         low = height - merges[index]
         added, turns = [], jnp.int32(0)
         for place, stack, value in zip(places, waiting, piece, strict=True):
@@ -219,7 +219,7 @@ def stacked_far(
             added.append(value)
         return (waiting, added, low + 1), state
 
-    begun = [place.begun() for place in places], [s.identity() for s in sums], jnp.int32(0)
+    begun = [place.begun() for place in places], [lax.empty(s.shape, s.dtype) for s in sums], jnp.int32(0)
     (stacks, last, height), state = loop_of_nodes(count, sums, body, (begun, state))
     if left == 1:
         return PartialBlocks(last, [], last, height), state
