@@ -70,6 +70,7 @@ class Plan(Drawn):
       divisions: of the dearest operations.
       host: names of the leaves of the state that lie in the host's memory between updates.
       far: how many of the sums that wait for others lie there meanwhile.
+      acceptance: what a compiler made of it, if the search was to ask one; a plan from a file has none.
     """
 
     pattern: Any
@@ -89,6 +90,7 @@ class Plan(Drawn):
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
     far: int = 0
+    acceptance: Acceptance | None = None
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
     @property
@@ -309,6 +311,7 @@ class Plan(Drawn):
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
             Fact("memory", self._memory()),
+            *self._compiled(),
             *self._branches(),
             *self._host(),
             *[Fact("recomputed", f"{several(len(self.again), 'value')} where they are read late")][: len(self.again)],
@@ -325,6 +328,12 @@ class Plan(Drawn):
         if self.prediction is None:
             return f"searched for {limit}"
         return f"{size(self.figures.memory)} of {limit}"
+
+    def _compiled(self) -> list[Fact]:
+        if self.acceptance is None:
+            return []
+        sent = "as planned" if self.acceptance.exchange_accepted else "not all as planned: print(plan.acceptance)"
+        return [Fact("as compiled", f"{size(self.acceptance.memory)}; collectives {sent}")]
 
     def _branches(self) -> list[Fact]:
         groups = [group for record in self.records.values() for group in record.groups]

@@ -16,6 +16,7 @@ from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveE
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
+from vnode.partition.plan.compiled import fits_as_compiled
 from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
@@ -64,6 +65,7 @@ def search(
     budget: float = 60.0,
     times: Times | None = None,
     progress: bool | None = None,
+    compiled_for: Sequence[Any] | None = None,
     **options: Any,
 ) -> Plan:
     """Finds how a step runs fastest on a machine, within its memory.
@@ -85,6 +87,10 @@ def search(
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
         the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline.
       progress: a bar; by default in notebooks and on terminals.
+      compiled_for: devices in the order of the machine's, for which plans are compiled until one fits in `memory` by
+        the compiler's own account, each search allowing as much less as the prediction before was too low; `budget` is
+        for each of them, and compiling takes time besides. Devices of a TPU topology that is not there will do. By
+        default what is predicted to fit is taken, and `Plan.accept` tells whether it does.
       **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
         fits with the state on the devices, otherwise as many as the machine has devices.
 
@@ -93,6 +99,7 @@ def search(
 
     Raises:
       MemoryLimitError: nothing fits: by how much, and what would help.
+      PlacementError: `compiled_for` are not as many devices as the machine has.
       PartitionError: the machine or the options are not what they should be.
       VnodeError: the step cannot be virtualized.
 
@@ -120,10 +127,14 @@ def search(
         limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
     except ValueError as error:
         raise PartitionError(str(error)) from None
-    run = _Search(step, args, machine, limit, time.monotonic() + budget, budget, times, options)
-    with display(progress, 0, 1000) as shown:
-        run.shown = shown
-        return run.plan(virtual_nodes)
+
+    def within(limit: int) -> Plan:
+        run = _Search(step, args, machine, limit, time.monotonic() + budget, budget, times, options)
+        with display(progress, 0, 1000) as shown:
+            run.shown = shown
+            return run.plan(virtual_nodes)
+
+    return within(limit) if compiled_for is None else fits_as_compiled(within, limit, compiled_for)
 
 
 class _Search:

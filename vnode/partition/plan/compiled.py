@@ -1,0 +1,75 @@
+"""A plan that fits as it is compiled: where a prediction was too low, the search goes on with that much less.
+
+Knows plans, and what a compiler makes of them. Must not know how a plan is searched.
+
+A prediction is a model of a compiler, and off by some per cent, for some programs by more. Of the same step on the same
+machine it is off by about as much from one plan to the next, so that one or two more searches do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from vnode.errors import MemoryLimitError, layout_message
+from vnode.partition.plan.plan import Plan
+from vnode.partition.plan.remedies import placed
+from vnode.show.units import several, size
+
+ROUNDS = 4
+"""How many plans are compiled at most."""
+
+LESS = 0.8
+"""By which share the limit is lowered where the compiler refuses a program, and does not say what that needs."""
+
+
+def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequence[Any]) -> Plan:
+    """Searches and compiles until a plan fits.
+
+    Args:
+      search: from bytes that one device may hold, as predicted, to a plan.
+      memory: bytes that it may hold, as compiled.
+      devices: in the order of the machine's; they need not be there, if there is a compiler for them.
+
+    Returns:
+      The first plan that fits, with what the compiler made of it (`Plan.acceptance`).
+
+    Raises:
+      MemoryLimitError: nothing fits as predicted, or nothing does as compiled.
+    """
+    allowed = memory
+    tried: list[str] = []
+    for _ in range(ROUNDS):
+        try:
+            plan = search(allowed)
+        except MemoryLimitError as error:
+            if not tried:
+                raise
+            raise MemoryLimitError(refused(memory, tried)) from error
+        plan = dataclasses.replace(plan, memory=memory)
+        predicted = plan.figures.memory
+        said = f"{placed(plan.name, plan.mesh)}: predicted {size(predicted)}, "
+        try:
+            found = plan.accept(devices)
+        except MemoryLimitError:
+            tried.append(f"{said}refused by the compiler")
+            allowed = int(LESS * min(allowed, predicted))
+            continue
+        if found.memory <= memory:
+            return dataclasses.replace(plan, acceptance=found)
+        tried.append(f"{said}compiled {size(found.memory)}")
+        allowed = min(int(memory * predicted / found.memory), predicted - 1)
+    raise MemoryLimitError(refused(memory, tried))
+
+
+def refused(memory: int, tried: Sequence[str]) -> str:
+    """The message for when nothing fits as compiled, though something did as predicted."""
+    return layout_message(
+        f"no plan fits in {size(memory)} a device as it is compiled; {several(len(tried), 'plan')} did as predicted.",
+        facts=tried,
+        remedies=[
+            "allow more memory, or use more virtual nodes or more devices",
+            "or take a plan as it is predicted: without compiled_for",
+        ],
+    )
