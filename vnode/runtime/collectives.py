@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, in_memory, materialized, opaque, stacked
+from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, in_memory, materialized, opaque, rounded, stacked
 from vnode.runtime.tree import Fold, Tree
 
 Parts = Sequence[int | None]
@@ -77,12 +77,10 @@ def all_bits(total: jax.Array) -> jax.Array:
     """A total all bits of which are read; it has no derivative.
 
     Where a total is only rounded to bfloat16, if by a cast of the step, the TPU compiler sends its pieces rounded. Its
-    propagation of bfloat16 goes through barriers, and stops at integers.
+    propagation of bfloat16 goes through barriers, and stops at integers; these are combined with a zero that it does
+    not know for one, or it would leave the way there and back out.
     """
-    if total.dtype != jnp.float32:
-        return total
-    bits = lax.optimization_barrier(lax.bitcast_convert_type(total, jnp.uint32))
-    return lax.bitcast_convert_type(bits, jnp.float32)
+    return rounded(total, opaque(0)) if total.dtype == jnp.float32 else total
 
 
 def folded(monoid: Monoid, values: jax.Array) -> jax.Array:

@@ -177,20 +177,19 @@ def stacked(
     """
     none = jnp.int32(0)
 
-    def into_first(blocks: PartialBlocks, begins: jax.Array) -> tuple[PartialBlocks, jax.Array]:
+    def into_first(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
         def merge_first(_: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
-            totals = [s.begun_or(begins, total) for s, total in zip(sums, carry[0], strict=True)]
-            return add_all(sums, totals, blocks.last), carry[1] + 1
+            return add_all(sums, carry[0], blocks.last), carry[1] + 1
 
         there = (blocks.height == 1).astype(jnp.int32)
         first, turns = named_loop("merge_first", 0, there, merge_first, (blocks.first, none))
         return blocks._replace(first=first), turns
 
-    def put_away(blocks: PartialBlocks, begins: jax.Array) -> tuple[PartialBlocks, jax.Array]:
+    def put_away(blocks: PartialBlocks) -> tuple[PartialBlocks, jax.Array]:
         def push(turn: jax.Array, carry: tuple[list[Any], jax.Array]) -> tuple[list[Any], jax.Array]:
             return put(carry[0], blocks.last, blocks.height - 2 + turn), carry[1] + 1
 
-        blocks, turns = into_first(blocks, begins)
+        blocks, turns = into_first(blocks)
         if depth == 1:
             return blocks, turns
         there = (blocks.height > 1).astype(jnp.int32)
@@ -198,7 +197,7 @@ def stacked(
         return blocks._replace(others=others), turns
 
     def body(index: jax.Array, carry: tuple[PartialBlocks, Any]) -> tuple[PartialBlocks, Any]:
-        blocks, turns = put_away(carry[0], index == 1) if depth else (carry[0], none)
+        blocks, turns = put_away(carry[0]) if depth else (carry[0], none)
         piece, state = pieces(index, carry[1], blocks.last, turns)
         place = blocks.height - merges[index]
 
@@ -210,11 +209,11 @@ def stacked(
             piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
         return blocks._replace(last=piece, height=place + 1), state
 
-    begun = [lax.empty(s.shape, s.dtype) for s in sums]
+    first = [s.identity() for s in sums] if depth else []
     others = [lax.empty((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    none_yet = PartialBlocks(begun if depth else [], others, begun, none)
+    none_yet = PartialBlocks(first, others, [lax.empty(s.shape, s.dtype) for s in sums], none)
     blocks, state = loop_of_nodes(count, sums, body, (none_yet, state))
-    return into_first(blocks, count == 1)[0] if depth else blocks._replace(first=blocks.last), state
+    return into_first(blocks)[0] if depth else blocks._replace(first=blocks.last), state
 
 
 class PartialBlocks(NamedTuple):
