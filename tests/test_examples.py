@@ -68,6 +68,16 @@ def test_digits_fail_where_a_bit_differs(tmp_path: Path) -> None:
     assert "The hashes differ: the devices show in the result of 2, uneven." in output
 
 
+def test_plan(tmp_path: Path) -> None:
+    script, sizes = str(ROOT / "examples" / "plan.py"), ("--width=64", "--layers=1", "--budget=5")
+    output = run(script, "--steps=3", *sizes, cwd=tmp_path)
+    assert re.search(r"as compiled", output)
+    held = re.search(r"a device holds ([\d.]+)% of the state; losses differ by (\S+) at most", output)
+    assert held is not None and float(held[1]) < 50 and float(held[2]) < 1e-3
+    elsewhere = run(script, "--machine=v5e:2x2", *sizes, cwd=tmp_path)
+    assert "TPU v5e:2x2" in elsewhere and "Megatron-style" in elsewhere
+
+
 @pytest.mark.newest
 def test_bytes_lm(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "bytes_lm.py")

@@ -466,6 +466,10 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
         Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
     with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
         Plan.load(tmp_path / "plan.json", vnode.virtualize(step, virtual_nodes=4), (state, batch))
+    with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
+        Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=4)
+    for nodes in (8, "auto"):
+        assert Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=nodes).virtual_nodes == 8
     with pytest.raises(vnode.PartitionError, match="does not know one of this step's passes"):
         plan.step()(state, jax.tree.map(lambda x: x[:8], batch))
 

@@ -252,7 +252,7 @@ class Plan(Drawn):
           path: of the file.
           step: the step that it was made for, as it was given to `vnode.partition.search`.
           args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-          **options: of `virtualize`, as they were.
+          **options: of `virtualize`, as they were; the number of nodes may be left out.
 
         Returns:
           The plan.

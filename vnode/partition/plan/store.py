@@ -163,7 +163,9 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         memory, name = int(content["memory"]), str(content["name"])
     if options.get("lanes") in (None, "auto") and not isinstance(step, VirtualStep):
         options = {**options, "lanes": lanes}
-    step = on_nodes(step, nodes, options)
+    wanted = options.get("virtual_nodes", "auto")
+    options = {name: value for name, value in options.items() if name != "virtual_nodes"}
+    step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
     if step.options.virtual_nodes != nodes:
