@@ -12,6 +12,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import optax
 import pytest
 
 import vnode
@@ -105,6 +107,34 @@ def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
     assert plan.step().placement.counts == (2, 2, 1, 1)
     found = plan.accept()
     assert found.accepted and not found.open_loops, str(found)
+
+
+def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> None:
+    """Every device has them whole anyway, so that their norm needs no gather, of which there is one for large ones."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+    def step(state: Any, x: Any, y: Any) -> Any:
+        params, slots = state
+
+        def loss(params: Any) -> Any:
+            return jnp.mean((jax.nn.relu(x @ params["up"]) @ params["down"] @ params["small"] - y) ** 2)
+
+        updates, slots = optimizer.update(jax.grad(loss)(params), slots, params)
+        return optax.apply_updates(params, updates), slots
+
+    params = {"up": normal(1, 256, 1024), "down": normal(2, 1024, 256), "small": normal(3, 256, 8)}
+    args = (params, optimizer.init(params)), normal(4, 64, 256), normal(5, 64, 8)
+    subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), args)
+    on = OnMesh(subject, V5E, {"vnode": 4, "model": 2}, "cpu", None)
+    plan = plan_of(subject, on.over_rows(on.megatron()[0]), V5E, GIB, {})
+    assert all("vnode" in str(spec) for name, spec in plan.specs.items() if "small" in name)
+    found = plan.accept()
+    assert found.exchange_accepted, str(found)
+    state = plan.step().put(args[0])
+    want = jax.jit(step)(*args)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), plan.step()(state, *args[1:]), want
+    )
 
 
 def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ is added by a reduce-scatter, and no device has all of it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 
 from jax.extend.core import Var
@@ -16,6 +17,7 @@ from jax.extend.core import Var
 from vnode.operators import Monoid
 from vnode.runtime.collectives import SMALL
 from vnode.runtime.loops import Sum
+from vnode.spmd.choice import itemsize
 from vnode.spmd.layout import Axes, Layout, cut_of, over
 from vnode.spmd.program import at_the_border
 from vnode.spmd.route import extends, route
@@ -56,9 +58,14 @@ def refined(lies: Mapping[Var, Layout], lying: Lying, wanted: Wanted, axes: Axes
 
 
 def finest(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact: Set[str]) -> Layout:
-    """The first of some layouts of which devices have it all in a given one, and more; over `exact` axes if any."""
+    """The first of some layouts of which devices have it all in a given one, and more; over `exact` axes if any.
+
+    Small totals go to all devices, and stay whole there: who reads a part takes it, and who reads all need not ask.
+    """
     others = {name: size for name, size in axes.items() if name not in exact}
     shape = var.aval.shape
+    if math.prod(layout.local(shape, axes)) * itemsize(var.aval.dtype) <= SMALL:
+        return layout
     for each in wanted:
         moves = route(layout, each, shape, axes, var.aval.dtype) if not each.partial else ()
         finer = bool(moves) and all(move.kind == "cut" for move in moves) and at_the_border(each, axes) == each
