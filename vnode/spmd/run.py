@@ -412,8 +412,11 @@ class _Run:
         atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
-        me = index_along(share.axes)
-        count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        if loop.at is None:
+            me = index_along(share.axes)
+            count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        else:
+            count, first = map(np.int32, loop.at)
         places = self.in_place(step, loop)
         held = [operands[places[j]] if j in places else self.room(step, loop, j) for j in range(len(loop.results))]
         sources = {i: j for j, i in places.items()}
@@ -432,7 +435,7 @@ class _Run:
                 for before, value, result in zip(held, taken, loop.results, strict=True)
             ]
 
-        made = lax.fori_loop(jnp.int32(0), count, turn, held)
+        made = turned(count, turn, held)
         for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
             if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
                 names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
@@ -499,6 +502,12 @@ def in_another_shape(step: Step) -> bool:
     d, (x,), (out,) = step.choice.description, step.eqn.invars, step.eqn.outvars
     same = isinstance(x, Var) and x.aval.size == out.aval.size and x.aval.dtype == out.aval.dtype
     return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
+
+
+def turned(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
+    """A loop of so many turns, of which it is not made known to compilers that they are a certain number."""
+    state = jnp.int32(0), held
+    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
 
 
 def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:

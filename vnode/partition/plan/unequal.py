@@ -1,0 +1,251 @@
+"""Unequal shares of a dimension: plans whose state lies in blocks, of which faster devices have more.
+
+Knows steps, the program of a row in blocks, machines and predictions. Must not know which candidates there are, nor
+files.
+
+Where devices along an axis of a mesh differ in speed, an even split of hidden units, heads or words lets the fast ones
+wait. The dimensions that an even plan divides over the axis are cut into equal blocks here, together with all that is
+tied to them, and each device is given so many that all take as long, as far as whole blocks allow (AccPar, Song et al.,
+HPCA 2020, section 5). What that takes is predicted as everything else is: of the program in which each device has a
+loop over its own blocks, on each kind of device with its number of them. The last one counts. Memory is that of the
+device that has most blocks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+
+from jax.extend.core import Var
+
+from vnode.errors import PartitionError
+from vnode.partition.cost.times import Times
+from vnode.partition.machine import Kind, Machine, MachineMesh
+from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.predict import NODES, Prediction, predicted
+from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.rows import of_one_kind
+from vnode.partition.plan.subject import Subject
+from vnode.placement.placement import even_counts
+from vnode.placement.uneven import UnevenSpec
+from vnode.runtime.divided import Rooms, followed
+from vnode.spmd.choice import itemsize
+from vnode.spmd.flow import Flow, along
+from vnode.spmd.layout import replicated
+from vnode.spmd.program import at_the_border
+from vnode.spmd.shares import Share
+from vnode.spmd.tied import tied
+
+MOST = 32
+"""Blocks of a dimension at most: every block is a turn of a loop, and small ones leave units idle."""
+
+TURNS = 4
+"""How often counts and the times that are predicted with them follow each other at most."""
+
+
+def divided_over(flow: Flow, subject: Subject, axis: str) -> dict[int, int]:
+    """The dimensions of a state that a flow divides over an axis, by the number of the input."""
+    found = {}
+    for i in subject.state:
+        for dim, cut in enumerate(at_the_border(flow.inputs[i], {axis: 2}).dims):
+            if cut is not None and axis in cut.axes:
+                found[i] = dim
+    return found
+
+
+def tied_to(subject: Subject, seeds: Mapping[int, int], blocks: int) -> dict[int, int]:
+    """The inputs of a step that can be stored in blocks, with what is tied to them, and along which dimension.
+
+    Args:
+      subject: the step.
+      seeds: for inputs, by number, the dimension.
+      blocks: how many equal blocks.
+
+    Returns:
+      For inputs with names the dimension. What cannot be computed block by block is left out: largest leaves come
+      first.
+    """
+    program, found = subject.schedule.flow.program, dict[int, int]()
+
+    def nbytes(i: int) -> int:
+        aval = program.inputs[i].aval
+        return math.prod(aval.shape) * itemsize(aval.dtype)
+
+    for i in sorted(seeds, key=lambda i: (-nbytes(i), i)):
+        if i in found or program.inputs[i].aval.shape[seeds[i]] % blocks:
+            continue
+        begun = {program.inputs[k]: dim for k, dim in {**found, i: seeds[i]}.items()}
+        try:
+            several = tied(program, begun, blocks).dims
+        except PartitionError:
+            continue
+        pairs = zip(program.inputs, subject.names, strict=False)
+        found = {k: several[var] for k, (var, name) in enumerate(pairs) if name is not None and var in several}
+    return found
+
+
+def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> dict[str, UnevenSpec]:
+    """How leaves lie that are stored in blocks, by name.
+
+    Raises:
+      PartitionError: two leaves of one name have other dimensions in blocks.
+    """
+    specs: dict[str, UnevenSpec] = {}
+    for number, name in enumerate(subject.names):
+        if name is None or (dim := dims.get(number)) is None:
+            continue
+        block = subject.inputs[number].aval.shape[dim] // share.blocks
+        spec = UnevenSpec(dim, share.axes[0], tuple(n * block for n in share.counts))
+        if specs.setdefault(name, spec) != spec:
+            raise PartitionError(f"two leaves are called {name!r}, and have other dimensions in blocks")
+    return specs
+
+
+def in_lowest_terms(counts: Sequence[int]) -> tuple[int, ...]:
+    """The same proportions with the largest blocks."""
+    common = math.gcd(*counts)
+    return tuple(n // common for n in counts)
+
+
+def done_first(times: Sequence[tuple[float, float]], blocks: int) -> tuple[int, ...]:
+    """Blocks of each device, so that the last one is done as early as it can be.
+
+    Args:
+      times: of each device: seconds that it takes in any case, and for each block.
+      blocks: how many there are.
+
+    >>> done_first([(0.0, 1.0), (0.0, 3.0)], 8), done_first([(4.0, 1.0), (0.0, 1.0)], 8)
+    ((6, 2), (2, 6))
+    """
+    counts = [0] * len(times)
+    for _ in range(blocks):
+        d = min(range(len(times)), key=lambda d: (times[d][0] + (counts[d] + 1) * times[d][1], d))
+        counts[d] += 1
+    return tuple(counts)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shared:
+    """A step whose state is shared out unevenly, on one mesh.
+
+    Attributes:
+      share: blocks of each index along the axis.
+      dims: for inputs, by number, the dimension that is in blocks.
+      row: the program of a row.
+      flow: through it.
+      prediction: of the index that is done last.
+    """
+
+    share: Share
+    dims: Mapping[int, int]
+    row: RowProgram
+    flow: Flow
+    prediction: Prediction
+
+
+class Unequal:
+    """Shares of what devices along an axis of a mesh compute, by their speed.
+
+    Args:
+      subject: the step.
+      machine: on which.
+      sizes: of the mesh's axes, that of the nodes first, and one other.
+      platform: what is compiled for.
+      times: of kernels.
+      pace: seconds that a node takes on a device of each kind.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        machine: Machine,
+        sizes: Mapping[str, int],
+        platform: str,
+        times: Times | None,
+        pace: Mapping[str, float],
+    ) -> None:
+        self.subject, self.machine, self.platform, self.times = subject, machine, platform, times
+        self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
+        (self.axis,) = self.axes
+        self.mesh: MachineMesh = machine.mesh(sizes)
+        rows = self.mesh.devices.reshape(sizes[NODES], -1).tolist()
+        of = [[machine.devices[i].kind for i in column] for column in zip(*rows, strict=True)]
+        self.kinds: list[Kind] = [max(column, key=lambda kind: pace[kind.name]) for column in of]
+        self.rates = [1 / pace[kind.name] for kind in self.kinds]
+        options = subject.step.options
+        counts = tuple(even_counts(options.virtual_nodes, sizes[NODES], options.lane))
+        self.across = Across(counts, options.lane, options.reduction == "invariant", NODES)
+        self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], Shared | None] = {}
+        self.lines: dict[tuple[int, ...], list[tuple[float, float]]] = {}
+
+    def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
+        """What a device takes that has so many blocks."""
+        subject = self.subject
+        return predicted(
+            seen_with(flow, (blocks, first)),
+            of_one_kind(self.machine, kind),
+            self.mesh,
+            self.across,
+            platform=self.platform,
+            state=subject.carried,
+            batch=subject.batch,
+            donated=subject.donated,
+            sharded={},
+            turns=max(self.across.counts),
+            times=self.times,
+        )
+
+    def shared(self, dims: Mapping[int, int], counts: Sequence[int]) -> Shared | None:
+        """What it is to have so many blocks; None if it cannot be carried out."""
+        key = in_lowest_terms(counts), tuple(sorted(dims.items()))
+        if key not in self.known:
+            self.known[key] = self.made(dims, Share((self.axis,), key[0]))
+        return self.known[key]
+
+    def made(self, dims: Mapping[int, int], share: Share) -> Shared | None:
+        """What it is to have shares; see `shared`."""
+        subject, options = self.subject, self.subject.step.options
+        inputs = subject.inputs
+        outputs = range(len(subject.schedule.flow.program.outputs))
+        rooms = Rooms(
+            share,
+            [dims.get(i) for i in range(len(inputs))],
+            [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs],
+        )
+        turns = max(self.across.counts)
+        try:
+            row = row_program(
+                subject.schedule,
+                options.virtual_nodes,
+                turns,
+                self.axes,
+                self.platform,
+                self.across.invariant,
+                rooms=rooms,
+            )
+        except PartitionError:
+            return None
+        given = [replicated(len(getattr(var.aval, "shape", ()))) for var in row.program.inputs]
+        for i, dim in dims.items():
+            room = row.program.inputs[i].aval.shape[dim]
+            given[i] = along(dim, share.cut(room, self.axes), given[i])
+        flow = in_pieces(followed(row.program, given, self.axes), self.axes)
+        alike = dict.fromkeys(zip((kind.name for kind in self.kinds), share.counts, strict=True))
+        kinds = {kind.name: kind for kind in self.kinds}
+        found = [self.predicted(flow, kinds[name], blocks) for name, blocks in alike]
+        return Shared(share, dims, row, flow, max(found, key=lambda each: each.figures.seconds))
+
+
+def seen_with(flow: Flow, at: tuple[int, int]) -> Flow:
+    """A flow with loops over as many blocks as a device has that stands for all, and from which one on."""
+    steps = tuple(
+        dataclasses.replace(
+            step,
+            bodies=tuple(seen_with(body, at) for body in step.bodies),
+            loop=None if step.loop is None else dataclasses.replace(step.loop, at=at),
+        )
+        for step in flow.steps
+    )
+    return dataclasses.replace(flow, steps=steps)
