@@ -398,6 +398,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside, sums)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
+    if target.contractions:
+        found = put_in_place(found, ends)
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
     plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     every = {var for kernel in found for var in kernel.piece.writes}
@@ -406,6 +408,41 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain} & halved
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:
+    """The kernels, where what makes a block writes it into the array in which it is put, if one does nothing else."""
+    found: list[Kernel | None] = [*kernels]
+    maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
+    readers: dict[Var, set[int]] = {}
+    for k, kernel in enumerate(kernels):
+        for var in kernel.piece.reads:
+            readers.setdefault(var, set()).add(k)
+    for k, kernel in enumerate(kernels):
+        if kernel.shape is not Shape.UPDATED or len(kernel.piece.equations) > 1 or not is_block(kernel.root):
+            continue
+        array, block = kernel.root.invars[:2]
+        at = maker.get(block) if isinstance(block, Var) else None
+        before = None if at is None else found[at]
+        if before is None or before.shape not in (Shape.EACH, Shape.CONTRACTED) or len(before.piece.writes) > 1:
+            continue
+        if any(maker.get(a, -1) >= at for a in kernel.root.invars if isinstance(a, Var) and a is not block):
+            continue
+        alone = block not in ends and readers[block] == {k}
+        writes = [*([] if alone else [block]), *kernel.root.outvars]
+        piece = piece_of([*before.piece.equations, kernel.root], writes)
+        place = k if alone and readers.get(array, set()) - {at, k} else at
+        found[k] = found[at] = None
+        found[place] = Kernel(piece, before.shape, before.root)
+    return [kernel for kernel in found if kernel is not None]
+
+
+def is_block(eqn: JaxprEqn) -> bool:
+    """Whether what is put into an array is one block of it."""
+    of, (out, *_) = describe(eqn), eqn.outvars
+    if of is None or len(eqn.invars) < 2 or getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
+        return False
+    return all(getattr(atom.aval, "shape", ()) == () for atom in eqn.invars[2:])
 
 
 def by_library(eqn: JaxprEqn, program: Program) -> bool:

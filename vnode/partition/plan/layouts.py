@@ -16,6 +16,8 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PartitionError
 from vnode.partition.plan.row import NodeFlow, RowProgram
 from vnode.partition.plan.subject import Subject
+from vnode.placement.patterns import Patterns
+from vnode.placement.uneven import UnevenSpec
 from vnode.runtime.divided import result
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
@@ -118,6 +120,6 @@ def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Ax
     return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
 
 
-def patterns(specs: Mapping[str, PartitionSpec]) -> tuple[tuple[str, PartitionSpec], ...]:
+def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Specs by name as patterns, each of which means that name only."""
     return tuple((f"^{re.escape(name)}$", spec) for name, spec in specs.items())

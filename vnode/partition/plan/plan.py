@@ -33,7 +33,8 @@ from vnode.partition.plan.row import row_program
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
-from vnode.placement.placement import Placement, device_list
+from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
+from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.memory import refusal
 from vnode.report.report import Report
 from vnode.report.sources import short
@@ -44,7 +45,7 @@ from vnode.spmd.record import RecordedFlow
 from vnode.step.explain import reports
 from vnode.step.virtual import VirtualStep
 
-HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "other": 0}
+HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "blocks": 180, "other": 0}
 """Degrees of the colours of what axes divide."""
 
 
@@ -81,7 +82,7 @@ class Plan(Drawn):
     name: str
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
-    specs: Mapping[str, PartitionSpec]
+    specs: Mapping[str, PartitionSpec | UnevenSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction | None
     beside: Mapping[str, Figures]
@@ -145,6 +146,17 @@ class Plan(Drawn):
             )
         if len(set(found)) < wanted:
             raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
+        if len(neighbours_of_one_kind(sorted(found, key=kind_of))) > 1:
+            raise PlacementError(
+                layout_message(
+                    "a plan is one program, and devices of different kinds cannot share one.",
+                    facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
+                    remedies=[
+                        "give devices of one kind; they may differ in speed",
+                        "or share out nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
+                    ],
+                )
+            )
         order = self.machine.mesh(self.mesh).devices
         mesh = Mesh(np.array(found, dtype=object)[order], tuple(self.mesh))
         options = dataclasses.replace(
@@ -308,6 +320,8 @@ class Plan(Drawn):
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
+            *self._kinds(),
+            *self._shares(),
             Fact("memory", self._memory()),
             *self._branches(),
             *self._host(),
@@ -325,6 +339,24 @@ class Plan(Drawn):
         if self.prediction is None:
             return f"searched for {limit}"
         return f"{size(self.figures.memory)} of {limit}"
+
+    def _kinds(self) -> list[Fact]:
+        kinds = collections.Counter(device.kind.name for device in self.machine.devices)
+        if len(kinds) == 1:
+            return []
+        way = "in one program: they may differ in speed, and not in what is compiled for them"
+        return [Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way)]
+
+    def _shares(self) -> list[Fact]:
+        found = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
+        return [
+            Fact(
+                "shares",
+                f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}",
+                f"each device computes its own blocks; the state has room for {max(blocks)} on each",
+            )
+            for axis, blocks in found
+        ]
 
     def _branches(self) -> list[Fact]:
         groups = [group for record in self.records.values() for group in record.groups]
@@ -440,6 +472,11 @@ class Explanation(Drawn):
         return super()._repr_html_() + self.plan.pictures()
 
 
+def kind_of(device: Any) -> str:
+    """What a device is to a compiler."""
+    return f"{device.platform} {getattr(device, 'device_kind', '')}"
+
+
 def rest_of(rows: Sequence[Any], shown: int) -> str:
     """What a table leaves out."""
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
@@ -458,8 +495,10 @@ def uneven(counts: Sequence[int]) -> str:
     return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
 
 
-def said(spec: PartitionSpec) -> str:
+def said(spec: PartitionSpec | UnevenSpec) -> str:
     """A spec in words."""
+    if isinstance(spec, UnevenSpec):
+        return f"dimension {spec.dim} over {spec.axis}: {', '.join(map(str, spec.counts))}"
     parts = [
         f"dimension {d} over {' and '.join(entry if isinstance(entry, tuple) else (entry,))}"
         for d, entry in enumerate(spec)

@@ -178,7 +178,6 @@ class Unequal:
         counts = tuple(even_counts(options.virtual_nodes, sizes[NODES], options.lane))
         self.across = Across(counts, options.lane, options.reduction == "invariant", NODES)
         self.known: dict[tuple[tuple[int, ...], tuple[tuple[int, int], ...]], Shared | None] = {}
-        self.lines: dict[tuple[int, ...], list[tuple[float, float]]] = {}
 
     def predicted(self, flow: Flow, kind: Kind, blocks: int, first: int = 0) -> Prediction:
         """What a device takes that has so many blocks."""
@@ -236,6 +235,72 @@ class Unequal:
         kinds = {kind.name: kind for kind in self.kinds}
         found = [self.predicted(flow, kinds[name], blocks) for name, blocks in alike]
         return Shared(share, dims, row, flow, max(found, key=lambda each: each.figures.seconds))
+
+    def lines(self, shared: Shared, blocks: int) -> list[tuple[float, float]]:
+        """Seconds that each index takes in any case, and for each of so many blocks of all."""
+        found: dict[str, tuple[float, float]] = {}
+        for kind in self.kinds:
+            if kind.name not in found:
+                own = shared.share.blocks
+                one, every = (self.predicted(shared.flow, kind, n).figures.seconds for n in (1, own))
+                block = (every - one) / (own - 1)
+                found[kind.name] = one - block, block * own / blocks
+        return [found[kind.name] for kind in self.kinds]
+
+    def best(
+        self, dims: Mapping[int, int], blocks: int, memory: float = math.inf, hopeless: float = math.inf
+    ) -> Shared | None:
+        """The shares with which the last device is done first, of those that fit.
+
+        Args:
+          dims: for inputs, by number, the dimension that is cut into blocks.
+          blocks: how many blocks there are.
+          memory: bytes that one device may hold.
+          hopeless: seconds beyond which nothing is tried after the first shares, those by speed.
+
+        Returns:
+          The best; None if the program cannot be carried out in blocks, or no shares are unequal.
+        """
+        found: dict[tuple[int, ...], Shared] = {}
+
+        def tried(counts: tuple[int, ...]) -> float:
+            one = self.shared(dims, counts) if is_unequal(counts) else None
+            if one is not None:
+                found[counts] = one
+            return math.inf if one is None else one.prediction.figures.seconds
+
+        def nearest() -> tuple[int, ...]:
+            return min(found, key=lambda counts: found[counts].prediction.figures.seconds)
+
+        counts = done_first([(0.0, 1 / rate) for rate in self.rates], blocks)
+        for _ in range(TURNS):  # shares and times follow each other
+            if counts in found or tried(counts) > hopeless:
+                break
+            counts = done_first(self.lines(found[counts], blocks), blocks)
+        better = bool(found) and found[nearest()].prediction.figures.seconds <= hopeless
+        while better:  # a block less for the last one
+            start = nearest()
+            lines = self.lines(found[start], blocks)
+            late = max(range(len(start)), key=lambda d: lines[d][0] + start[d] * lines[d][1])
+            others = {(self.kinds[d].name, start[d]): d for d in range(len(start)) if d != late and start[late]}
+            moved = [tuple(n + (d == to) - (d == late) for d, n in enumerate(start)) for to in others.values()]
+            better = min(map(tried, moved), default=math.inf) < found[start].prediction.figures.seconds
+        fits = [each for each in found.values() if each.prediction.figures.memory <= memory]
+        return min(fits or found.values(), key=lambda each: each.prediction.figures.seconds, default=None)
+
+
+def is_unequal(counts: Sequence[int]) -> bool:
+    """Whether devices have different numbers, and no one has all."""
+    return len({*counts}) > 1 and sum(n > 0 for n in counts) > 1
+
+
+def block_numbers(lengths: Sequence[int]) -> list[int]:
+    """Into how many blocks some dimension can be cut, large ones first.
+
+    >>> block_numbers([12, 8])
+    [2, 3, 4, 6, 8, 12]
+    """
+    return sorted({b for n in lengths for b in range(2, MOST + 1) if n % b == 0})
 
 
 def seen_with(flow: Flow, at: tuple[int, int]) -> Flow:
