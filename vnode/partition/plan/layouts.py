@@ -23,6 +23,7 @@ from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow, digest_of, recorded
+from vnode.spmd.shares import Share
 
 
 def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
@@ -81,6 +82,23 @@ def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Ax
         record = records.get(digest_of(node.written))
         for a, end in zip(node.sums, () if record is None else record.ends, strict=False):
             found[a.var] = result(end, a.monoid, axes).local(a.var.aval.shape, axes)
+    return found
+
+
+def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
+    """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
+
+    Args:
+      row: what a row computes, in blocks.
+      share: whose blocks are how many.
+    """
+    found: dict[Var, tuple[int, ...]] = {}
+    for node in row.nodes:
+        for a, dim in zip(node.sums, node.dims, strict=True):
+            if dim is not None:
+                shape = list(a.var.aval.shape)
+                shape[dim] = shape[dim] // share.blocks * share.most
+                found[a.var] = tuple(shape)
     return found
 
 

@@ -26,10 +26,12 @@ from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exch
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.layouts import parts_of_sums, patterns
+from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
+from vnode.partition.plan.subject import subject_of
+from vnode.partition.plan.unequal import dims_of, rooms_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
@@ -43,6 +45,7 @@ from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
 from vnode.spmd.record import RecordedFlow
 from vnode.step.explain import reports
+from vnode.step.rooms import share_of
 from vnode.step.virtual import VirtualStep
 
 HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "blocks": 180, "other": 0}
@@ -294,8 +297,13 @@ class Plan(Drawn):
             return {}
         exact = self.pattern.options.reduction == "invariant"
         platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
-        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact)
-        return parts_of_sums(row, self.records, axes)
+        share = share_of(patterns(self.specs))
+        rooms = None
+        if share is not None:
+            subject = subject_of(self.pattern, self.args)
+            rooms = rooms_of(subject, dims_of(subject, self.specs), share)
+        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact, rooms=rooms)
+        return parts_of_sums(row, self.records, axes) if share is None else parts_in_blocks(row, share)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""

@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 
-from jax.extend.core import Var
+from jax.sharding import PartitionSpec
 
 from vnode.errors import PartitionError
 from vnode.partition.cost.times import Times
@@ -101,6 +101,25 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
         if specs.setdefault(name, spec) != spec:
             raise PartitionError(f"two leaves are called {name!r}, and have other dimensions in blocks")
     return specs
+
+
+def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
+    """Which inputs of a step are given in blocks, and the outputs that take their places.
+
+    Args:
+      subject: the step.
+      dims: for inputs, by number, the dimension that is in blocks.
+      share: whose blocks are how many.
+    """
+    inputs, outputs = range(len(subject.inputs)), range(len(subject.schedule.flow.program.outputs))
+    ends = [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs]
+    return Rooms(share, [dims.get(i) for i in inputs], ends)
+
+
+def dims_of(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> dict[int, int]:
+    """The dimensions of a step's inputs that specs by name share out unevenly, by the number of the input."""
+    named = [(i, specs.get(name)) for i, name in enumerate(subject.names) if name is not None]
+    return {i: spec.dim for i, spec in named if isinstance(spec, UnevenSpec)}
 
 
 def in_lowest_terms(counts: Sequence[int]) -> tuple[int, ...]:
@@ -206,13 +225,6 @@ class Unequal:
     def made(self, dims: Mapping[int, int], share: Share) -> Shared | None:
         """What it is to have shares; see `shared`."""
         subject, options = self.subject, self.subject.step.options
-        inputs = subject.inputs
-        outputs = range(len(subject.schedule.flow.program.outputs))
-        rooms = Rooms(
-            share,
-            [dims.get(i) for i in range(len(inputs))],
-            [dims.get(subject.carried[j]) if j in subject.carried else None for j in outputs],
-        )
         turns = max(self.across.counts)
         try:
             row = row_program(
@@ -222,7 +234,7 @@ class Unequal:
                 self.axes,
                 self.platform,
                 self.across.invariant,
-                rooms=rooms,
+                rooms=rooms_of(subject, dims, share),
             )
         except PartitionError:
             return None
