@@ -54,6 +54,10 @@ HOPELESS = 2.0
 """So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
 
 
+WORSE = 1.25
+"""So many times the time of other numbers of blocks: what begins slower is not looked at further."""
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Candidate:
     """A plan that could be chosen.
@@ -348,7 +352,8 @@ class OnMesh:
                 if time.monotonic() > until:
                     break
                 dims = tied_to(self.subject, seeds, blocks)
-                one = shares.best(dims, blocks, memory, HOPELESS * best) if dims else None
+                near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
+                one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
                 several += [one] if one is not None else []
             fits = [each for each in several if each.prediction.figures.memory <= memory] or several
             if fits:

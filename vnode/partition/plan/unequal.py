@@ -285,8 +285,11 @@ class Unequal:
             return min(found, key=lambda counts: found[counts].prediction.figures.seconds)
 
         counts = done_first([(0.0, 1 / rate) for rate in self.rates], blocks)
+        if max(counts) == blocks:  # one for the next fastest, and not all for one
+            first, second, *_ = sorted(range(len(counts)), key=lambda d: (-counts[d], -self.rates[d]))
+            counts = tuple(n - (d == first) + (d == second) for d, n in enumerate(counts))
         for _ in range(TURNS):  # shares and times follow each other
-            if counts in found or tried(counts) > hopeless:
+            if counts in found or tried(counts) > hopeless or counts not in found:
                 break
             counts = done_first(self.lines(found[counts], blocks), blocks)
         better = bool(found) and found[nearest()].prediction.figures.seconds <= hopeless
