@@ -56,5 +56,5 @@ def uneven(
     numbers = list(named)
     asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
     several = in_blocks(program, share, asked).inputs
-    dims = {number: dim for number in named if (dim := several[number]) is not None}
-    return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, dims, share).items()}
+    cut = {number: dim for number in named if (dim := several[number]) is not None}
+    return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}

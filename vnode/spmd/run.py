@@ -429,9 +429,7 @@ class _Run:
             made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
             return [
-                result.combine(before, value)
-                if isinstance(result, Monoid)
-                else put_at(before, value, result, place)
+                result.combine(before, value) if isinstance(result, Monoid) else put_at(before, value, result, place)
                 for before, value, result in zip(held, taken, loop.results, strict=True)
             ]
 

@@ -15,6 +15,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
 - There, a product takes in no slice whose place is known at run time only; that is written first.
+- There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
   what moves a value to the host's memory, or back.
@@ -411,7 +412,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
 
 
 def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:
-    """The kernels, where what makes a block writes it into the array in which it is put, if one does nothing else."""
+    """The kernels, where one that makes a block writes it where it is put into an array, as TPUs' compiler has it."""
     found: list[Kernel | None] = [*kernels]
     maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
     readers: dict[Var, set[int]] = {}
@@ -419,28 +420,34 @@ def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:
         for var in kernel.piece.reads:
             readers.setdefault(var, set()).add(k)
     for k, kernel in enumerate(kernels):
-        if kernel.shape is not Shape.UPDATED or len(kernel.piece.equations) > 1 or not is_block(kernel.root):
+        if kernel.shape is not Shape.UPDATED or len(kernel.piece.equations) > 1 or not puts_a_block(kernel.root):
             continue
-        array, block = kernel.root.invars[:2]
-        at = maker.get(block) if isinstance(block, Var) else None
-        before = None if at is None else found[at]
-        if before is None or before.shape not in (Shape.EACH, Shape.CONTRACTED) or len(before.piece.writes) > 1:
+        array, block, *places = kernel.root.invars
+        if not isinstance(block, Var) or block not in maker:
             continue
-        if any(maker.get(a, -1) >= at for a in kernel.root.invars if isinstance(a, Var) and a is not block):
+        at = maker[block]
+        before = found[at]
+        if before is None or before.shape not in MAKES_BLOCKS or len(before.piece.writes) > 1:
             continue
-        alone = block not in ends and readers[block] == {k}
-        writes = [*([] if alone else [block]), *kernel.root.outvars]
-        piece = piece_of([*before.piece.equations, kernel.root], writes)
-        place = k if alone and readers.get(array, set()) - {at, k} else at
+        if any(maker.get(atom, -1) >= at for atom in (array, *places) if isinstance(atom, Var)):
+            continue
+        alone = block not in ends and readers.get(block) == {k}
+        others = readers.get(array, set()) - {at, k} if isinstance(array, Var) else set[int]()
+        writes = [*before.piece.writes[: not alone], *kernel.root.outvars]
+        place = k if alone and others else at  # after the others that read what was there
         found[k] = found[at] = None
-        found[place] = Kernel(piece, before.shape, before.root)
+        found[place] = Kernel(piece_of([*before.piece.equations, kernel.root], writes), before.shape, before.root)
     return [kernel for kernel in found if kernel is not None]
 
 
-def is_block(eqn: JaxprEqn) -> bool:
-    """Whether what is put into an array is one block of it."""
-    of, (out, *_) = describe(eqn), eqn.outvars
-    if of is None or len(eqn.invars) < 2 or getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
+MAKES_BLOCKS = {Shape.EACH, Shape.MOVED, Shape.CONTRACTED}
+"""What writes its result into a part of an array."""
+
+
+def puts_a_block(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts one block into an array."""
+    (out,) = eqn.outvars
+    if len(eqn.invars) < 2 or getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
         return False
     return all(getattr(atom.aval, "shape", ()) == () for atom in eqn.invars[2:])
 

@@ -48,7 +48,17 @@ from vnode.step.explain import reports
 from vnode.step.rooms import share_of
 from vnode.step.virtual import VirtualStep
 
-HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "blocks": 180, "other": 0}
+HUES = {
+    "nodes": 210,
+    "batch": 270,
+    "left": 150,
+    "right": 90,
+    "sum": 30,
+    "space": 330,
+    "branch": 60,
+    "blocks": 180,
+    "other": 0,
+}
 """Degrees of the colours of what axes divide."""
 
 

@@ -249,7 +249,10 @@ class Row(Emission):
         program, dims = self.blocked(program, [None, *(var for var, _ in sliced), *wholes])
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
-        sums = [dataclasses.replace(s, shape=self.shape(a.var)) for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)]
+        sums = [
+            dataclasses.replace(s, shape=self.shape(a.var))
+            for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)
+        ]
         captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
         examples = tuple(form.dim for _, form in sliced)

@@ -14,7 +14,6 @@ device that has most blocks.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping, Sequence
 
