@@ -24,7 +24,7 @@ from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
-from vnode.errors import PartitionError
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.description import Factors
 from vnode.operators.registry import register
@@ -197,7 +197,7 @@ class Row(Emission):
         program, captured = as_program(together, shapes, self.mesh_axes)
         try:
             program, dims = self.blocked(program, together.reads, batched)
-        except PartitionError:  # every device computes it whole
+        except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
             given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
         values = evaluated(program, [*given, *captured])
         for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):

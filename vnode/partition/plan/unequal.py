@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from vnode.errors import PartitionError
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Kind, Machine, MachineMesh
 from vnode.partition.plan.across import Across, in_pieces
@@ -91,15 +91,18 @@ def specs_in_blocks(subject: Subject, dims: Mapping[int, int], share: Share) -> 
     Raises:
       PartitionError: two leaves of one name have other dimensions in blocks.
     """
-    specs: dict[str, UnevenSpec] = {}
+    specs: dict[str, UnevenSpec | None] = {}
     for number, name in enumerate(subject.names):
-        if name is None or (dim := dims.get(number)) is None:
+        if name is None:
             continue
-        block = subject.inputs[number].aval.shape[dim] // share.blocks
-        spec = UnevenSpec(dim, share.axes[0], tuple(n * block for n in share.counts))
+        dim, shape = dims.get(number), subject.inputs[number].aval.shape
+        spec = None
+        if dim is not None:
+            block = shape[dim] // share.blocks
+            spec = UnevenSpec(dim, share.axes[0], tuple(n * block for n in share.counts))
         if specs.setdefault(name, spec) != spec:
             raise PartitionError(f"two leaves are called {name!r}, and have other dimensions in blocks")
-    return specs
+    return {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def rooms_of(subject: Subject, dims: Mapping[int, int], share: Share) -> Rooms:
@@ -226,6 +229,7 @@ class Unequal:
         subject, options = self.subject, self.subject.step.options
         turns = max(self.across.counts)
         try:
+            specs_in_blocks(subject, dims, share)
             row = row_program(
                 subject.schedule,
                 options.virtual_nodes,
@@ -235,13 +239,13 @@ class Unequal:
                 self.across.invariant,
                 rooms=rooms_of(subject, dims, share),
             )
-        except PartitionError:
+            given = [replicated(len(getattr(var.aval, "shape", ()))) for var in row.program.inputs]
+            for i, dim in dims.items():
+                room = row.program.inputs[i].aval.shape[dim]
+                given[i] = along(dim, share.cut(room, self.axes), given[i])
+            flow = in_pieces(followed(row.program, given, self.axes), self.axes)
+        except (PartitionError, UnsupportedPrimitiveError):
             return None
-        given = [replicated(len(getattr(var.aval, "shape", ()))) for var in row.program.inputs]
-        for i, dim in dims.items():
-            room = row.program.inputs[i].aval.shape[dim]
-            given[i] = along(dim, share.cut(room, self.axes), given[i])
-        flow = in_pieces(followed(row.program, given, self.axes), self.axes)
         alike = dict.fromkeys(zip((kind.name for kind in self.kinds), share.counts, strict=True))
         kinds = {kind.name: kind for kind in self.kinds}
         found = [self.predicted(flow, kinds[name], blocks) for name, blocks in alike]
