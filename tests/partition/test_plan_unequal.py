@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
+from tests.partition.test_plan import layers
 from tests.partition.test_plan_accept import GIB, example
 from tests.rounding import assert_same
 from vnode.errors import PartitionError, PlacementError
@@ -186,6 +187,28 @@ class TestCarriedOut:
             found().step(devices)
 
 
+@pytest.mark.thorough
+def test_heads_and_hidden_units_of_layers_in_a_scan() -> None:
+    """In the same proportions, as far as whole heads allow."""
+    d, h = 16, 32
+    layer = {"qkv": normal(1, 3, d, 4, 4), "out": normal(2, 4, 4, d), "up": normal(3, d, h), "down": normal(4, h, d)}
+    params = jax.tree.map(lambda w: jnp.stack([w] * 3), layer)
+    step = trained(lambda params, x: layers(params, x, x))
+    state, x = (params, OPTIMIZER.init(params)), normal(5, 8, 8, d)
+    subject = subject_of(on_nodes(step, 2, {}), (state, x))
+    where = machine(4, 3.0, work=WORK)
+    made = candidate(subject, where, {"vnode": 2, "model": 2}, 4, (3, 1), "gpu")
+    assert {name: spec.counts for name, spec in made.specs.items() if name.startswith("0/")} == {
+        "0/qkv": (3, 1),
+        "0/out": (3, 1),
+        "0/up": (24, 8),
+        "0/down": (24, 8),
+    }
+    planned = plan_of(subject, made, where, GIB, {}).step(jax.devices()[:4])
+    found, loss = planned(planned.put(state), x)
+    assert_same((planned.get(found), loss), jax.jit(step), state, x)
+
+
 def test_bits_do_not_depend_on_the_devices_that_nodes_are_spread_over() -> None:
     """For fixed counts."""
     subject = subject_of(on_nodes(STEP, 4, {}), (STATE, X))
@@ -242,7 +265,9 @@ def test_no_other_counts_are_done_earlier(times: list[tuple[float, float]], bloc
 
 
 @pytest.mark.quickly
-@pytest.mark.parametrize(("devices", "most", "times"), [(2, 8, 5 / 3), (2, 8, 4.0), (3, 4, 2.0)])
+@pytest.mark.parametrize(
+    ("devices", "most", "times"), [(2, 8, 5 / 3), (2, 8, 4.0), pytest.param(3, 4, 2.0, marks=pytest.mark.thorough)]
+)
 def test_no_other_counts_are_predicted_to_be_faster(devices: int, most: int, times: float) -> None:
     """Against all of them, each with a prediction of its own."""
     subject = subject_of(on_nodes(STEP, 1, {}), (STATE, X))
