@@ -1,7 +1,7 @@
 """Plans for a host of which half of the GPUs are slower: what unequal shares are predicted to take beside even ones.
 
-`python -m benchmarks.partition_unequal` prints a line for each ratio of speeds. Nothing is run or compiled: the GPUs are
-those of a data sheet, and slower ones compute more slowly, with memory as fast.
+`python -m benchmarks.partition_unequal` prints a line for each ratio of speeds. Nothing is run or compiled: the GPUs
+are those of a data sheet, and slower ones compute more slowly, with memory as fast.
 
 This file knows machines and plans. It must not know how shares are found.
 """
