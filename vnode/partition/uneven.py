@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from vnode.partition.blocks import found
+from vnode.partition.plan.blocks import specs_in_blocks
 from vnode.partition.plan.subject import on_nodes, subject_of
-from vnode.partition.plan.unequal import specs_in_blocks
 from vnode.placement.uneven import UnevenSpec
 from vnode.spmd.blocks import in_blocks
 from vnode.spmd.shares import Share

@@ -23,6 +23,7 @@ from vnode.partition.cost.time import Roofline
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.blocks import block_numbers, divided_over, specs_in_blocks, tied_to
 from vnode.partition.plan.branches import groups_along, stages_of
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
@@ -31,7 +32,7 @@ from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, pr
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
-from vnode.partition.plan.unequal import Shared, Unequal, block_numbers, divided_over, specs_in_blocks, tied_to
+from vnode.partition.plan.unequal import Shared, Unequal
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.problem import Array

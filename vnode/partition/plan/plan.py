@@ -25,13 +25,13 @@ from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layou
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
+from vnode.partition.plan.blocks import dims_of, rooms_of
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
 from vnode.partition.plan.subject import subject_of
-from vnode.partition.plan.unequal import dims_of, rooms_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
