@@ -9,8 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vnode.errors import PartitionError
 from vnode.partition.blocks import found
+from vnode.partition.plan.blocks import specs_in_blocks
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.placement.uneven import UnevenSpec
 from vnode.spmd.blocks import in_blocks
@@ -56,13 +56,5 @@ def uneven(
     numbers = list(named)
     asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
     several = in_blocks(program, share, asked).inputs
-    specs: dict[str, UnevenSpec] = {}
-    for number, name in named.items():
-        dim = several[number]
-        if dim is None:
-            continue
-        block = program.inputs[number].aval.shape[dim] // share.blocks
-        spec = UnevenSpec(dim, axis, tuple(n * block for n in share.counts))
-        if specs.setdefault(f"^{re.escape(name)}$", spec) != spec:
-            raise PartitionError(f"two leaves are called {name!r}, and have other dimensions in blocks")
-    return specs
+    cut = {number: dim for number in named if (dim := several[number]) is not None}
+    return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}

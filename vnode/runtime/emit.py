@@ -43,7 +43,7 @@ from vnode.spmd.exchange import convert, in_step
 from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
 from vnode.spmd.run import Alike, Later
-from vnode.spmd.shares import restored, stored
+from vnode.spmd.shares import Share, restored, stored
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 """What a plan may have been made for, whatever it is carried out on."""
@@ -200,8 +200,16 @@ class Emission:
         share = self.division.rooms.share
         if isinstance(atom, Var) and atom in self.rooms and self.dims[atom] == dim:
             return self.rooms[atom]
+        return self.cut_along(stored(self.output(atom), dim, share), dim, share)
+
+    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+        """A value in blocks, each device's on it."""
         spec = PartitionSpec(*[None] * dim, share.axes)
-        return lax.with_sharding_constraint(stored(self.output(atom), dim, share), self.placement.sharding(*spec))
+        return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
+
+    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+        """A value in blocks, put together on every device."""
+        return restored(self.everywhere(value), dim, share)
 
     def run_all(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, divided as what it reads; what has effects is left to XLA's partitioner."""
@@ -351,8 +359,7 @@ class Emission:
             self.whole[atom] = fetched(value, self.latest, spec, self.placement.mesh)
         if atom not in self.whole and atom in self.rooms:
             assert self.division.rooms is not None
-            value = restored(self.everywhere(self.rooms[atom]), self.dims[atom], self.division.rooms.share)
-            self.whole[atom] = value
+            self.whole[atom] = self.in_one_piece(self.rooms[atom], self.dims[atom], self.division.rooms.share)
         if atom not in self.whole:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
@@ -476,7 +483,7 @@ class Emission:
         value, rooms = self.collected[var], self.division.rooms
         if rooms is None or var not in self.dims:
             return value
-        return restored(self.everywhere(value), self.dims[var] + 1, rooms.share)
+        return self.in_one_piece(value, self.dims[var] + 1, rooms.share)
 
     def everywhere(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which

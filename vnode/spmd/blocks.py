@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Atom, Program, barrier_equation, bind, context_of, inline
@@ -48,12 +49,29 @@ class Loop:
         handed on in float32.
       operands: for each operand the dimension of which the program is given a block; None for all of it.
       results: for each result the dimension of which the program makes a block, or how the blocks' results combine.
+      dtypes: of each result.
+      at: how many blocks, and from which one on, a device has that stands for all, for who wants to know what it takes;
+        None where each finds out which are its own.
     """
 
     share: Share
     program: Program
     operands: tuple[int | None, ...]
     results: tuple[int | Monoid, ...]
+    dtypes: tuple[Any, ...]
+    at: tuple[int, int] | None = None
+
+
+@in_blocks_p.def_abstract_eval
+def _(*_: Any, loop: Loop) -> list[Any]:
+    """The types of results, as a program that is traced anew has them."""
+    found = []
+    for atom, result, dtype in zip(loop.program.outputs, loop.results, loop.dtypes, strict=True):
+        shape = list(atom.aval.shape)
+        if not isinstance(result, Monoid):
+            shape[result] *= loop.share.most * len(loop.share.counts)
+        found.append(ShapedArray(tuple(shape), dtype))
+    return found
 
 
 def loop_of(eqn: JaxprEqn) -> Loop | None:
@@ -425,7 +443,8 @@ class _Builder:
         traced = jax.make_jaxpr(functools.partial(self.block, inside, reads, makes))(
             jax.ShapeDtypeStruct((), np.int32), *(self.block_shape(*read) for read in reads)
         )
-        loop = Loop(self.share, inline(traced.jaxpr, traced.consts), tuple(form for _, form in reads), results)
+        operands, dtypes = tuple(form for _, form in reads), tuple(var.aval.dtype for var in makes)
+        loop = Loop(self.share, inline(traced.jaxpr, traced.consts), operands, results, dtypes)
         source = self.program.equations[inside[0]].source_info
         eqn = barrier_equation().replace(primitive=in_blocks_p, params={"loop": loop}, source_info=source)
         return eqn, reads

@@ -412,27 +412,28 @@ class _Run:
         atoms, share, (flow,) = step.eqn.invars, loop.share, step.bodies
         operands = [as_array(self.read(atom, layout), atom) for atom, layout in zip(atoms, step.operands, strict=True)]
         inner = {name: size for name, size in self.axes.items() if name not in share.axes}
-        me = index_along(share.axes)
-        count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        if loop.at is None:
+            me = index_along(share.axes)
+            count, first = (jnp.asarray(several, jnp.int32)[me] for several in (share.counts, share.starts))
+        else:
+            count, first = map(np.int32, loop.at)
         places = self.in_place(step, loop)
         held = [operands[places[j]] if j in places else self.room(step, loop, j) for j in range(len(loop.results))]
         sources = {i: j for j, i in places.items()}
 
         def turn(k: jax.Array, held: list[Any]) -> list[Any]:
-            own = []
+            own, place = [], k if loop.at is None else None
             for i, (value, dim) in enumerate(zip(operands, loop.operands, strict=True)):
                 value = held[sources[i]] if i in sources else value  # where block k is as it was
-                own.append(value if dim is None else block_at(value, dim, k, share.most))
+                own.append(value if dim is None else block_at(value, dim, place, share.most))
             made = run(flow, [first + k, *own], inner, self.platform, everywhere=False, alike=self.alike)
             taken = [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
             return [
-                result.combine(before, value)
-                if isinstance(result, Monoid)
-                else lax.dynamic_update_slice_in_dim(before, value, k * value.shape[result], axis=result)
+                result.combine(before, value) if isinstance(result, Monoid) else put_at(before, value, result, place)
                 for before, value, result in zip(held, taken, loop.results, strict=True)
             ]
 
-        made = lax.fori_loop(jnp.int32(0), count, turn, held)
+        made = turned(count, turn, held)
         for i, (var, result) in enumerate(zip(step.eqn.outvars, loop.results, strict=True)):
             if isinstance(result, Monoid) and is_narrow(var.aval.dtype):
                 names = (*share.axes, *(name for name, _ in flow.outputs[i].partial))
@@ -501,10 +502,27 @@ def in_another_shape(step: Step) -> bool:
     return same and d.has(Algebra.MOVES) and all(isinstance(factor.split, Free) for factor in d.factors)
 
 
-def block_at(value: Any, dim: int, k: jax.Array, blocks: int) -> Any:
-    """Block `k` of `blocks` along a dimension."""
+def turned(count: Any, turn: Callable[[jax.Array, list[Any]], list[Any]], held: list[Any]) -> list[Any]:
+    """A loop of so many turns, of which it is not made known to compilers that they are a certain number."""
+    state = jnp.int32(0), held
+    return lax.while_loop(lambda s: s[0] < count, lambda s: (s[0] + np.int32(1), turn(s[0], s[1])), state)[1]
+
+
+def block_at(value: Any, dim: int, k: jax.Array | None, blocks: int) -> Any:
+    """Block `k` of `blocks` along a dimension.
+
+    For who wants to know what it takes, and gives no `k`, it is the first one: slices from places that are known at run
+    time only are taken by kernels of their own on TPUs, but for those that a loop goes along.
+    """
     length = value.shape[dim] // blocks
+    if k is None:
+        return lax.slice_in_dim(value, 0, length, axis=dim)
     return lax.dynamic_slice_in_dim(value, k * length, length, axis=dim)
+
+
+def put_at(value: Any, block: Any, dim: int, k: jax.Array | None) -> Any:
+    """A value with one of its blocks replaced; see `block_at`."""
+    return lax.dynamic_update_slice_in_dim(value, block, 0 if k is None else k * block.shape[dim], axis=dim)
 
 
 def equation_of(step: Step) -> JaxprEqn | None:

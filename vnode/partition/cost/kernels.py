@@ -15,6 +15,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
 - There, a product takes in no slice whose place is known at run time only; that is written first.
+- There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
   what moves a value to the host's memory, or back.
@@ -398,6 +399,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
         members = gathered(eqn, definitions, inside, sums)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
+    if target.contractions:
+        found = put_in_place(found, ends)
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
     plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     every = {var for kernel in found for var in kernel.piece.writes}
@@ -406,6 +409,47 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain} & halved
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:
+    """The kernels, where one that makes a block writes it where it is put into an array, as TPUs' compiler has it."""
+    found: list[Kernel | None] = [*kernels]
+    maker = {var: k for k, kernel in enumerate(kernels) for var in kernel.piece.writes}
+    readers: dict[Var, set[int]] = {}
+    for k, kernel in enumerate(kernels):
+        for var in kernel.piece.reads:
+            readers.setdefault(var, set()).add(k)
+    for k, kernel in enumerate(kernels):
+        if kernel.shape is not Shape.UPDATED or len(kernel.piece.equations) > 1 or not puts_a_block(kernel.root):
+            continue
+        array, block, *places = kernel.root.invars
+        if not isinstance(block, Var) or block not in maker:
+            continue
+        at = maker[block]
+        before = found[at]
+        if before is None or before.shape not in MAKES_BLOCKS or len(before.piece.writes) > 1:
+            continue
+        if any(maker.get(atom, -1) >= at for atom in (array, *places) if isinstance(atom, Var)):
+            continue
+        alone = block not in ends and readers.get(block) == {k}
+        others = readers.get(array, set()) - {at, k} if isinstance(array, Var) else set[int]()
+        writes = [*before.piece.writes[: not alone], *kernel.root.outvars]
+        place = k if alone and others else at  # after the others that read what was there
+        found[k] = found[at] = None
+        found[place] = Kernel(piece_of([*before.piece.equations, kernel.root], writes), before.shape, before.root)
+    return [kernel for kernel in found if kernel is not None]
+
+
+MAKES_BLOCKS = {Shape.EACH, Shape.MOVED, Shape.CONTRACTED}
+"""What writes its result into a part of an array."""
+
+
+def puts_a_block(eqn: JaxprEqn) -> bool:
+    """Whether an equation puts one block into an array."""
+    (out,) = eqn.outvars
+    if len(eqn.invars) < 2 or getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
+        return False
+    return all(getattr(atom.aval, "shape", ()) == () for atom in eqn.invars[2:])
 
 
 def by_library(eqn: JaxprEqn, program: Program) -> bool:

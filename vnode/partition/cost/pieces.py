@@ -69,10 +69,10 @@ class Piece:
                 shares[var] = max(shares.get(var, 0.0), part)
         read = {var: math.ceil(nbytes(var.aval) * shares[var]) for var in self.reads if var in shares}
         written = {var: nbytes(var.aval) for var in self.writes}
-        if len(self.writes) == 1:  # what is put into an array in place is all that is written
-            (var,) = self.writes
+        for var in self.writes:  # what is put into an array in place is all that is written
             last = next(eqn for eqn in reversed(self.equations) if var in eqn.outvars)
-            written[var] = min(written[var], cost_of(last).written or written[var])
+            if len(self.writes) == 1 or len(last.outvars) == 1:
+                written[var] = min(written[var], cost_of(last).written or written[var])
         return read, written
 
     @functools.cached_property

@@ -18,14 +18,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
-from vnode.operators.control import Region, region_of
+from vnode.operators.control import Region, While, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
@@ -251,13 +251,22 @@ class _Taken:
         self.seconds: list[float] = []  # of the outermost program's kernels
 
     def timeline(
-        self, program: Program, runs: int, known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None
+        self,
+        program: Program,
+        runs: int,
+        known: tuple[Kernels, Sequence[frozenset[Var]]] | None = None,
+        held: Set[Var] = frozenset(),
     ) -> Timeline:
-        """The timeline of a program that runs so often; its kernels, and what is on the chip, may be known."""
+        """The timeline of a program that runs so often; its kernels, and what is on the chip, may be known.
+
+        That is so kernel by kernel, or all the time, which is `held`.
+        """
         kernels, near = known or (kernels_of(program, self.target), ())
         tasks = list[_Task]()
         for kernel, on_chip in itertools.zip_longest(kernels.kernels, near, fillvalue=frozenset[Var]()):
             eqn, piece = kernel.root, kernel.piece
+            if held:
+                on_chip |= {v for v in (*piece.reads, *piece.writes) if kernels.memory_of(v) in held}
             piece = dataclasses.replace(piece, near=on_chip) if on_chip else piece
             reads = tuple(kernels.memory_of(var) for var in piece.reads)
             seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
@@ -354,7 +363,8 @@ class _Taken:
             own = kernels_of(body, self.target)
             if self.target.contractions and region.carried:
                 own = self.rounded(eqn, region, inputs, own, kernels, runs)
-            seconds = self.timeline(body, runs * turns, (own, ())).seconds * turns
+            held = carried_on_chip(region, inputs, own, self.target)
+            seconds = self.timeline(body, runs * turns, (own, ()), held).seconds * turns
             found.append((seconds, self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]))
             del self.times[before[0] :], self.collectives[before[1] :], self.moves[before[2] :]
         chosen = [max(found, key=lambda each: each[0])] if region.chooser is not None else found
@@ -369,6 +379,19 @@ class _Taken:
             for each in collectives:
                 links.update(each.transfer.cost(self.machine, self.mesh).resources)
         return sum(seconds for seconds, *_ in chosen), tuple(sorted(links)), True
+
+
+def carried_on_chip(region: Region, inputs: Sequence[int], body: Kernels, target: Target) -> Set[Var]:
+    """What a body makes, and is handed from turn to turn, if a loop over blocks has all of it on the chip.
+
+    So the TPU compiler has it where all fits; of scans over nodes and layers it was not seen.
+    """
+    if not target.on_chip or not isinstance(region, While) or region.turns is None:
+        return frozenset()
+    carried = [var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.carried]
+    made = [body.memory_of(var) for kernel in body.kernels for var in kernel.piece.writes]
+    found = {*carried, *made}
+    return found if sum(map(body.nbytes, found)) <= target.on_chip else frozenset()
 
 
 def exchanges(eqn: JaxprEqn) -> bool:

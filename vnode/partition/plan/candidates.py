@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import functools
 import math
+import time
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
@@ -22,6 +23,7 @@ from vnode.partition.cost.time import Roofline
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine
 from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.blocks import block_numbers, divided_over, specs_in_blocks, tied_to
 from vnode.partition.plan.branches import groups_along, stages_of
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
@@ -30,19 +32,31 @@ from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, pr
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
+from vnode.partition.plan.unequal import Shared, Unequal
 from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
 from vnode.partition.searches.steps import Search, as_problem
+from vnode.placement.uneven import UnevenSpec
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow
 from vnode.step.collector import collector_paused
 
+UNEQUAL = "unequal shares"
+"""What is added to the name of a candidate of which faster devices are given more of the dimensions that it divides."""
+
 BESIDE = "searched + branches"
 """What a candidate is called that has branches of what a node computes on devices of their own."""
+
+HOPELESS = 2.0
+"""So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
+
+
+WORSE = 1.25
+"""So many times the time of other numbers of blocks: what begins slower is not looked at further."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,7 +83,7 @@ class Candidate:
     flow: Flow
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
-    specs: Mapping[str, PartitionSpec]
+    specs: Mapping[str, PartitionSpec | UnevenSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction
     slots: Slots
@@ -308,6 +322,56 @@ class OnMesh:
         """Megatron's splits over all axes; nothing where there are none to divide so."""
         names = [name for name in self.by_experts if name.startswith("Megatron")]
         return [self.candidate("Megatron-style", self.search.flow(self.by_experts[name])) for name in names[-1:]]
+
+    @collector_paused()
+    def unequal(
+        self, machine: Machine, pace: Mapping[str, float], evens: Sequence[Candidate], memory: float, until: float
+    ) -> list[Candidate]:
+        """Even candidates of this mesh with more blocks of what they divide for devices that are faster.
+
+        Args:
+          machine: with all its kinds of devices.
+          pace: seconds that a node takes on a device of each kind.
+          evens: candidates of this mesh.
+          memory: bytes that one device may hold.
+          until: when time is over, by `time.monotonic`.
+        """
+        (axis,) = self.axes
+        shares = Unequal(self.subject, machine, self.sizes, self.platform, self.times, pace)
+        found: list[Candidate] = []
+        if len({*shares.rates}) == 1:
+            return found
+        best = min((each.figures.seconds for each in evens), default=math.inf)
+        seen: list[Mapping[int, int]] = []
+        for even in evens:
+            seeds = divided_over(even.flow, self.subject, axis)
+            if not seeds or seeds in seen:
+                continue
+            seen.append(seeds)
+            several: list[Shared] = []
+            for blocks in block_numbers([self.subject.inputs[i].aval.shape[dim] for i, dim in seeds.items()]):
+                if time.monotonic() > until:
+                    break
+                dims = tied_to(self.subject, seeds, blocks)
+                near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
+                one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
+                several += [one] if one is not None else []
+            fits = [each for each in several if each.prediction.figures.memory <= memory] or several
+            if fits:
+                chosen = min(fits, key=lambda each: each.prediction.figures.seconds)
+                found.append(self.shared(f"{even.name} + {UNEQUAL}", chosen, shares.across.counts))
+        return found
+
+    def shared(self, name: str, shared: Shared, counts: tuple[int, ...]) -> Candidate:
+        """The candidate that a step with unequal shares is."""
+        specs = {name: PartitionSpec() for name in self.subject.names if name is not None}
+        specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
+        nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
+        slots = Slots.of(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
+        divisions = divisions_of(shared.row.flows(shared.flow))
+        return Candidate(
+            name, shared.flow, dict(self.sizes), counts, specs, {}, shared.prediction, slots, divisions=divisions
+        )
 
     @collector_paused()
     def searched(self, memory: float, budget: float, gap: float) -> tuple[Candidate | None, bool]:

@@ -42,6 +42,7 @@ PARTS = {
     "right": "a dimension of the result that the second operand has alone",
     "sum": "what is summed: the result is in pieces",
     "space": "a dimension that windows slide along",
+    "blocks": "nothing: each device computes its own blocks, one after another, and the sizes are those of one block",
     "branch": "nothing: the operation is in a branch that is evaluated at one index only",
     "other": "indices that are looked up, shifted, or run along",
 }
@@ -65,6 +66,8 @@ def _collect(flow: Flow, times: int, found: dict[Alike, list[float]], at: Mappin
     for step in flow.steps:
         for number, body in enumerate(step.bodies):
             inside = at if step.branches is None else {**at, step.branches.axis: f"branch {number}"}
+            if step.loop is not None:
+                inside = {**at, **dict.fromkeys(step.loop.share.axes, "blocks")}
             _collect(body, times * (step.region.times if step.region is not None else 1), found, inside)
         description = None if step.region is not None else flow.program.describe(step.eqn)
         if description is None or not description.has(Algebra.CONTRACTS):

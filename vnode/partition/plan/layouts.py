@@ -16,11 +16,14 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PartitionError
 from vnode.partition.plan.row import NodeFlow, RowProgram
 from vnode.partition.plan.subject import Subject
+from vnode.placement.patterns import Patterns
+from vnode.placement.uneven import UnevenSpec
 from vnode.runtime.divided import result
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.program import at_the_border, spec_of
 from vnode.spmd.record import RecordedFlow, digest_of, recorded
+from vnode.spmd.shares import Share
 
 
 def records_of(flows: Iterable[NodeFlow], axes: Axes) -> dict[str, RecordedFlow]:
@@ -82,6 +85,23 @@ def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Ax
     return found
 
 
+def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
+    """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
+
+    Args:
+      row: what a row computes, in blocks.
+      share: whose blocks are how many.
+    """
+    found: dict[Var, tuple[int, ...]] = {}
+    for node in row.nodes:
+        for a, dim in zip(node.sums, node.dims, strict=True):
+            if dim is not None:
+                shape = list(a.var.aval.shape)
+                shape[dim] = shape[dim] // share.blocks * share.most
+                found[a.var] = tuple(shape)
+    return found
+
+
 def specs_of(
     subject: Subject, flow: Flow, axes: Axes, sharded: Mapping[int, PartitionSpec]
 ) -> dict[str, PartitionSpec]:
@@ -118,6 +138,6 @@ def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Ax
     return PartitionSpec(*[(*names, nodes) if k == d else names or None for k, names in enumerate(cut)])
 
 
-def patterns(specs: Mapping[str, PartitionSpec]) -> tuple[tuple[str, PartitionSpec], ...]:
+def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Specs by name as patterns, each of which means that name only."""
     return tuple((f"^{re.escape(name)}$", spec) for name, spec in specs.items())

@@ -25,15 +25,18 @@ from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layou
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
+from vnode.partition.plan.blocks import dims_of, rooms_of
 from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.layouts import parts_of_sums, patterns
+from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
 from vnode.partition.plan.row import row_program
+from vnode.partition.plan.subject import subject_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
-from vnode.placement.placement import Placement, device_list
+from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
+from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.memory import refusal
 from vnode.report.report import Report
 from vnode.report.sources import short
@@ -42,9 +45,20 @@ from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
 from vnode.show.units import seconds, several, size
 from vnode.spmd.record import RecordedFlow
 from vnode.step.explain import reports
+from vnode.step.rooms import share_of
 from vnode.step.virtual import VirtualStep
 
-HUES = {"nodes": 210, "batch": 270, "left": 150, "right": 90, "sum": 30, "space": 330, "branch": 60, "other": 0}
+HUES = {
+    "nodes": 210,
+    "batch": 270,
+    "left": 150,
+    "right": 90,
+    "sum": 30,
+    "space": 330,
+    "branch": 60,
+    "blocks": 180,
+    "other": 0,
+}
 """Degrees of the colours of what axes divide."""
 
 
@@ -82,7 +96,7 @@ class Plan(Drawn):
     name: str
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
-    specs: Mapping[str, PartitionSpec]
+    specs: Mapping[str, PartitionSpec | UnevenSpec]
     records: Mapping[str, RecordedFlow]
     prediction: Prediction | None
     beside: Mapping[str, Figures]
@@ -147,6 +161,17 @@ class Plan(Drawn):
             )
         if len(set(found)) < wanted:
             raise PlacementError(f"a device may be named only once: {', '.join(map(str, found))}")
+        if len(neighbours_of_one_kind(sorted(found, key=kind_of))) > 1:
+            raise PlacementError(
+                layout_message(
+                    "a plan is one program, and devices of different kinds cannot share one.",
+                    facts=[f"there are {', '.join(dict.fromkeys(map(kind_of, found)))}"],
+                    remedies=[
+                        "give devices of one kind; they may differ in speed",
+                        "or share out nodes among kinds: vnode.balance, and vnode.Placement(..., groups=...)",
+                    ],
+                )
+            )
         order = self.machine.mesh(self.mesh).devices
         mesh = Mesh(np.array(found, dtype=object)[order], tuple(self.mesh))
         options = dataclasses.replace(
@@ -284,8 +309,13 @@ class Plan(Drawn):
             return {}
         exact = self.pattern.options.reduction == "invariant"
         platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
-        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact)
-        return parts_of_sums(row, self.records, axes)
+        share = share_of(patterns(self.specs))
+        rooms = None
+        if share is not None:
+            subject = subject_of(self.pattern, self.args)
+            rooms = rooms_of(subject, dims_of(subject, self.specs), share)
+        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact, rooms=rooms)
+        return parts_of_sums(row, self.records, axes) if share is None else parts_in_blocks(row, share)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""
@@ -310,6 +340,8 @@ class Plan(Drawn):
             Fact("mesh", axes, "nodes are spread over the first axis; the others divide what a node computes"),
             Fact("virtual nodes", f"{self.virtual_nodes}{uneven(self.counts)}"),
             Fact("found", f"{self.name}{found}"),
+            *self._kinds(),
+            *self._shares(),
             Fact("memory", self._memory()),
             *self._compiled(),
             *self._branches(),
@@ -334,6 +366,24 @@ class Plan(Drawn):
             return []
         sent = "as planned" if self.acceptance.exchange_accepted else "not all as planned: print(plan.acceptance)"
         return [Fact("as compiled", f"{size(self.acceptance.memory)}; collectives {sent}")]
+
+    def _kinds(self) -> list[Fact]:
+        kinds = collections.Counter(device.kind.name for device in self.machine.devices)
+        if len(kinds) == 1:
+            return []
+        way = "in one program: they may differ in speed, and not in what is compiled for them"
+        return [Fact("devices", ", ".join(f"{n} of {name}" for name, n in kinds.items()), way)]
+
+    def _shares(self) -> list[Fact]:
+        found = dict.fromkeys((s.axis, s.blocks) for s in self.specs.values() if isinstance(s, UnevenSpec))
+        return [
+            Fact(
+                "shares",
+                f"{', '.join(map(str, blocks))} of {sum(blocks)} blocks along {axis}",
+                f"each device computes its own blocks; the state has room for {max(blocks)} on each",
+            )
+            for axis, blocks in found
+        ]
 
     def _branches(self) -> list[Fact]:
         groups = [group for record in self.records.values() for group in record.groups]
@@ -449,6 +499,11 @@ class Explanation(Drawn):
         return super()._repr_html_() + self.plan.pictures()
 
 
+def kind_of(device: Any) -> str:
+    """What a device is to a compiler."""
+    return f"{device.platform} {getattr(device, 'device_kind', '')}"
+
+
 def rest_of(rows: Sequence[Any], shown: int) -> str:
     """What a table leaves out."""
     return f"and {len(rows) - shown} more" if len(rows) > shown else ""
@@ -467,8 +522,10 @@ def uneven(counts: Sequence[int]) -> str:
     return f": {first} on {rows} rows" + "".join(f", {n} on {k}" for n, k in rest)
 
 
-def said(spec: PartitionSpec) -> str:
+def said(spec: PartitionSpec | UnevenSpec) -> str:
     """A spec in words."""
+    if isinstance(spec, UnevenSpec):
+        return f"dimension {spec.dim} over {spec.axis}: {', '.join(map(str, spec.counts))}"
     parts = [
         f"dimension {d} over {' and '.join(entry if isinstance(entry, tuple) else (entry,))}"
         for d, entry in enumerate(spec)

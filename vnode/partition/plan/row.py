@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -22,18 +23,23 @@ from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.errors import PartitionError
+from vnode.analysis.recipe import Evaluation
+from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.operators import Monoid, OperatorDescription
 from vnode.operators.description import Factors
 from vnode.operators.registry import register
+from vnode.operators.sharding import constraint_equation
 from vnode.placement.placement import Placement
 from vnode.runtime import loops
-from vnode.runtime.divided import Division, traced
+from vnode.runtime.divided import Division, Rooms, as_program, traced
 from vnode.runtime.emit import Emission, Mode, sums_of
 from vnode.runtime.node import Once
+from vnode.runtime.once import Together, stands_apart
+from vnode.spmd.blocks import gathered, in_blocks
 from vnode.spmd.flow import Flow, Path, Step
 from vnode.spmd.groups import Group, grouped
 from vnode.spmd.layout import Axes
+from vnode.spmd.shares import Share
 
 OVER_ROWS = Primitive("over_rows")
 """A total over all rows, of what one row has, by a monoid. It is carried out together with the others of its pass."""
@@ -64,6 +70,7 @@ class Node:
       written: the program as it is without branches side by side.
       groups: which of its equations are evaluated side by side.
       sums: what nodes contribute to; the first outputs of the program.
+      dims: for each of these the dimension that is in blocks, of which devices have different numbers; None for others.
     """
 
     program: Program
@@ -72,6 +79,7 @@ class Node:
     written: Program
     groups: tuple[Group, ...] = ()
     sums: tuple[Accumulator, ...] = ()
+    dims: tuple[int | None, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,8 +161,9 @@ class Row(Emission):
         groups: Sequence[Sequence[Group]],
         invariant: bool,
         slotted: Collection[int] | None = None,
+        rooms: Rooms | None = None,
     ) -> None:
-        super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True))
+        super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True, rooms=rooms))
         self.axes, self.turns, self.mesh_axes = {}, turns, axes
         self.platform, self.once = platform, Once(platform)
         self.groups = groups
@@ -164,8 +173,49 @@ class Row(Emission):
     def everywhere(self, value: Any) -> Any:
         return value
 
+    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+        return bind(constraint_equation((*[None] * dim, share.axes, *[None] * (value.ndim - dim - 1))), [value])[0]
+
+    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+        return gathered(value, dim, share)
+
+    def run_all(self, actions: Sequence[Evaluation]) -> None:
+        if self.division.rooms is None:
+            return super().run_all(actions)
+        for apart, several in itertools.groupby(actions, stands_apart):
+            for action in several if apart else ():
+                self.run_once(action)
+            if not apart:
+                self.run_together(list(several))
+
+    def run_together(self, actions: Sequence[Evaluation]) -> None:
+        """Evaluates what is computed once, in blocks where what it reads is; see `vnode.runtime.once.divided_once`."""
+        together = Together.of(actions, self.readers, self.flow.program, self.once)
+        given = [self.as_stored(var) for var in together.reads]
+        shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
+        batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
+        program, captured = as_program(together, shapes, self.mesh_axes)
+        try:
+            program, dims = self.blocked(program, together.reads, batched)
+        except (PartitionError, UnsupportedPrimitiveError):  # every device computes it whole
+            given, dims = [self.read(var) for var in together.reads], [None] * len(together.wanted)
+        values = evaluated(program, [*given, *captured])
+        for (var, form), dim, value in zip(together.wanted, dims, values, strict=True):
+            self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
+
+    def blocked(
+        self, program: Program, reads: Sequence[Var | None], whole: Collection[int] = ()
+    ) -> tuple[Program, Sequence[int | None]]:
+        """A program in blocks, as far as what it reads is; with the dimension of each output that is."""
+        rooms = self.rooms_of(reads)
+        if rooms is None:
+            return program, [None] * len(program.outputs)
+        seeds = {i: dim for i, dim in enumerate(rooms.inputs) if dim is not None}
+        split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
+        return split.program, split.outputs
+
     def of_nodes(self, var: Var) -> Any:
-        value = jnp.moveaxis(self.collected[var], int(var in self.stacked), 0)
+        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
         copies = -(-self.placement.nodes // self.turns)  # what other rows have is as large
         return jnp.tile(value, (copies, *[1] * (value.ndim - 1)))[: self.placement.nodes]
 
@@ -190,17 +240,24 @@ class Row(Emission):
         sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
         kept = [var in self.collected for var, _ in sliced]
         shards = [self.shard(var) for var, _ in sliced]
-        sums = sums_of(nodes)
-        whole = [self.read(var) for var in wholes]
+        whole = [self.as_stored(var) for var in wholes]
         run = functools.partial(self.as_node, nodes, wholes, sliced)
         made = traced(run, self.given_shapes(wholes, sliced), self.mesh_axes)
         written = inline(meshless(made.jaxpr), made.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = grouped(written, groups) if groups else written
+        program, dims = self.blocked(program, [None, *(var for var, _ in sliced), *wholes])
+        made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+        self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
+        sums = [
+            dataclasses.replace(s, shape=self.shape(a.var))
+            for s, a in zip(sums_of(nodes), nodes.accumulators, strict=True)
+        ]
         captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
         examples = tuple(form.dim for _, form in sliced)
-        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators)))
+        own = tuple(dims[: len(sums)])
+        self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
         def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
             """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
@@ -213,7 +270,8 @@ class Row(Emission):
 
         def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             operands = [given[0][None], *given[1:], *whole]
-            values = evaluated(program, [*operands, *captured]) if groups else jaxpr_as_fun(made)(*operands)
+            as_traced = program is written  # neither side by side nor in blocks
+            values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
             pieces = values[: len(sums)]
             if self.turns == 1 and not self.invariant:  # there is nothing to add it to
                 return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
@@ -234,6 +292,7 @@ def row_program(
     platform: str,
     invariant: bool,
     groups: Sequence[Sequence[Group]] = (),
+    rooms: Rooms | None = None,
 ) -> RowProgram:
     """Traces what a row computes.
 
@@ -246,26 +305,38 @@ def row_program(
       invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
       groups: for each pass, in the order in which they are emitted, which equations of a node are evaluated side by
         side; nothing for passes behind the last.
+      rooms: which inputs are given in blocks, of which devices have different numbers, and which outputs are wanted so.
 
     Returns:
-      The program. Its inputs and outputs are those of the step, whole.
+      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks.
     """
     nodes: list[Node] = []  # and not the row, whose values belong to the trace
     stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, turns, platform, axes, groups, invariant)
+        row = Row(schedule, stands_for_all, values, turns, platform, axes, groups, invariant, rooms=rooms)
         row.arguments = set(schedule.flow.program.inputs)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
         nodes.extend(row.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
 
+    dims = rooms.inputs if rooms is not None else [None] * len(schedule.flow.program.inputs)
     shapes = [
-        jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
-        for var in schedule.flow.program.inputs
+        jax.ShapeDtypeStruct(
+            in_room(var.aval.shape, dim, rooms), var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)
+        )
+        for var, dim in zip(schedule.flow.program.inputs, dims, strict=True)
     ]
     closed = traced(lambda values: whole(*values), shapes, axes)
     return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(nodes))
+
+
+def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
+    """The shape in which a value is given."""
+    sizes = list(shape)
+    if dim is not None and rooms is not None:
+        sizes[dim] = rooms.share.room(sizes[dim])
+    return tuple(sizes)
 
 
 def evaluated(program: Program, values: Sequence[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any, SupportsFloat, TypeVar
 from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import BESIDE, Candidate, OnMesh, fitting, pace_of
+from vnode.partition.plan.candidates import BESIDE, HOPELESS, UNEQUAL, Candidate, OnMesh, fitting, pace_of
 from vnode.partition.plan.compiled import fits_as_compiled
 from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import meshes
@@ -43,10 +43,6 @@ MORE = 0.5
 
 LONGEST = 1e9
 """Seconds of a budget without end."""
-
-HOPELESS = 2.0
-"""So many times the best time without branches: beyond it none is."""
-
 
 T = TypeVar("T")
 
@@ -317,7 +313,10 @@ class _Search:
                 if not fitting(found, self.limit):
                     found += filter(None, [each.with_host(self.machine, self.limit) for each in found[before:]])
                 took = time.monotonic() - began if inner else 0.0
-            for _, took, on in sorted(divided, key=lambda each: each[0]):  # the best meshes first
+            divided.sort(key=lambda each: each[0])  # the best meshes first
+            for _, _, on in divided if pace else ():
+                self.unequally(on, found, pace)
+            for _, took, on in divided:
                 if self.side_by_side(on, found, took):
                     break
         except KeyboardInterrupt:
@@ -358,6 +357,14 @@ class _Search:
                 break
             allowed -= less
         return False
+
+    def unequally(self, on: OnMesh, found: list[Candidate], pace: Mapping[str, float]) -> None:
+        """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
+        if len(on.axes) != 1 or on.subject.step.options.away or time.monotonic() > self.until:
+            return
+        evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
+        self.say(on.sizes, found)
+        found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.until)
 
     def side_by_side(self, on: OnMesh, found: list[Candidate], took: float) -> bool:
         """Adds the best with branches on devices of their own, along each axis, without the stages that do not pay.
@@ -406,7 +413,7 @@ class _Search:
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
-        others = ("searched",) if chosen.name.startswith(BESIDE) else ()
+        others = ("searched",) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
         for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO", *others):
             alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
             fits = fitting(alike, self.limit) or alike
@@ -499,6 +506,11 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.host,
         chosen.far,
     )
+
+
+def by_seconds(candidate: Candidate) -> float:
+    """Seconds of a step."""
+    return candidate.figures.seconds
 
 
 def fastest(candidates: Sequence[Candidate], memory: float) -> float:

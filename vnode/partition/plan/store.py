@@ -27,18 +27,21 @@ from vnode.partition.machine import Machine
 from vnode.partition.machine.store import read as read_machine
 from vnode.partition.machine.store import written
 from vnode.partition.plan.divisions import DividedOperation
+from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
-from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
+from vnode.placement.uneven import UnevenSpec
 from vnode.spmd.record import RecordedFlow
 from vnode.step.pipeline import Options
+from vnode.step.rooms import share_of
 from vnode.step.virtual import VirtualStep
 from vnode.transform import lane_count
 
 FORMAT = "vnode plan"
-VERSION = 4
-"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum."""
+VERSION = 5
+"""Of the file: 2 knew nothing of what loops keep on the host, 3 had neither options nor a checksum, 4 no shares."""
 
 CHECKED = 4
 """The first version whose files have the step's options, and a checksum that says whether they are as written."""
@@ -72,7 +75,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "name": plan.name,
         "mesh": dict(plan.mesh),
         "counts": list(plan.counts),
-        "specs": {name: [list(e) if isinstance(e, tuple) else e for e in spec] for name, spec in plan.specs.items()},
+        "specs": {name: spec_said(spec) for name, spec in plan.specs.items()},
         "passes": [record.to_json() for record in plan.records.values()],
         "prediction": None if prediction is None else predicted(prediction),
         "beside": {name: dataclasses.asdict(figures) for name, figures in plan.beside.items()},
@@ -101,6 +104,40 @@ def said(options: Options) -> dict[str, Any]:
         "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
         "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
     }
+
+
+def spec_said(spec: PartitionSpec | UnevenSpec) -> Any:
+    """How a leaf lies, as plain data: a list of axes for each dimension, or the counts of one."""
+    if isinstance(spec, UnevenSpec):
+        return dataclasses.asdict(spec)
+    return [list(e) if isinstance(e, tuple) else e for e in spec]
+
+
+def spec_of(content: Any, mesh: Mapping[str, int]) -> PartitionSpec | UnevenSpec:
+    """What `spec_said` gave.
+
+    Raises:
+      ValueError, KeyError or TypeError: it did not, or devices have other counts than the mesh has indices.
+    """
+    if not isinstance(content, dict):
+        return PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in content])
+    spec = UnevenSpec(content["dim"], content["axis"], tuple(content["counts"]))
+    if spec.axis == NODES or mesh.get(spec.axis) != len(spec.counts):
+        raise ValueError(f"{len(spec.counts)} counts along {spec.axis!r}, of the mesh {dict(mesh)}")
+    return spec
+
+
+def check_shares(subject: Subject, specs: Mapping[str, PartitionSpec | UnevenSpec]) -> None:
+    """Checks that dimensions are as long as they are shared out, all in the same proportions.
+
+    Raises:
+      ValueError: one is not.
+    """
+    share_of(patterns(specs))
+    for name, var in zip(subject.names, subject.inputs, strict=False):
+        spec, shape = None if name is None else specs.get(name), tuple(var.aval.shape)
+        if isinstance(spec, UnevenSpec) and (spec.dim >= len(shape) or shape[spec.dim] != spec.size):
+            raise ValueError(f"{name} of shape {shape} has no dimension {spec.dim} of {spec.counts}")
 
 
 def predicted(prediction: Prediction) -> dict[str, Any]:
@@ -143,10 +180,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
             raise ValueError(f"counts: {counts} are not {nodes} nodes on {mesh[NODES]} rows")
         machine = Machine(*read_machine(json.dumps(content["machine"])))
         machine.mesh(mesh)
-        specs = {
-            str(name): PartitionSpec(*[tuple(map(str, e)) if isinstance(e, list) else e for e in spec])
-            for name, spec in content["specs"].items()
-        }
+        specs = {str(name): spec_of(spec, mesh) for name, spec in content["specs"].items()}
         records = [RecordedFlow.from_json(each) for each in content["passes"]]
         made = content["prediction"] if content["version"] >= PREDICTED else None
         prediction = None if made is None else prediction_of(made)
@@ -181,6 +215,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
                 remedies=["search a plan for this step", "or give the step and the shapes that it was made for"],
             )
         )
+    with damaged(path):
+        check_shares(subject, specs)
     if again or away:
         try:
             step = computing_again(step, again, away)
