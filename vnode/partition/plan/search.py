@@ -23,6 +23,7 @@ from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
+from vnode.placement.placement import MOST_NODES
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -167,7 +168,7 @@ class _Search:
                 if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
                     best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
-            over = not searched or nodes > subject.examples or time.monotonic() > self.until
+            over = not searched or nodes > min(subject.examples, MOST_NODES) or time.monotonic() > self.until
             plain = best is not None and not (
                 best[1].uses_host or best[0].step.options.again or best[0].step.options.away
             )
