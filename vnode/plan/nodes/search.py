@@ -100,7 +100,8 @@ def candidates(batch: int, unit: int, least: int = 1) -> list[int]:
     """Numbers of nodes that make sense, ascending.
 
     They are multiples of `unit` that divide the batch, so that nothing is padded; and, so that no two neighbours are
-    more than twice apart, others whose last nodes are padded. The last one has one example per node, or is as large as there may be.
+    more than twice apart, others whose last nodes are padded. The last one has one example per node, or is as large as
+    there may be.
 
     Args:
       batch: examples of the global batch.
