@@ -25,7 +25,7 @@ from tests import rounding
 
 # The small Inception-v3 has layers of one channel, 94 normalizations deep: gradients are in the hundreds at the first
 # step, and rounding decides whether they are 1e9 at the seventh. As the older code generator rounds they are, and the
-# loss is no number from the eleventh step on, in `jax.jit` of the step as it is written; so it is with the newer one, if
+# loss is no number from the eleventh step on, in `jax.jit` of the step as it is written, and with the newer one, if
 # that goes on from there.
 pytestmark = pytest.mark.quickly(fusion_emitters=True)
 
