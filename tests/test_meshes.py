@@ -189,6 +189,7 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     ("partition", "error", "message"),
     [
         ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(None, None, "model")}, vnode.PlacementError, r"divides dimension 2, which no leaf has"),
         ({"in$": PartitionSpec(("data", "model"))}, vnode.PlacementError, "'params/in' of shape"),
         ({"(": PartitionSpec()}, ValueError, "no regular expression"),
         ({"in": "model"}, ValueError, "PartitionSpec"),

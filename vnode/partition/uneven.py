@@ -55,7 +55,7 @@ def uneven(
     named = {number: name for number, name in enumerate(subject.names) if name is not None}
     numbers = list(named)
     asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
-    several = in_blocks(program, share, asked).inputs
+    several = in_blocks(program, share, asked, names=named).inputs
     specs: dict[str, UnevenSpec] = {}
     for number, name in named.items():
         dim = several[number]

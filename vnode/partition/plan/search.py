@@ -286,8 +286,10 @@ class _Search:
                     on, *others = self.on_mesh(subject, sizes, pace)
                     experts = on.megatron() if inner else []
                 except UnsupportedPrimitiveError as error:
-                    if not found:
-                        raise
+                    if not found:  # fewer nodes than devices: there is no mesh of nodes alone
+                        devices = len(self.machine.devices)
+                        more = f"\n  - or take {devices} virtual nodes or more, as there are devices"
+                        raise UnsupportedPrimitiveError(f"{error}{more}") from None
                     self.undivided = str(error)
                     break
                 if inner == 0:
