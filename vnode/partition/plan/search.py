@@ -337,7 +337,10 @@ class _Search:
           Whether Ctrl-C ended it.
         """
         allowed = float(self.limit)
-        for _ in range(TRIES):
+        for again in range(TRIES):
+            if again and time.monotonic() > self.until:
+                self.cut_short = True
+                break
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
                 self.add(on, candidate, found)
