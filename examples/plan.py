@@ -1,4 +1,4 @@
-"""A model that does not fit on one device as it is: a plan for splitting it is searched, checked, saved, and carried out.
+"""A model that does not fit on a device as it is: a plan for splitting it is searched, checked, saved, carried out.
 
     python examples/plan.py
 
@@ -98,7 +98,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "plan.json"
         plan.save(file)
-        loaded = vnode.partition.Plan.load(file, train_step, (state, batches.batch(0)), virtual_nodes=8, donate_argnums=0)
+        loaded = vnode.partition.Plan.load(file, train_step, (state, batches.batch(0)), donate_argnums=0)
     step, plain = loaded.step(), jax.jit(train_step)
     there, whole = step.put(state), initial_state(options.width, options.layers)  # the step's own is given away
     largest = 0.0

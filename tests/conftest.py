@@ -81,6 +81,11 @@ def _without_fusion_emitters() -> None:
 
     There is no switch of jax's for that, and options of a `jax.jit` reach neither the steps of vnode nor single
     operations. With VNODE_TEST_ALL=1 the newer one makes all.
+
+    All kernels of a program are compiled together. Else XLA deals them out to 32 modules of LLVM, and without
+    optimizations such a module is optimized all the same if one of its kernels calls a reducer, and is not if none
+    does: whether a product and a sum are contracted in one kernel then depends on which others there are in the
+    program, hence on the placement. (With optimizations all are optimized; the newer generator makes no such calls.)
     """
     import jax
     from jax._src import compiler
@@ -91,7 +96,8 @@ def _without_fusion_emitters() -> None:
 
     def quicker(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         if jax.config.read("jax_disable_most_optimizations") and not FUSION_EMITTERS[0]:
-            env_options_overrides = {"xla_cpu_use_fusion_emitters": False, **(env_options_overrides or {})}
+            older = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+            env_options_overrides = {**older, **(env_options_overrides or {})}
         return options_of(*args, env_options_overrides=env_options_overrides, **kwargs)
 
     compiler.get_compile_options = quicker

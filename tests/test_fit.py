@@ -130,6 +130,12 @@ def test_candidates(batch, unit, least) -> None:
     assert {nodes for nodes in range(unit, batch + 1, unit) if batch % nodes == 0} <= set(everything)
 
 
+def test_candidates_end_where_nodes_do() -> None:
+    """Whose numbers are such as a placement takes, however many examples there are."""
+    assert vnode.Placement(candidates(10**9, 8)[-1]).virtual_nodes <= candidates(10**9, 8)[-2] * 2
+    assert candidates(10**9, 2**20) == [2**20]
+
+
 # The number that is found
 
 

@@ -189,6 +189,7 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     ("partition", "error", "message"),
     [
         ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(None, None, "model")}, vnode.PlacementError, r"divides dimension 2, which no leaf has"),
         ({"in$": PartitionSpec(("data", "model"))}, vnode.PlacementError, "'params/in' of shape"),
         ({"(": PartitionSpec()}, ValueError, "no regular expression"),
         ({"in": "model"}, ValueError, "PartitionSpec"),
@@ -346,6 +347,10 @@ def test_arrays_on_the_same_devices_in_another_order(kind: AxisType, patterns: A
     with jax.set_mesh(mesh(kind)):
         put = virtual(virtual.put(state), given)
     virtual.prepare([virtual.placement], state, given).wait()
+    lowered = virtual.lower(state, given).compile()  # takes them as the step moves them
+    moved = virtual.put(state), jax.device_put(given, lowered.input_shardings[0][1])
+    for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(lowered(*moved)), strict=True):
+        np.testing.assert_array_equal(a, b)
     for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(put), strict=True):
         np.testing.assert_array_equal(a, b)
     plain, x = arguments(16)

@@ -140,7 +140,7 @@ OPTIMIZED = {"perceptron", "lstm", "16 bits"}
 
 @pytest.mark.parametrize(
     "name",
-    [n if n in OPTIMIZED else pytest.param(n, marks=pytest.mark.quickly(fusion_emitters=True)) for n in CASES],
+    [n if n in OPTIMIZED else pytest.param(n, marks=pytest.mark.quickly) for n in CASES],
 )
 def test_a_step_is_what_it_was_with_the_same_bits_on_any_number_of_devices(name: str) -> None:
     loss, params, x, partition = CASES[name]

@@ -108,6 +108,7 @@ def test_any_callable_is_a_step(fun: Any) -> None:
         ({"virtual_nodes": -2}, vnode.PlacementError, "positive integer, not -2"),
         ({"virtual_nodes": 2.0}, vnode.PlacementError, "positive integer, not 2.0"),
         ({"virtual_nodes": "some"}, vnode.PlacementError, "positive integer or 'auto', not 'some'"),
+        ({"virtual_nodes": 10**9}, vnode.PlacementError, "at most 1,048,576, not 1,000,000,000"),
         ({"virtual_nodes": True}, vnode.PlacementError, "positive integer, not True"),
         ({"coupling": "exactly"}, ValueError, "'exactly'"),
         ({"coupling": {"norm": "ghost"}}, ValueError, "ghost"),

@@ -70,6 +70,14 @@ def test_steps_one_after_the_other(axes: dict[str, int], counts: tuple[int, ...]
     assert_close(step.get(loss, 1), plain_loss)
 
 
+def test_a_function_that_returns_a_state_alone() -> None:
+    """It is result 0, and not what it holds."""
+    step = blocked(lambda *args: train_step(*args)[0], (STATE, X), mesh_of(model=2), {"params/wi": 1}, (5, 3), "model")
+    assert_close(step.get(step(step.put(STATE), X)), train_step(STATE, X)[0])
+    layer = blocked(lambda p, x: x @ p, (PARAMS["wi"], X), mesh_of(model=2), {"0": 1}, (5, 3), "model")
+    assert_close(layer.get(layer(layer.put(PARAMS["wi"]), X)), jnp.dot(X, PARAMS["wi"]))
+
+
 def test_each_device_holds_room_for_the_most_blocks() -> None:
     state = split(mesh_of(model=2)).put(STATE)
     assert {shard.data.shape for shard in state["params"]["wo"].addressable_shards} == {(10, 4)}
@@ -115,7 +123,7 @@ def test_counts_for_another_mesh() -> None:
 
 
 def test_sizes_that_blocks_do_not_divide() -> None:
-    with pytest.raises(PartitionError, match=r"no dimension 1 of 7 equal blocks"):
+    with pytest.raises(PartitionError, match=r"0/params/wi of shape \(4, 16\) has no dimension 1 of 7 equal blocks"):
         split(mesh_of(model=2), (4, 3))
 
 
@@ -138,7 +146,7 @@ def test_within_another_mesh_and_without_jit(kind: AxisType) -> None:
 def test_what_was_not_meant_reads_well() -> None:
     step = split(mesh_of(model=2))
     wrong: list[tuple[Any, str]] = [
-        (lambda: step.put(STATE["params"]), "argument 0: expected PyTreeDef"),
+        (lambda: step.put(STATE["params"]), "argument 0 is another pytree than the function was made for"),
         (lambda: step.put(STATE, 2), "there is no argument 2: they are numbered from 0 to 1"),
         (lambda: step.put(jax.tree.map(lambda leaf: leaf[:2], STATE)), r"0/params/bias has shape \(2,\), where \(4,\)"),
         (lambda: step.get(STATE, 5), "there is no result 5: they are numbered from 0 to 1"),

@@ -23,7 +23,11 @@ from benchmarks.partition_models.experts import LARGEST, route
 from benchmarks.partition_models.lstm import lstm_layer
 from tests import rounding
 
-pytestmark = pytest.mark.quickly(fusion_emitters=True)  # or the loss of Inception-v3 is no number after five steps
+# The small Inception-v3 has layers of one channel, 94 normalizations deep: gradients are in the hundreds at the first
+# step, and rounding decides whether they are 1e9 at the seventh. As the older code generator rounds they are, and the
+# loss is no number from the eleventh step on, in `jax.jit` of the step as it is written, and with the newer one, if
+# that goes on from there.
+pytestmark = pytest.mark.quickly(fusion_emitters=True)
 
 ARCHITECTURES = tuple(name for name in MODELS if name not in ("wresnet-50-x4", "wresnet-50-x8", "lstm-8k"))
 """The others differ in width only."""

@@ -10,6 +10,7 @@ import json
 import os
 import re
 import time
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -391,9 +392,26 @@ def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     with pytest.raises(vnode.MemoryLimitError, match=r"only the batch was divided: .* has an effect.*test_plan\.py"):
-        search(step, args, V5E, virtual_nodes=8, budget=1, memory=least // 2)
-    with pytest.raises(vnode.UnsupportedPrimitiveError, match=r"has an effect"):  # no mesh of nodes alone
+        search(step, args, V5E, virtual_nodes=8, budget=30, memory=least // 2)
+    with pytest.raises(vnode.UnsupportedPrimitiveError, match=r"(?s)has an effect.* 8 virtual nodes or more"):
         search(step, args, V5E, virtual_nodes=4, budget=1)
+
+
+@pytest.mark.parametrize(("left", "solved"), [(1e6, 3), (-1.0, 1)])
+def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int) -> None:
+    """Again with less memory, where that did not fit, only while there is time."""
+    allowed: list[float] = []
+    candidate = types.SimpleNamespace(name="searched", figures=types.SimpleNamespace(memory=101))
+
+    def solve(memory: float, *_: Any) -> Any:
+        allowed.append(memory)
+        return candidate, False
+
+    one_row: Any = types.SimpleNamespace(rows=1, searched=solve)
+    run = _Search(None, (), V5E, 100, time.monotonic() + left, 1.0, None, {})
+    assert not run.searched(one_row, [])
+    assert len(allowed) == solved and allowed == sorted(allowed, reverse=True)
+    assert run.cut_short == (left < 0)
 
 
 @settings(max_examples=20, deadline=None)

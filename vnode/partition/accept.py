@@ -137,7 +137,10 @@ class Acceptance(Drawn):
         found = []
         if not self.exchange_accepted:
             more, less = (sum(each.bytes * each.runs for each in several) for several in (self.extra, self.missing))
-            found.append(f"devices exchange {size(more)} that are not planned, and {size(less)} less than planned")
+            differ = [f"{size(more)} that are not planned"] * bool(more) + [f"{size(less)} less than planned"] * bool(
+                less
+            )
+            found.append(f"devices exchange {', and '.join(differ) or 'nothing, in another way'}")
         if not self.memory_accepted:
             side = "above" if self.memory_error > 0 else "below"
             found.append(f"it takes {size(self.memory)}, the prediction is {abs(self.memory_error):.0%} {side} that")

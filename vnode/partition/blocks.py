@@ -113,7 +113,9 @@ class Blocked:
         return jax.tree.unflatten(tree, placed)
 
     def get(self, value: Any, result: int = 0) -> Any:
-        """One result in its own shapes, of several that the function returns as a tuple: undoes `put` of a state.
+        """One result in its own shapes, of those that the function returns as a tuple: undoes `put` of a state.
+
+        What it returns otherwise is result 0.
 
         Raises:
           PartitionError: the function returns no such result.
@@ -131,18 +133,24 @@ class Blocked:
         Raises:
           PartitionError: there is no such one, or it is another pytree.
         """
-        children = whole.children()
+        children = parts_of(whole)
         if child not in range(len(children)):
             raise PartitionError(f"there is no {what} {child}: they are numbered from 0 to {len(children) - 1}")
         leaves, tree = jax.tree.flatten(value)
         if tree != children[child]:
-            raise PartitionError(f"{what} {child}: expected {children[child]}, got {tree}")
+            raise PartitionError(
+                layout_message(
+                    f"{what} {child} is another pytree than the function was made for.",
+                    facts=[f"expected {children[child]}", f"got {tree}"],
+                    remedies=[f"give {what} {child} alone", f"or say which {what} it is: {what}=..."],
+                )
+            )
         return leaves, self._leaves(whole, child)
 
     @staticmethod
     def _leaves(tree: Any, child: int) -> range:
-        """The numbers of the leaves of a tree's child."""
-        sizes = [each.num_leaves for each in tree.children()]
+        """The numbers of the leaves of an argument or a result."""
+        sizes = [each.num_leaves for each in parts_of(tree)]
         return range(sum(sizes[:child]), sum(sizes[: child + 1]))
 
     def __str__(self) -> str:
@@ -232,7 +240,8 @@ def blocked(
     names = tuple(name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tuple(arguments)))
     if len(program.inputs) > len(names):
         raise PartitionError("the function closes over values that jax is tracing: give them as arguments")
-    split = in_blocks(program, share, {i: dim for pattern, dim in dims.items() for i in found(pattern, names)})
+    cut = {i: dim for pattern, dim in dims.items() for i in found(pattern, names)}
+    split = in_blocks(program, share, cut, names=dict(enumerate(names)))
     asked = {i: spec for pattern, spec in (partition or {}).items() for i in found(pattern, names)}
     inputs = []
     for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
@@ -240,6 +249,16 @@ def blocked(
         inputs.append(layout if dim is None else along(dim, share.cut(var.aval.shape[dim], axes), layout))
     flow = follow(split.program, inputs, axes)
     return Blocked(mesh, split, flow, jax.tree.structure(tuple(arguments)), names, results[0], tuple(donate))
+
+
+def parts_of(tree: Any) -> list[Any]:
+    """The structures of what a tuple holds; of anything else, its own.
+
+    >>> parts_of(jax.tree.structure((1, {"a": 2}))), parts_of(jax.tree.structure({"a": 2}))
+    ([PyTreeDef(*), PyTreeDef({'a': *})], [PyTreeDef({'a': *})])
+    """
+    data = tree.node_data()
+    return tree.children() if data is not None and data[0] is tuple else [tree]
 
 
 def found(pattern: str, names: Sequence[str]) -> list[int]:

@@ -55,6 +55,6 @@ def uneven(
     named = {number: name for number, name in enumerate(subject.names) if name is not None}
     numbers = list(named)
     asked = {numbers[i]: dim for pattern, dim in dims.items() for i in found(pattern, list(named.values()))}
-    several = in_blocks(program, share, asked).inputs
+    several = in_blocks(program, share, asked, names=named).inputs
     cut = {number: dim for number in named if (dim := several[number]) is not None}
     return {f"^{re.escape(name)}$": spec for name, spec in specs_in_blocks(subject, cut, share).items()}

@@ -20,6 +20,7 @@ from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import lies_on, resharding, to_placement
 from vnode.placement.uneven import UnevenSpec
+from vnode.show.units import several
 
 Patterns = tuple[tuple[str, PartitionSpec | UnevenSpec], ...]
 
@@ -125,7 +126,7 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
 
 
 def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
-    """Refuses patterns that are found in no name.
+    """Refuses patterns that are found in no name, or in names of leaves alone that have too few dimensions.
 
     Args:
       trees: all that is not split among nodes.
@@ -134,9 +135,12 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
     Raises:
       PlacementError: one is not.
     """
-    names = [name_of(path) for tree in trees for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    for pattern, _ in patterns:
-        if not any(re.search(pattern, name) for name in names):
+    leaves = [each for tree in trees for each in jax.tree_util.tree_leaves_with_path(tree)]
+    dims = [(name_of(path), len(np.shape(leaf))) for path, leaf in leaves]
+    for pattern, spec in patterns:
+        found = {name: n for name, n in dims if re.search(pattern, name)}
+        if not found:
+            names = [name or "'' (an array by itself)" for name in dict(dims)]
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} is found in the name of no leaf.",
@@ -144,3 +148,23 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
                     remedies=["patterns are regular expressions, searched in these names"],
                 )
             )
+        if max(found.values()) < divided(spec):
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} divides dimension {divided(spec) - 1}, which no leaf has whose name it is "
+                    "found in.",
+                    facts=[f"{name}: {several(n, 'dimension')}" for name, n in [*found.items()][:12]],
+                    remedies=["name another dimension; the first is 0"],
+                )
+            )
+
+
+def divided(spec: PartitionSpec | UnevenSpec) -> int:
+    """How many dimensions a leaf has to have at least, to be divided as a spec says.
+
+    >>> divided(PartitionSpec(None, "model")), divided(PartitionSpec("model", None)), divided(PartitionSpec())
+    (2, 1, 0)
+    """
+    if isinstance(spec, UnevenSpec):
+        return spec.dim + 1
+    return max((i + 1 for i, entry in enumerate(spec) if entry is not None), default=0)

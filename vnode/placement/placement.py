@@ -313,11 +313,15 @@ def even_counts(virtual_nodes: int, devices: int, lane: int = 1) -> list[int]:
     return [stop - start for start, stop in zip(starts, [*starts[1:], virtual_nodes], strict=True)]
 
 
+MOST_NODES = 1 << 20
+"""Nodes that there may be. Each is a turn of a loop, and a leaf of the tree of sums, which is looked at on the host."""
+
+
 def node_count(virtual_nodes: Any) -> int:
     """A number of nodes as a Python integer.
 
     Raises:
-      PlacementError: it is none.
+      PlacementError: it is none, or one too large.
     """
     try:
         count = 0 if isinstance(virtual_nodes, bool) else operator.index(virtual_nodes)
@@ -325,4 +329,11 @@ def node_count(virtual_nodes: Any) -> int:
         count = 0
     if count < 1:
         raise PlacementError(f"virtual_nodes must be a positive integer, not {virtual_nodes!r}")
+    if count > MOST_NODES:
+        raise PlacementError(
+            layout_message(
+                f"virtual_nodes is at most {MOST_NODES:,}, not {count:,}: each node is a turn of a loop.",
+                remedies=["as many as the batch has examples at most: more have nothing to do", "or 'auto'"],
+            )
+        )
     return count

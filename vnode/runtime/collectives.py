@@ -22,7 +22,17 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
-from vnode.runtime.loops import COMBINE, BufferPart, PartialBlocks, Sum, in_memory, materialized, opaque, rounded, stacked
+from vnode.runtime.loops import (
+    COMBINE,
+    BufferPart,
+    PartialBlocks,
+    Sum,
+    in_memory,
+    materialized,
+    opaque,
+    rounded,
+    stacked,
+)
 from vnode.runtime.tree import Fold, Tree
 
 Parts = Sequence[int | None]

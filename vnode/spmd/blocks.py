@@ -108,7 +108,12 @@ class InBlocks:
 
 
 def in_blocks(
-    program: Program, share: Share, dims: Mapping[int, int], others: bool = True, whole: Collection[int] = ()
+    program: Program,
+    share: Share,
+    dims: Mapping[int, int],
+    others: bool = True,
+    whole: Collection[int] = (),
+    names: Mapping[int, str] | None = None,
 ) -> InBlocks:
     """A program in which everything that has a dimension is computed block by block.
 
@@ -119,6 +124,7 @@ def in_blocks(
         found: one weight of a layer says enough.
       others: whether other inputs that are tied to them are given in blocks as well, or in one piece.
       whole: outputs, by number, that are returned in one piece.
+      names: what errors call inputs, by number.
 
     Returns:
       The program, and which of its inputs and outputs are stored in blocks.
@@ -141,7 +147,7 @@ def in_blocks(
     for number, dim in dims.items():
         if not 0 <= number < len(program.inputs):
             raise PartitionError(f"input {number} is to be cut, of a program that has {len(program.inputs)}")
-        check_divides(share, program.inputs[number].aval.shape, dim, f"input {number}")
+        check_divides(share, program.inputs[number].aval.shape, dim, (names or {}).get(number, f"input {number}"))
     found = tied(program, {program.inputs[number]: dim for number, dim in dims.items()}, share.blocks)
     outputs = [
         found.dims.get(atom) if isinstance(atom, Var) and i not in whole else None

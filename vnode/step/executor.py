@@ -212,7 +212,7 @@ class Executor:
 
     @with_jit
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Lowers the step for arguments as they are, arrays or `jax.ShapeDtypeStruct`s.
+        """Lowers the step for arguments as they are, or as a call moves them: arrays or `jax.ShapeDtypeStruct`s.
 
         Raises:
           PlacementError: the placement has several groups, hence several programs.
@@ -226,7 +226,7 @@ class Executor:
                 )
             )
         args, kwargs = self.spec.with_static(args, kwargs)
-        mesh, given = current_mesh(), wrap(args, 0)
+        mesh, given = current_mesh(), jax.tree.map(self._moved, wrap(args, 0), is_leaf=is_sharded_batch)
         leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
         patterns, host = self.spec.options.patterns, self.spec.options.host
         if patterns or host:
@@ -239,7 +239,23 @@ class Executor:
             )
         self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with without_mesh():
-            return self._jit.lower(self._surroundings(mesh, given), *given, **wrap(kwargs, 1))
+            named_ones = jax.tree.map(self._moved, wrap(kwargs, 1), is_leaf=is_sharded_batch)
+            return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
+
+    def _moved(self, leaf: Any) -> Any:
+        """What stands for an array as a call moves it, if that is on other devices, or on these in another order."""
+        if isinstance(leaf, ShardedBatch):
+            away = leaf.placement != self.placement
+            return shape_of(leaf).update(sharding=self.placement.sharding()) if away else leaf
+        if tracing() or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
+            return leaf
+        shape = shape_of(leaf, sharding="committed")
+        there = shape.sharding is None or lies_on(shape.sharding, self.placement.devices)
+        return (
+            leaf
+            if there and not typed_sharding(shape)
+            else shape.update(sharding=target_sharding(shape, self.placement))
+        )
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""

@@ -24,6 +24,7 @@ from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
 from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
+from vnode.placement.placement import MOST_NODES
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several, size
@@ -174,7 +175,7 @@ class _Search:
                 if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
                     best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
-            over = not searched or nodes > subject.examples or time.monotonic() > self.until
+            over = not searched or nodes > min(subject.examples, MOST_NODES) or time.monotonic() > self.until
             plain = best is not None and not (
                 best[1].uses_host or best[0].step.options.again or best[0].step.options.away
             )
@@ -292,8 +293,10 @@ class _Search:
                     on, *others = self.on_mesh(subject, sizes, pace)
                     experts = on.megatron() if inner else []
                 except UnsupportedPrimitiveError as error:
-                    if not found:
-                        raise
+                    if not found:  # fewer nodes than devices: there is no mesh of nodes alone
+                        devices = len(self.machine.devices)
+                        more = f"\n  - or take {devices} virtual nodes or more, as there are devices"
+                        raise UnsupportedPrimitiveError(f"{error}{more}") from None
                     self.undivided = str(error)
                     break
                 if inner == 0:
@@ -344,7 +347,10 @@ class _Search:
           Whether Ctrl-C ended it.
         """
         allowed = float(self.limit)
-        for _ in range(TRIES):
+        for again in range(TRIES):
+            if again and time.monotonic() > self.until:
+                self.cut_short = True
+                break
             candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
             if candidate is not None:
                 self.add(on, candidate, found)

@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vnode.placement.placement import Placement
+from vnode.placement.placement import MOST_NODES, Placement
 from vnode.plan.nodes.memory import program_memory, refusal
 from vnode.show.units import several, size
 from vnode.step.virtual import VirtualStep, with_nodes
@@ -100,7 +100,8 @@ def candidates(batch: int, unit: int, least: int = 1) -> list[int]:
     """Numbers of nodes that make sense, ascending.
 
     They are multiples of `unit` that divide the batch, so that nothing is padded; and, so that no two neighbours are
-    more than twice apart, others whose last nodes are padded. The last one has one example per node.
+    more than twice apart, others whose last nodes are padded. The last one has one example per node, or is as large as
+    there may be.
 
     Args:
       batch: examples of the global batch.
@@ -118,7 +119,7 @@ def candidates(batch: int, unit: int, least: int = 1) -> list[int]:
       >>> candidates(10, 4)
       [4, 8, 12]
     """
-    most = -(-batch // unit)
+    most = max(min(-(-batch // unit), MOST_NODES // unit), 1)
     divisors = [w for w in range(1, most + 1) if batch % (w * unit) == 0]
     waves = [1]
     for w in [*divisors, most]:
