@@ -92,7 +92,7 @@ def device_program(
     program = inline(traced.jaxpr, traced.consts)
     program = simplified(program if single_turns else without_single_turns(program))
     if target.hoists:
-        program = simplified(before_loops(program))
+        program = simplified(before_loops(program, target.hoists_growing))
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:

@@ -3,9 +3,9 @@
 Knows equations of one device, and loops among them. Must not know what anything costs.
 
 A loop of one turn is no loop to XLA (``WhileLoopSimplifier``). It runs before a loop what its body computes at every
-turn from what does not change (``WhileLoopInvariantCodeMotion``; jaxlib does so on CPUs). The TPU compiler leaves that
-where it is, but if all that a body does with a sum over devices is to add it to something that it carries, it adds each
-device's part there, and sums over devices once, after the loop (``WhileLoopAllReduceCodeMotion``).
+turn from what does not change (``WhileLoopInvariantCodeMotion``), exchanges too; for TPUs only what has no larger result
+than its operands. If all that a body does with a sum over devices is to add it to something that it carries, the TPU
+compiler adds each device's part there, and sums over devices once, after the loop (``WhileLoopAllReduceCodeMotion``).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
 from vnode.operators.control import Loop, region_of
+from vnode.operators.cost import nbytes
+from vnode.operators.splits import Free
 from vnode.partition.cost.collectives import is_sum
 from vnode.partition.cost.sums import adds
 
@@ -74,22 +76,40 @@ def reshaped(eqn: JaxprEqn, atom: Any, var: Var) -> JaxprEqn:
     return found.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
 
 
-def before_loops(program: Program) -> Program:
-    """The program with what does not change from turn to turn computed before its loops, inner ones first."""
+def before_loops(program: Program, growing: bool = True) -> Program:
+    """The program with what does not change from turn to turn computed before its loops, inner ones first.
+
+    Args:
+      program: of one device.
+      growing: whether also what has larger results than operands, which then are held through the loop.
+    """
     equations: list[JaxprEqn] = []
     for eqn in program.equations:
         region = region_of(eqn)
         if isinstance(region, Loop):
-            equations += hoisted(eqn, region)
+            equations += hoisted(eqn, region, growing)
         else:
             equations.append(eqn)
     return Program(program.inputs, program.constants, equations, program.outputs)
 
 
-def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
+def grows(eqn: JaxprEqn) -> bool:
+    """Whether an equation has larger results than operands, or an operand that is repeated before, which has."""
+    result = sum(nbytes(var.aval) for var in eqn.outvars)
+    repeats = any(isinstance(atom, Literal) and nbytes(atom.aval) < result for atom in eqn.invars)
+    return result > sum(nbytes(atom.aval) for atom in eqn.invars) or (repeats and elementwise(eqn))
+
+
+def elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an equation goes element by element."""
+    of = describe(eqn)
+    return of is not None and not of.has(Algebra.MOVES) and all(isinstance(f.split, Free) for f in of.factors)
+
+
+def hoisted(eqn: JaxprEqn, loop: Loop, growing: bool = True) -> list[JaxprEqn]:
     """What a loop computes at every turn from what does not change, and then the loop without it."""
     (body,) = loop.bodies
-    inner = before_loops(inline(body.jaxpr, body.constants, eqn))
+    inner = before_loops(inline(body.jaxpr, body.constants, eqn), growing)
     count = loop.constants
     outer: dict[Var, Any] = dict(zip(inner.inputs[:count], eqn.invars[:count], strict=True))
     same = {*outer, *inner.constants}  # variables that are the same at every turn
@@ -97,7 +117,7 @@ def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
     worth: list[JaxprEqn] = []
     for each in inner.equations:
         read = [atom for atom in each.invars if isinstance(atom, Var)]
-        if all(atom in same for atom in read):
+        if all(atom in same for atom in read) and (growing or not grows(each)):
             same.update(each.outvars)
             fixed.update(dict.fromkeys(each.outvars, each))
             of = describe(each)

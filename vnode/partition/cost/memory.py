@@ -45,6 +45,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    rounded_ends,
     shape_of,
     slides,
     sums_last,
@@ -146,8 +147,8 @@ class Buffers:
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
       first: kernels that are begun before all others: what comes from the host's memory.
-      vacant: arguments of which an update has a copy in another order: their bytes, who reads them themselves, and the
-        kernel that updates them. In between others may be where they were.
+      vacant: arguments of which there is a copy: their bytes, who reads them themselves, and the kernel that brings a
+        result there, if it is not the last. In between others may be where they were.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -159,16 +160,37 @@ class Buffers:
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
-    vacant: tuple[tuple[int, frozenset[int], int], ...] = ()
+    vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
-    def room(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """For each kernel in an order the sizes of arguments where others may be meanwhile."""
-        place = {k: i for i, k in enumerate(order)}
-        spans = [
-            (need, max((place[k] for k in readers), default=-1), place[end]) for need, readers, end in self.vacant
+    def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
+        """What is where an argument was, as long as it is held: the largest first, each in the smallest place that fits.
+
+        Args:
+          moments: kernels in their order, and what is held while each runs.
+          away: for each of these what is on the chip.
+        """
+        if not self.vacant:
+            return set()
+        place = {k: i for i, (k, _) in enumerate(moments)}
+        places = [  # bytes, from when to when
+            (need, max((place[k] for k in readers), default=-1) + 1, len(moments) if end is None else place[end])
+            for need, readers, end in self.vacant
         ]
-        for i in range(len(order)):
-            yield [need for need, last, end in spans if last < i <= end]
+        spans: dict[Var, list[int]] = {}
+        for i, (_, sizes) in enumerate(moments):
+            for var, need in sizes.items():
+                if need and var not in away[i] and var not in self.kept:
+                    spans.setdefault(var, [i, i, need])[1] = i
+        found = set[Var]()
+        taken: list[list[tuple[int, int]]] = [[] for _ in places]
+        for var, (start, end, need) in sorted(spans.items(), key=lambda item: -item[1][2]):
+            for n in sorted(range(len(places)), key=lambda n: places[n][0]):
+                room, first, last = places[n]
+                if need <= room and first <= start and end <= last and all(b < start or end < a for a, b in taken[n]):
+                    taken[n].append((start, end))
+                    found.add(var)
+                    break
+        return found
 
     def held(
         self, order: Sequence[int], begun: Mapping[int, int] = MappingProxyType({})
@@ -342,15 +364,16 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments, away = placed(kernels, buffers, own, program, target, seconds=seconds)
-    room = list(buffers.room([k for k, _ in moments]))
+    lodged = buffers.lodged(moments, away)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
-        left = {var: need for var, need in sizes.items() if var not in near}
+        left = {var: need for var, need in sizes.items() if var not in near and var not in lodged}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels, room[place])
+        now = sum(left.values()) + inside - in_results(left, own, kernels)
         if now > most or at < 0:
             most, at, when = now, k, frozenset(left)
-        on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
+        there = sum(need for var, need in sizes.items() if var in near)
+        on_chip = max(on_chip, there + buffers.inside[k] - inside)
     definitions = program.definitions
     held = [
         Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
@@ -531,10 +554,13 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     """
     kernels, buffers, own, _ = outer_buffers(device, target)
     levels: list[Level] = []
-    order = buffers.under(target)
-    for (k, now, sizes), room in zip(buffers.held(order), buffers.room(order), strict=True):
-        beside = now - buffers.inside[k] - in_results(sizes, own, kernels, room)
-        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
+    moments = [(k, now, dict(sizes)) for k, now, sizes in buffers.held(buffers.under(target))]
+    lodged = buffers.lodged([(k, sizes) for k, _, sizes in moments], [()] * len(moments))
+    for k, now, sizes in moments:
+        elsewhere = sum(need for var, need in sizes.items() if var in lodged)
+        left = {var: need for var, need in sizes.items() if var not in lodged}
+        beside = now - buffers.inside[k] - elsewhere - in_results(left, own, kernels)
+        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target, kernels)
     return levels
 
 
@@ -576,8 +602,7 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
       kernels: of the program.
       matched: the results in place of arguments, with these.
     """
-    written, read = [*buffers.written], [*buffers.read]
-    vacant = list[tuple[int, frozenset[int], int]]()
+    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
     for k, kernel in enumerate(kernels.kernels):
         results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
         given = results[0] if len(results) == 1 else None
@@ -615,23 +640,21 @@ def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, V
 
 def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
     """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
-    written, read = [*buffers.written], [*buffers.read]
+    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
     for var in given:
         copy = Var(var.aval)
         readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
         for place, k in enumerate(readers):
             if not place:
                 written[k] += ((copy, kernels.nbytes(var)),)
+                vacant.append((kernels.nbytes(var), frozenset({k}), None))
             read[k] |= {copy}
-    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
+    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
 
 
-def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, vacant: Sequence[int]) -> int:
-    """Bytes of what is held that are where results belong, or where arguments were.
-
-    Results are, and what is there until these are written; and what fits where an argument is not read any more.
-    """
-    room = sorted([*(kernels.nbytes(var) for var in own if var not in held), *vacant])
+def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
+    """Bytes of what is held that are where results belong: results are, and what is there until these are written."""
+    room = sorted(kernels.nbytes(var) for var in own if var not in held)
     found = sum(kernels.nbytes(var) for var in own if var in held)
     for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
         fits = bisect.bisect_left(room, need)  # the smallest place that is large enough
@@ -641,10 +664,10 @@ def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, 
     return found
 
 
-def levels_of(kernel: Kernel, beside: int, inside: int, target: Target) -> list[Level]:
+def levels_of(kernel: Kernel, beside: int, inside: int, target: Target, outer: Kernels) -> list[Level]:
     """What is held while a kernel runs, beside others: of a loop or branch, kernel after kernel of its body."""
     region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-    found = [] if region is None else max(inner_levels(kernel.root, region, target), key=highest, default=[])
+    found = [] if region is None else max(inner_levels(kernel.root, region, target, outer), key=highest, default=[])
     if not found:
         return [Level(beside + inside, str(kernel.piece))]
     return [dataclasses.replace(each, bytes=each.bytes + beside, depth=each.depth + 1) for each in found]
@@ -655,16 +678,17 @@ def highest(levels: Sequence[Level]) -> int:
     return max((each.bytes for each in levels), default=0)
 
 
-def inner_levels(eqn: JaxprEqn, region: Region, target: Target) -> list[list[Level]]:
+def inner_levels(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> list[list[Level]]:
     """What each body of a loop or branch holds beside its operands and results, kernel after kernel."""
     found = []
     for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
-        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
-        order = buffers.under(target)
-        several = [(k, now - buffers.inside[k] + slices) for k, now, _ in buffers.held(order)]
-        found.append(
-            [one for k, b in several for one in levels_of(kernels.kernels[buffers.of[k]], b, buffers.inside[k], target)]
-        )
+        rounded = rounded_ends(eqn, body, outer) if target.contractions else frozenset[Var]()
+        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target, rounded)
+        levels: list[Level] = []
+        for n, now, _ in buffers.held(buffers.under(target)):
+            own = buffers.inside[n]
+            levels += levels_of(kernels.kernels[buffers.of[n]], now - own + slices, own, target, kernels)
+        found.append(levels)
     return found
 
 
@@ -706,7 +730,7 @@ def buffers_of(
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
-        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
+        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target, kernels)
         if more and region is None and "scatter_dimension" not in kernel.root.params:
             pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
             if "split_axis" in kernel.root.params:
@@ -756,7 +780,7 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
         return []
     found: dict[Var, bool] = {}
     for body, inputs in zip(bodies_of(kernel.root), region.inputs, strict=True):
-        fit = multiplied_inside(body)
+        fit = multiplied_inside(body, rounded_ends(kernel.root, body, kernels))
         for i, var in zip(inputs, body.inputs, strict=True):
             atom = kernel.root.invars[i]
             if i in region.fixed and isinstance(atom, Var):
@@ -864,20 +888,21 @@ def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
     return {kernels.memory_of(var) for var in found}
 
 
-def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
+def inside_of(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
     peaks = [0]
     for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
-        _, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
+        rounded = rounded_ends(eqn, body, outer) if target.contractions else frozenset[Var]()
+        _, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target, rounded)
         peaks.append(buffers.peak(buffers.under(target)) + slices)
     return max(peaks)
 
 
 def body_buffers(
-    program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target
+    program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target, rounded: frozenset[Var]
 ) -> tuple[Kernels, Buffers, int]:
     """The kernels of a body, what they hold beside its loop or branch, and bytes of slices that it copies."""
-    kernels = kernels_of(program, target)
+    kernels = kernels_of(program, target, rounded)
     given: Mapping[int, Var] = dict(zip(inputs, program.inputs, strict=True))
     carried = [given[i] for i in region.carried if i in given]
     ends = [] if tests else program.outputs

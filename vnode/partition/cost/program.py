@@ -37,6 +37,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    rounded_ends,
     with_narrow,
 )
 from vnode.partition.cost.memory import Memory, memory_of, near_of
@@ -332,11 +333,14 @@ class _Taken:
         self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
     ) -> Kernels:
         """The kernels of a loop's body, where what it only multiplies is rounded to bfloat16 before the first turn."""
-        fit = multiplied_inside(body.program)
-        narrow = {var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.fixed and var in fit}
-        for i, var in zip(inputs, body.program.inputs, strict=True):
+        fit = multiplied_inside(body.program, rounded_ends(eqn, body.program, kernels))
+        places = dict(zip(inputs, body.program.inputs, strict=True))
+        narrow = {var for i, var in places.items() if i in region.fixed and var in fit}
+        held = {i for i in region.scanned if type(atom := eqn.invars[i]) is Var and atom in kernels.narrow}
+        narrow |= {places[i] for i in held if i in places}
+        for i, var in places.items():
             atom = eqn.invars[i]
-            if var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
+            if i in region.fixed and var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
                 piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
                 self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
         return with_narrow(body, narrow) if narrow else body
@@ -351,7 +355,8 @@ class _Taken:
         before = len(self.times), len(self.collectives), len(self.moves)
         found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
         for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
-            own = kernels_of(body, self.target)
+            ends = rounded_ends(eqn, body, kernels) if self.target.contractions else frozenset[Var]()
+            own = kernels_of(body, self.target, ends)
             if self.target.contractions and region.carried:
                 own = self.rounded(eqn, region, inputs, own, kernels, runs)
             seconds = self.timeline(body, runs * turns, (own, ())).seconds * turns
