@@ -22,7 +22,7 @@ from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
-from vnode.partition.cost.loops import after_loops, before_loops, without_single_turns
+from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
 from vnode.partition.cost.lowered import lowered
 from vnode.partition.cost.sums import added_before
 from vnode.spmd.exchange import convert
@@ -141,17 +141,40 @@ def simplified(program: Program) -> Program:
 
 
 def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
-    """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
+    """The equations, with what is exchanged exchanged before it is reshaped: then equal ones are seen.
+
+    That is what is reduced, and what is exchanged in pieces in a shape that has more dimensions of one element.
+    """
     makers = program.definitions
     for eqn in program.equations:
-        reduces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-reduce", (*eqn.invars, None)
-        maker = makers.get(operand) if reduces and isinstance(operand, Var) else None
+        kind, (operand, *_) = KINDS.get(eqn.primitive.name), (*eqn.invars, None)
+        maker = makers.get(operand) if isinstance(operand, Var) else None
         if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
+            yield eqn
+            continue
+        if kind == "all-to-all" and (exchanged := in_fewer_dimensions(eqn, maker.invars[0])) is not None:
+            yield exchanged
+            yield reshaped(eqn, exchanged.outvars[0], eqn.outvars[0])
+            continue
+        if kind != "all-reduce":
             yield eqn
             continue
         reduced = Var(maker.invars[0].aval)
         yield eqn.replace(invars=[maker.invars[0]], outvars=[reduced])
         yield maker.replace(invars=[reduced], outvars=eqn.outvars)
+
+
+def in_fewer_dimensions(eqn: JaxprEqn, source: Any) -> JaxprEqn | None:
+    """An exchange in pieces of the same array without dimensions of one element, if that is what its source is."""
+    shape = eqn.invars[0].aval.shape
+    long = [d for d, n in enumerate(shape) if n > 1]
+    places = [eqn.params["split_axis"], eqn.params["concat_axis"]]
+    if not eqn.params.get("tiled") or not {*places} <= {*long} or [shape[d] for d in long] != [*source.aval.shape]:
+        return None
+    after = [eqn.outvars[0].aval.shape[d] for d in long]
+    split, concat = map(long.index, places)
+    params = {**eqn.params, "split_axis": split, "concat_axis": concat}
+    return eqn.replace(invars=[source], outvars=[Var(source.aval.update(shape=tuple(after)))], params=params)
 
 
 def said(atom: Any) -> object:

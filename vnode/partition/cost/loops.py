@@ -11,7 +11,7 @@ compiler adds each device's part there, and sums over devices once, after the lo
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -175,59 +175,116 @@ def rebuilt(
 def after_loops(program: Program) -> Program:
     """The program with sums over devices that loops only add up done once, after the loop."""
     equations: list[JaxprEqn] = []
+    makers = program.definitions
     for eqn in program.equations:
         region = region_of(eqn)
-        equations += summed_after(eqn, region) if isinstance(region, Loop) else [eqn]
+        equations += summed_after(eqn, region, makers) if isinstance(region, Loop) else [eqn]
     return Program(program.inputs, program.constants, equations, program.outputs)
 
 
 def turns(eqn: JaxprEqn) -> bool:
-    """Whether an equation puts the elements of one array in another order: a sum over devices may come after it."""
+    """Whether an equation puts the elements of one array in another order: a sum over devices may come after it.
+
+    So does what reduces dimensions of one element.
+    """
     of = describe(eqn)
-    if of is None or not of.has(Algebra.MOVES) or len(eqn.invars) != 1 or not isinstance(eqn.invars[0], Var):
+    if of is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1 or not isinstance(eqn.invars[0], Var):
         return False
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return (of.has(Algebra.MOVES) or bool(of.reduced)) and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
-def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
-    """A loop without the sums over devices that it only adds up, and these after it."""
+def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
+    """A loop without the sums over devices that it only adds up, and these after it.
+
+    Where devices keep a part of the sum each, they add up the whole, from zero.
+
+    Args:
+      eqn: the loop.
+      loop: what it is.
+      makers: the equations that make what it begins with.
+    """
     (body,) = loop.bodies
     inner = after_loops(inline(body.jaxpr, body.constants, eqn))
     read = [a for each in inner.equations for a in each.invars] + inner.outputs
     users = collections.Counter(a for a in read if isinstance(a, Var))
-    makers = inner.definitions
-    moved: dict[Var, Var] = {}  # results of sums, to what each device has of them
+    made = inner.definitions
+    instead: dict[int, list[JaxprEqn]] = {}  # equations in the place of others, by id
+    before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    results = list(eqn.outvars)
-    for k, given in enumerate(inner.inputs[loop.carried.start : loop.carried.stop]):
-        end = inner.outputs[k]
-        if not isinstance(end, Var):
-            continue
-        total = makers.get(end)
+    operands, results = [*eqn.invars], [*eqn.outvars]
+    inputs, outputs = [*inner.inputs], [*inner.outputs]
+    for k, place in enumerate(loop.carried):
+        given, end = inputs[place], outputs[k]
+        total = made.get(end) if isinstance(end, Var) else None
         if total is None or not adds(total) or users[given] != 1 or users[end] != 1:
             continue
         others = [a for a in total.invars if a is not given]
         if given not in total.invars or len(others) != 1 or isinstance(others[0], Literal):
             continue
-        term = makers.get(others[0])
-        while term is not None and turns(term) and users[term.outvars[0]] == 1:
-            (turned,) = term.invars
-            term = makers.get(turned) if isinstance(turned, Var) else None
-        if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
+        found = term_of(others[0], made, users)
+        if found is None:
             continue
-        (part,) = term.invars if is_sum(term) else [None]
-        if not isinstance(part, Var):
-            continue
-        moved[term.outvars[0]] = part
+        term, order = found
+        (part,) = term.invars
         here = Var(eqn.outvars[k].aval)
-        after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
+        if not scatters(term):
+            following = [*order, total]
+            instead[id(term)] = []
+            first = following[0]
+            instead[id(first)] = [first.replace(invars=[part if a is term.outvars[0] else a for a in first.invars])]
+            after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
+        elif all("permutation" in each.params for each in order) and made_of_nothing(operands[place], makers):
+            dim, value = term.params["scatter_dimension"], part
+            for each in order:
+                moved = each.params["permutation"]
+                turned = Var(value.aval.update(shape=tuple(value.aval.shape[d] for d in moved)))
+                instead[id(each)] = [each.replace(invars=[value], outvars=[turned])]
+                dim, value = moved.index(dim), turned
+            here = Var(value.aval)
+            inputs[place], outputs[k] = Var(value.aval), Var(value.aval)
+            instead[id(term)] = []
+            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[outputs[k]])]
+            before.append(zeros(eqn, value.aval))
+            operands[place] = before[-1].outvars[0]
+            params = {**term.params, "scatter_dimension": dim}
+            after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]], params=params))
+        else:
+            continue
         results[k] = here
-    if not moved:
+    if not instead:
         return [eqn]
-    gone = set(moved)
-    left = [
-        each.replace(invars=[moved.get(a, a) if isinstance(a, Var) else a for a in each.invars])
-        for each in inner.equations
-        if not gone.intersection(each.outvars)
-    ]
-    return [rebuilt(eqn, loop, inner, left, [], [], inner.outputs).replace(outvars=results), *after]
+    left = [other for each in inner.equations for other in instead.get(id(each), [each])]
+    changed = Program(inputs, inner.constants, left, outputs)
+    looped = rebuilt(eqn.replace(invars=operands), loop, changed, left, [], [], outputs)
+    return [*before, looped.replace(outvars=results), *after]
+
+
+def scatters(eqn: JaxprEqn) -> bool:
+    """Whether an equation sums one array over devices, of which everybody keeps a part."""
+    return eqn.primitive.name == "reduce_scatter" and len(eqn.outvars) == 1 and bool(eqn.params.get("tiled"))
+
+
+def term_of(
+    atom: Var, made: Mapping[Var, JaxprEqn], users: Mapping[Var, int]
+) -> tuple[JaxprEqn, list[JaxprEqn]] | None:
+    """The sum over devices that a variable is, and what puts it in another order afterwards; None if it is none."""
+    term, order = made.get(atom), list[JaxprEqn]()
+    while term is not None and turns(term) and users[term.outvars[0]] == 1:
+        order.insert(0, term)
+        term = made.get(term.invars[0])
+    if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
+        return None
+    sums = is_sum(term) or scatters(term)
+    return (term, order) if sums and isinstance(term.invars[0], Var) else None
+
+
+def made_of_nothing(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a value is one number all over."""
+    maker = makers.get(atom) if isinstance(atom, Var) else None
+    return maker is not None and not any(isinstance(a, Var) for a in maker.invars)
+
+
+def zeros(eqn: JaxprEqn, aval: Any) -> JaxprEqn:
+    """An equation that makes an array of zeros."""
+    (made,) = jax.make_jaxpr(lambda: jax.lax.full(aval.shape, 0, aval.dtype))().jaxpr.eqns
+    return made.replace(source_info=eqn.source_info)

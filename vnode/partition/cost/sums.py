@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import collections
 
-from jax.extend.core import JaxprEqn, Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, describe
@@ -35,6 +36,7 @@ def added_before(program: Program) -> Program:
       >>> [eqn.primitive.name for eqn in added_before(inline(traced.jaxpr, traced.consts)).equations]
       ['add', 'add', 'psum']
     """
+    program = without_zeros(program)
     read = [atom for eqn in program.equations for atom in eqn.invars] + program.outputs
     users = collections.Counter(atom for atom in read if isinstance(atom, Var))
     makers: dict[Var, JaxprEqn] = {}
@@ -52,6 +54,22 @@ def added_before(program: Program) -> Program:
             kept[id(each)] = each
             makers.update(dict.fromkeys(each.outvars, each))
     return Program(program.inputs, program.constants, list(kept.values()), program.outputs)
+
+
+def without_zeros(program: Program) -> Program:
+    """The program without additions of zero, as sums in Python begin."""
+    same: dict[Var, object] = {}
+    equations: list[JaxprEqn] = []
+    for eqn in program.equations:
+        eqn = eqn.replace(invars=[same.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        terms = [a for a in eqn.invars if isinstance(a, Var)]
+        zero = any(isinstance(a, Literal) and np.ndim(a.val) == 0 and a.val == 0 for a in eqn.invars)
+        if adds(eqn) and zero and len(terms) == 1 and terms[0].aval == eqn.outvars[0].aval:
+            same[eqn.outvars[0]] = terms[0]
+        else:
+            equations.append(eqn)
+    outputs = [same.get(a, a) if isinstance(a, Var) else a for a in program.outputs]
+    return Program(program.inputs, program.constants, equations, outputs)
 
 
 def summed(
