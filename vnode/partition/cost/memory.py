@@ -51,6 +51,7 @@ from vnode.partition.cost.kernels import (
     sums_last,
     with_narrow,
 )
+from vnode.partition.cost.sums import adds
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -193,17 +194,27 @@ class Buffers:
         return found
 
     def held(
-        self, order: Sequence[int], begun: Mapping[int, int] = MappingProxyType({})
+        self,
+        order: Sequence[int],
+        begun: Mapping[int, int] = MappingProxyType({}),
+        taken_first: Collection[Var] = (),
     ) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
         """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes.
 
         Args:
           order: of the kernels.
           begun: for some of them the place in the order at which they are begun, with room for what they write.
+          taken_first: variables for which there is room from the first of these places on.
         """
-        early: dict[int, list[int]] = {}
+        early: dict[int, list[tuple[Var, int]]] = {}
         for k, place in begun.items():
-            early.setdefault(place, []).append(k)
+            early.setdefault(place, []).extend(self.written[k])
+        first, there = min(begun.values(), default=len(order)), set[Var]()
+        for place, k in enumerate(order):
+            if place > first and k not in begun:
+                several = [each for each in self.written[k] if each[0] in taken_first]
+                early[first] += several
+                there.update(var for var, _ in several)
         last: dict[Var, int] = {}
         for place, k in enumerate(order):
             last.update(dict.fromkeys(self.read[k], place))
@@ -213,12 +224,12 @@ class Buffers:
         sizes: dict[Var, int] = {}
         now = 0
         for place, k in enumerate(order):
-            for var, need in [each for other in early.get(place, ()) for each in self.written[other]]:
+            for var, need in early.get(place, ()):
                 sizes[var] = need
                 now += need
             free = {var for var in self.read[k] if last[var] == place}
             taken = set[Var]()
-            for var, need in () if k in begun else self.written[k]:
+            for var, need in () if k in begun else [each for each in self.written[k] if each[0] not in there]:
                 place_of = next((o for v, o in self.over[k] if v is var and o in free - taken), None)
                 if place_of is not None:
                     taken.add(place_of)
@@ -411,7 +422,7 @@ def placed(
     """
     order = buffers.under(target)
     begun = begun_early(kernels, buffers, order, seconds) if target.hides_gathers and len(seconds) else {}
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun)]
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     reads: list[dict[Var, int]] = []
@@ -435,6 +446,22 @@ def begun_early(
     gathers = [k for k in order if is_gather(own[k])]
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
     return buffers.begun(order, lengths, gathers)
+
+
+def begun_empty(kernels: Kernels) -> set[Var]:
+    """What loops add up, from constants: TPUs' compiler has room for it before gathers begin."""
+    empty, found = made_of_nothing(kernels), set[Var]()
+    for kernel in kernels.kernels:
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        if region is None or not region.carried or region.tests:
+            continue
+        (body,) = bodies_of(kernel.root)
+        makers = body.definitions
+        for var, i, end in zip(kernel.root.outvars, region.carried, body.outputs, strict=False):
+            total = makers.get(end) if isinstance(end, Var) else None
+            if total is not None and adds(total) and body.inputs[i] in total.invars and kernel.root.invars[i] in empty:
+                found.add(var)
+    return found
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
@@ -814,21 +841,27 @@ def by_itself(kernel: Kernel, program: Program) -> bool:
     return of is not None and not slides(kernel.root, program) and not sums_last(of)
 
 
-def made_in_loops(kernels: Kernels) -> set[Var]:
-    """What is made of constants, and read by loops alone, the same at every turn: compilers make it there, bit by bit.
-
-    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.)
-    """
+def made_of_nothing(kernels: Kernels) -> set[Var]:
+    """What is made of constants alone."""
     nothing: set[Var] = set()
     for eqn in kernels.program.equations:
         read = {atom for atom in eqn.invars if isinstance(atom, Var)}
         if region_of(eqn) is None and not eqn.effects and read <= nothing:
             nothing.update(eqn.outvars)
-    found = {kernels.memory_of(var) for var in nothing}
+    return nothing
+
+
+def made_in_loops(kernels: Kernels) -> set[Var]:
+    """What is made of constants, and read by loops alone: compilers make it there, bit by bit.
+
+    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.) What loops carry and begin with so
+    is in the place of what they give.
+    """
+    found = {kernels.memory_of(var) for var in made_of_nothing(kernels)}
     found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
     for kernel in kernels.kernels:
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        changing = (*region.carried, *region.scanned) if region is not None else ()
+        changing = region.scanned if region is not None else ()
         reads = kernel.piece.reads if region is None else [kernel.root.invars[i] for i in changing]
         found -= {kernels.memory_of(atom) for atom in reads if isinstance(atom, Var)}
     return found
