@@ -245,33 +245,64 @@ class Buffers:
         """The most bytes held at a time."""
         return max((now for _, now, _ in self.held(order)), default=0)
 
-    def begun(self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]) -> dict[int, int]:
-        """Where transfers begin that run beside computation: as early as that takes as long, one at a time.
+    def overlapped(
+        self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]
+    ) -> tuple[list[int], dict[int, int]]:
+        """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
+
+        (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
+        transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
+        as the transfer, which begins there, or until nothing is left that can.
 
         Args:
-          order: of the kernels.
-          seconds: how long each takes.
+          order: of the kernels, which is kept where nothing else is said.
+          seconds: how long each takes; what is not among them hides nothing.
           beside: those that are such transfers.
 
         Returns:
-          For those that begin before their place in the order, the place.
+          The order, and for transfers that begin before their place in it, where that is.
         """
         place = {k: i for i, k in enumerate(order)}
-        found: dict[int, int] = {}
-        covered = set[int]()  # places of kernels beside which something is transferred already
-        for k in sorted(beside, key=lambda k: -place[k]):
-            ready = max((place[n] + 1 for n in self.after[k]), default=0)
-            left, at = seconds.get(k, 0.0), place[k]
-            while left > 0 and at > ready:
-                other = order[at - 1]
-                if other in beside or at - 1 in covered:
-                    break
-                at -= 1
-                covered.add(at)
-                left -= seconds.get(other, 0.0)
-            if at < place[k]:
-                found[k] = at
-        return found
+        missing = [0] * len(self.after)  # who has no place yet and needs it
+        for needs in self.after:
+            for n in needs:
+                missing[n] += 1
+        ready: tuple[list[int], list[int]] = [], []  # places of what can run, and of transfers that can end
+        backwards, started = list[int](), dict[int, int]()
+
+        def free(several: Collection[int]) -> None:
+            for k in several:
+                if not missing[k]:
+                    heapq.heappush(ready[k in beside], -place[k])
+
+        def done(k: int) -> None:
+            for n in self.after[k]:
+                missing[n] -= 1
+            free([n for n in self.after[k] if not missing[n]])
+
+        free(order)
+        flying: int | None = None
+        left = 0.0
+        while True:
+            if flying is None and ready[1]:
+                flying = order[-heapq.heappop(ready[1])]
+                left = seconds.get(flying, 0.0)
+                backwards.append(flying)
+            elif flying is not None and (left <= 0 or not ready[0]):
+                started[flying] = len(backwards)
+                done(flying)
+                flying = None
+            elif ready[0]:
+                k = order[-heapq.heappop(ready[0])]
+                backwards.append(k)
+                left -= seconds.get(k, 0.0)
+                done(k)
+            else:
+                break
+        count = len(order)
+        found = backwards[::-1]
+        places = {k: i for i, k in enumerate(found)}
+        return found, {k: count - n for k, n in started.items() if count - n < places[k]}
 
     def depth_first(self) -> list[int]:
         """Kernels after those they need, from the last on, operands that hold most first."""
@@ -421,7 +452,9 @@ def placed(
       seconds: how long kernels take; gathers then begin before them.
     """
     order = buffers.under(target)
-    begun = begun_early(kernels, buffers, order, seconds) if target.hides_gathers and len(seconds) else {}
+    begun: dict[int, int] = {}
+    if target.hides_gathers and len(seconds):
+        order, begun = beside_computation(kernels, buffers, order, seconds)
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
@@ -438,14 +471,14 @@ def is_gather(kernel: Kernel) -> bool:
     return kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-gather"
 
 
-def begun_early(
+def beside_computation(
     kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]
-) -> dict[int, int]:
-    """Where gathers begin that run beside computation, which other exchanges are not."""
+) -> tuple[list[int], dict[int, int]]:
+    """An order in which gathers run beside computation, which other exchanges do not, and where they begin."""
     own = [kernels.kernels[k] for k in buffers.of]
     gathers = [k for k in order if is_gather(own[k])]
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
-    return buffers.begun(order, lengths, gathers)
+    return buffers.overlapped(order, lengths, {*gathers})
 
 
 def begun_empty(kernels: Kernels) -> set[Var]:
