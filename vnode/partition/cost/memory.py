@@ -252,10 +252,11 @@ class Buffers:
 
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
-        as the transfer, which begins there, or until nothing is left that can.
+        as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
+        for transfers that take longest, so that those of arguments come early in the program.
 
         Args:
-          order: of the kernels, which is kept where nothing else is said.
+          order: of the kernels, by which it is settled what else is not.
           seconds: how long each takes; what is not among them hides nothing.
           beside: those that are such transfers.
 
@@ -267,13 +268,17 @@ class Buffers:
         for needs in self.after:
             for n in needs:
                 missing[n] += 1
-        ready: tuple[list[int], list[int]] = [], []  # places of what can run, and of transfers that can end
+        depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
+        for k in order:
+            own = seconds.get(k, 0.0) if k in beside else 0.0
+            depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
+        ready: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []  # what can run, transfers that can end
         backwards, started = list[int](), dict[int, int]()
 
         def free(several: Collection[int]) -> None:
             for k in several:
                 if not missing[k]:
-                    heapq.heappush(ready[k in beside], -place[k])
+                    heapq.heappush(ready[k in beside], (-depth[k], -place[k]))
 
         def done(k: int) -> None:
             for n in self.after[k]:
@@ -285,7 +290,7 @@ class Buffers:
         left = 0.0
         while True:
             if flying is None and ready[1]:
-                flying = order[-heapq.heappop(ready[1])]
+                flying = order[-heapq.heappop(ready[1])[1]]
                 left = seconds.get(flying, 0.0)
                 backwards.append(flying)
             elif flying is not None and (left <= 0 or not ready[0]):
@@ -293,7 +298,7 @@ class Buffers:
                 done(flying)
                 flying = None
             elif ready[0]:
-                k = order[-heapq.heappop(ready[0])]
+                k = order[-heapq.heappop(ready[0])[1]]
                 backwards.append(k)
                 left -= seconds.get(k, 0.0)
                 done(k)
@@ -385,7 +390,7 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        several = [list(range(len(self.after))), self.depth_first()]
+        several = [sorted(range(len(self.after)), key=lambda k: (self.of[k], k)), self.depth_first()]
         if not target.hides_gathers:
             several.append(self.freeing())
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
