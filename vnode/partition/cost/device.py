@@ -24,7 +24,7 @@ from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
 from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
 from vnode.partition.cost.lowered import lowered
-from vnode.partition.cost.sums import added_before
+from vnode.partition.cost.sums import added_before, parts_first
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -96,7 +96,7 @@ def device_program(
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:
-        program = simplified(added_before(after_loops(program)))
+        program = simplified(added_before(parts_first(after_loops(program))))
     return DeviceProgram(program, dict(axes), frozenset(donated))
 
 

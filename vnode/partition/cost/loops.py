@@ -23,7 +23,7 @@ from vnode.operators.control import Loop, region_of
 from vnode.operators.cost import nbytes
 from vnode.operators.splits import Free
 from vnode.partition.cost.collectives import is_sum
-from vnode.partition.cost.sums import adds
+from vnode.partition.cost.sums import adds, parts_first, scatters
 
 
 def without_single_turns(program: Program) -> Program:
@@ -204,7 +204,8 @@ def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> l
       makers: the equations that make what it begins with.
     """
     (body,) = loop.bodies
-    inner = after_loops(inline(body.jaxpr, body.constants, eqn))
+    whole = inline(body.jaxpr, body.constants, eqn)
+    inner = parts_first(after_loops(whole))
     read = [a for each in inner.equations for a in each.invars] + inner.outputs
     users = collections.Counter(a for a in read if isinstance(a, Var))
     made = inner.definitions
@@ -251,17 +252,12 @@ def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> l
         else:
             continue
         results[k] = here
-    if not instead:
+    if not instead and [*map(id, inner.equations)] == [*map(id, whole.equations)]:
         return [eqn]
     left = [other for each in inner.equations for other in instead.get(id(each), [each])]
     changed = Program(inputs, inner.constants, left, outputs)
     looped = rebuilt(eqn.replace(invars=operands), loop, changed, left, [], [], outputs)
     return [*before, looped.replace(outvars=results), *after]
-
-
-def scatters(eqn: JaxprEqn) -> bool:
-    """Whether an equation sums one array over devices, of which everybody keeps a part."""
-    return eqn.primitive.name == "reduce_scatter" and len(eqn.outvars) == 1 and bool(eqn.params.get("tiled"))
 
 
 def term_of(
