@@ -88,16 +88,21 @@ def device_program(
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
-    target = Target.on(platform)
     program = inline(traced.jaxpr, traced.consts)
-    program = simplified(program if single_turns else without_single_turns(program))
+    program = compiled_as(program if single_turns else without_single_turns(program), Target.on(platform))
+    return DeviceProgram(program, dict(axes), frozenset(donated))
+
+
+def compiled_as(program: Program, target: Target) -> Program:
+    """A device's program as compilers change it before they make kernels of it."""
+    program = simplified(program)
     if target.hoists:
         program = simplified(before_loops(program, target.hoists_growing))
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:
         program = simplified(added_before(parts_first(after_loops(program))))
-    return DeviceProgram(program, dict(axes), frozenset(donated))
+    return program
 
 
 def simplified(program: Program) -> Program:

@@ -368,11 +368,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             far = id(eqn) not in chosen and looks_up(program.describe(eqn))
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
             wanted = 1 if near else 3 if far else 2
-            if (
-                shape is Shape.EACH
-                and (least < 4 or len(readers) > 1)
-                and id(eqn) in last
-            ):
+            if shape is Shape.EACH and (least < 4 or len(readers) > 1) and id(eqn) in last:
                 continue
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
             if least >= wanted and (len(readers) == 1 or again):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline
@@ -196,7 +197,8 @@ def turns(eqn: JaxprEqn) -> bool:
 def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
     """A loop without the sums over devices that it only adds up, and these after it.
 
-    Where devices keep a part of the sum each, they add up the whole, from zero.
+    They are added up from zero; what the loop begins with otherwise is added after it. Where devices keep a part of the
+    sum each, they add up the whole.
 
     Args:
       eqn: the loop.
@@ -227,30 +229,30 @@ def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> l
             continue
         term, order = found
         (part,) = term.invars
-        here = Var(eqn.outvars[k].aval)
-        if not scatters(term):
-            following = [*order, total]
-            instead[id(term)] = []
-            first = following[0]
-            instead[id(first)] = [first.replace(invars=[part if a is term.outvars[0] else a for a in first.invars])]
-            after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
-        elif all("permutation" in each.params for each in order) and made_of_nothing(operands[place], makers):
-            dim, value = term.params["scatter_dimension"], part
-            for each in order:
-                moved = each.params["permutation"]
-                turned = Var(value.aval.update(shape=tuple(value.aval.shape[d] for d in moved)))
-                instead[id(each)] = [each.replace(invars=[value], outvars=[turned])]
-                dim, value = moved.index(dim), turned
-            here = Var(value.aval)
-            inputs[place], outputs[k] = Var(value.aval), Var(value.aval)
-            instead[id(term)] = []
-            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[outputs[k]])]
-            before.append(zeros(eqn, value.aval))
-            operands[place] = before[-1].outvars[0]
-            params = {**term.params, "scatter_dimension": dim}
-            after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]], params=params))
-        else:
+        if scatters(term) and not all("permutation" in each.params for each in order):
             continue
+        instead[id(term)], value, params = [], part, term.params
+        for each in order if scatters(term) else ():
+            moved = each.params["permutation"]
+            turned = Var(value.aval.update(shape=tuple(value.aval.shape[d] for d in moved)))
+            instead[id(each)] = [each.replace(invars=[value], outvars=[turned])]
+            params = {**params, "scatter_dimension": moved.index(params["scatter_dimension"])}
+            value = turned
+        if scatters(term):
+            inputs[place], outputs[k] = Var(value.aval), Var(value.aval)
+            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[outputs[k]])]
+        else:
+            first = [*order, total][0]
+            instead[id(first)] = [first.replace(invars=[part if a is term.outvars[0] else a for a in first.invars])]
+        begin, here, end = operands[place], Var(inputs[place].aval), eqn.outvars[k]
+        zero = is_zero(begin, makers)
+        if scatters(term) or not zero:
+            before.append(zeros(eqn, here.aval))
+            operands[place] = before[-1].outvars[0]
+        summed = end if zero else Var(end.aval)
+        after.append(term.replace(invars=[here], outvars=[summed], params=params))
+        if not zero:
+            after.append(total.replace(invars=[summed, begin], outvars=[end]))
         results[k] = here
     if not instead and [*map(id, inner.equations)] == [*map(id, whole.equations)]:
         return [eqn]
@@ -274,10 +276,14 @@ def term_of(
     return (term, order) if sums and isinstance(term.invars[0], Var) else None
 
 
-def made_of_nothing(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
-    """Whether a value is one number all over."""
+def is_zero(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a value is zero all over, as it is repeated."""
     maker = makers.get(atom) if isinstance(atom, Var) else None
-    return maker is not None and not any(isinstance(a, Var) for a in maker.invars)
+    of = None if maker is None else describe(maker)
+    if maker is None or of is None or not of.has(Algebra.MOVES) or len(maker.invars) != 1:
+        return False
+    (only,) = maker.invars
+    return isinstance(only, Literal) and bool(np.all(only.val == 0))
 
 
 def zeros(eqn: JaxprEqn, aval: Any) -> JaxprEqn:

@@ -332,15 +332,18 @@ class _Taken:
     def rounded(
         self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
     ) -> Kernels:
-        """The kernels of a loop's body, where what it only multiplies is rounded to bfloat16 before the first turn."""
+        """The kernels of a loop's body with what is in bfloat16: slices of what is, and what the loop only multiplies.
+
+        The latter is rounded before the first turn, if it is not in bfloat16 already.
+        """
         fit = multiplied_inside(body.program, rounded_ends(eqn, body.program, kernels))
-        places = dict(zip(inputs, body.program.inputs, strict=True))
-        narrow = {var for i, var in places.items() if i in region.fixed and var in fit}
-        held = {i for i in region.scanned if type(atom := eqn.invars[i]) is Var and atom in kernels.narrow}
-        narrow |= {places[i] for i in held if i in places}
-        for i, var in places.items():
+        narrow = set[Var]()
+        for i, var in zip(inputs, body.program.inputs, strict=True):
             atom = eqn.invars[i]
-            if i in region.fixed and var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
+            there = isinstance(atom, Var) and kernels.memory_of(atom) in kernels.narrow
+            if (i in region.scanned and there) or (i in region.fixed and var in fit):
+                narrow.add(var)
+            if i in region.fixed and var in fit and isinstance(atom, Var) and not there:
                 piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
                 self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
         return with_narrow(body, narrow) if narrow else body
