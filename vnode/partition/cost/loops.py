@@ -3,9 +3,10 @@
 Knows equations of one device, and loops among them. Must not know what anything costs.
 
 A loop of one turn is no loop to XLA (``WhileLoopSimplifier``). It runs before a loop what its body computes at every
-turn from what does not change (``WhileLoopInvariantCodeMotion``), exchanges too; for TPUs only what has no larger result
-than its operands. If all that a body does with a sum over devices is to add it to something that it carries, the TPU
-compiler adds each device's part there, and sums over devices once, after the loop (``WhileLoopAllReduceCodeMotion``).
+turn from what does not change (``WhileLoopInvariantCodeMotion``), exchanges too; for TPUs only what has no larger
+result than its operands. If all that a body does with a sum over devices is to add it to something that it carries, the
+TPU compiler adds each device's part there, and sums over devices once, after the loop
+(``WhileLoopAllReduceCodeMotion``).
 """
 
 from __future__ import annotations

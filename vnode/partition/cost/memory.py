@@ -49,7 +49,6 @@ from vnode.partition.cost.kernels import (
     shape_of,
     slides,
     sums_last,
-    with_narrow,
 )
 from vnode.partition.cost.sums import adds
 from vnode.show.units import size
@@ -164,7 +163,7 @@ class Buffers:
     vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
     def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
-        """What is where an argument was, as long as it is held: the largest first, each in the smallest place that fits.
+        """What is where an argument was, as long as it is held: the largest first, in the smallest place that fits.
 
         Args:
           moments: kernels in their order, and what is held while each runs.
@@ -633,8 +632,6 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
     program = device.program
     kernels = kernels_of(program, target)
-    if target.contractions and (rounded := sent_rounded(kernels)):
-        kernels = with_narrow(kernels, rounded)
     there = {*program.inputs, *program.constants}
     taken, aliased, elsewhere = set[int](), 0, set(there)
     matched: dict[Var, Var] = {}  # results in place of arguments
@@ -854,25 +851,6 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
     return [var for var, fits in found.items() if fits and var not in kernels.narrow]
 
 
-def sent_rounded(kernels: Kernels) -> set[Var]:
-    """What is gathered in float32 for loops that only multiply it: that is rounded to bfloat16 before it is sent."""
-    gathered = {var for kernel in kernels.kernels for var in kernel.piece.writes if is_gather(kernel)}
-    found = dict.fromkeys(gathered - {*map(kernels.memory_of, outputs_of(kernels.program))}, 0)
-    readers = dict.fromkeys(found, 0)
-    for kernel in kernels.kernels:
-        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        for var in {*map(kernels.memory_of, kernel.piece.reads)} & found.keys():
-            readers[var] += 1
-        for var in {*multiplied_in(kernel, region, kernels)} & found.keys():
-            found[var] += 1
-    return {var for var, loops in found.items() if loops and loops == readers[var]}
-
-
-def outputs_of(program: Program) -> list[Var]:
-    """The variables among a program's results."""
-    return [atom for atom in program.outputs if isinstance(atom, Var)]
-
-
 def by_itself(kernel: Kernel, program: Program) -> bool:
     """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
     of = program.describe(kernel.root) if kernel.shape is Shape.CONTRACTED else None
@@ -892,8 +870,8 @@ def made_of_nothing(kernels: Kernels) -> set[Var]:
 def made_in_loops(kernels: Kernels) -> set[Var]:
     """What is made of constants, and read by loops alone: compilers make it there, bit by bit.
 
-    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.) What loops carry and begin with so
-    is in the place of what they give.
+    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.) What loops carry and begin with
+    so is in the place of what they give.
     """
     found = {kernels.memory_of(var) for var in made_of_nothing(kernels)}
     found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
