@@ -595,18 +595,19 @@ def rounded_ends(eqn: JaxprEqn, body: Program, kernels: Kernels) -> frozenset[Va
     if region is None or not region.carried or region.tests:
         return frozenset()
     count = len(region.carried)
-    ends = [atom if isinstance(atom, Var) else None for atom in body.outputs]
-    wide = {atom for var, atom in zip(eqn.outvars[count:], ends[count:], strict=True) if var not in kernels.narrow}
-    found = {atom for atom in ends[count:] if atom is not None} - wide
+    pairs = [(out, end) for out, end in zip(eqn.outvars, body.outputs, strict=True) if isinstance(end, Var)]
+    stacks = {*eqn.outvars[count:]}
+    wide = {end for out, end in pairs if out in stacks and out not in kernels.narrow}
+    found = {end for out, end in pairs if out in stacks} - wide
     read = {var for kernel in kernels.kernels for var in kernel.piece.reads} | {*kernels.program.outputs}
-    carried = dict(zip(region.carried, zip(eqn.outvars, ends, strict=True), strict=False))
-    given = {carried[i]: var for i, var in zip(region.inputs[-1], body.inputs, strict=True) if i in carried}
+    given = dict(zip(region.inputs[-1], body.inputs, strict=True))
+    begin = dict(zip(eqn.outvars, region.carried, strict=False))  # what is carried out, with the number of the operand
     while True:  # what is carried may be stacked, and carried on under another name
         fit = multiplied_inside(body, found)
-        more = {atom for (out, atom), var in given.items() if atom not in wide and out not in read and var in fit}
-        if more - {None} <= found:
+        more = {end for out, end in pairs if out in begin and given[begin[out]] in fit and out not in read}
+        if more - wide <= found:
             return frozenset(found)
-        found |= more - {None}
+        found |= more - wide
 
 
 def multiplied_inside(program: Program, rounded: Set[Var] = frozenset()) -> set[Var]:

@@ -219,13 +219,13 @@ def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> l
     inputs, outputs = [*inner.inputs], [*inner.outputs]
     for k, place in enumerate(loop.carried):
         given, end = inputs[place], outputs[k]
-        total = made.get(end) if isinstance(end, Var) else None
-        if total is None or not adds(total) or users[given] != 1 or users[end] != 1:
+        if not isinstance(end, Var) or users[given] != 1 or users[end] != 1:
             continue
-        others = [a for a in total.invars if a is not given]
-        if given not in total.invars or len(others) != 1 or isinstance(others[0], Literal):
+        total = made.get(end)
+        if total is None or not adds(total) or given not in total.invars:
             continue
-        found = term_of(others[0], made, users)
+        others = [a for a in total.invars if isinstance(a, Var) and a is not given]
+        found = term_of(others[0], made, users) if len(others) == 1 else None
         if found is None:
             continue
         term, order = found
@@ -240,8 +240,9 @@ def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> l
             params = {**params, "scatter_dimension": moved.index(params["scatter_dimension"])}
             value = turned
         if scatters(term):
-            inputs[place], outputs[k] = Var(value.aval), Var(value.aval)
-            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[outputs[k]])]
+            inputs[place] = Var(value.aval)
+            outputs[k] = new = Var(value.aval)
+            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[new])]
         else:
             first = [*order, total][0]
             instead[id(first)] = [first.replace(invars=[part if a is term.outvars[0] else a for a in first.invars])]
@@ -270,7 +271,8 @@ def term_of(
     term, order = made.get(atom), list[JaxprEqn]()
     while term is not None and turns(term) and users[term.outvars[0]] == 1:
         order.insert(0, term)
-        term = made.get(term.invars[0])
+        (turned,) = term.invars
+        term = made.get(turned) if isinstance(turned, Var) else None
     if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
         return None
     sums = is_sum(term) or scatters(term)

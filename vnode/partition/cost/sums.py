@@ -98,7 +98,7 @@ def scatters(eqn: JaxprEqn) -> bool:
 
 def without_zeros(program: Program) -> Program:
     """The program without additions of zero, as sums in Python begin."""
-    same: dict[Var, object] = {}
+    same: dict[Var, Var] = {}
     equations: list[JaxprEqn] = []
     for eqn in program.equations:
         eqn = eqn.replace(invars=[same.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
