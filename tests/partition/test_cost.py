@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -42,12 +43,13 @@ from vnode.partition.cost import (
     transfer_of,
     transfers_of_route,
 )
+from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import bodies_of, simplified
-from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.kernels import kernels_of, rounded_ends
 from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.memory import Buffers
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
-from vnode.partition.cost.sums import added_before
+from vnode.partition.cost.sums import added_before, parts_first
 from vnode.partition.cost.windows import COUNTS, counted
 from vnode.partition.machine import Kind
 from vnode.partition.machine.table import kind_named
@@ -538,6 +540,125 @@ def test_loops_without_what_is_taken_out_give_the_same() -> None:
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
+def test_on_tpus_only_what_does_not_grow_comes_before_loops() -> None:
+    def turns(w: Any, x: Any) -> Any:
+        def body(h: Any, row: Any) -> Any:
+            pieces = lax.all_to_all(jnp.exp(w), "x", 0, 1, tiled=True)  # as large as what it is made of
+            whole = lax.all_gather(w, "x", axis=1, tiled=True)  # twice that
+            return jnp.tanh((h @ pieces + whole[:4])[:, :8] + row), h.sum()
+
+        return lax.scan(body, jnp.ones((4, 8)), x)
+
+    plain = over(turns, ones(16, 16), ones(5, 4, 8), x=2)
+    made = simplified(before_loops(plain, growing=False))
+    (loop,) = (eqn for eqn in made.equations if eqn.primitive.name == "scan")
+    assert names_of(loop) == {"all_gather"}
+    assert [name for eqn in made.equations if (name := eqn.primitive.name) in ("exp", *KINDS)] == ["exp", "all_to_all"]
+    same_on_devices(plain, made)
+
+
+def test_parts_of_sums_that_loops_add_up_are_taken_after() -> None:
+    """Whole sums, from zero; what a loop begins with otherwise is added then."""
+
+    def turns(x: Any, begin: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            total, other = carry
+            first = lax.psum(lax.psum_scatter(row, "x", scatter_dimension=1, tiled=True), "y")
+            second = lax.psum_scatter(lax.psum(jnp.sin(row), "y"), "x", scatter_dimension=1, tiled=True)
+            return (total + second, other + first), row.sum()
+
+        return lax.scan(body, (jnp.zeros((8, 4)), begin), x)[0]
+
+    plain = over(turns, ones(5, 8, 8), ones(8, 4), x=2, y=2)
+    whole = simplified(parts_first(after_loops(plain)))
+    (loop,) = (eqn for eqn in whole.equations if eqn.primitive.name == "scan")
+    assert names_of(loop) == {"reduce_scatter"}, "parts come first, and the sums of these after the loop"
+    same_on_devices(plain, whole, y=2)
+
+    def added(x: Any) -> Any:
+        def body(carry: Any, row: Any) -> Any:
+            part = lax.psum_scatter(row, "x", scatter_dimension=1, tiled=True)
+            return (carry[0] + part.T, carry[1] + lax.psum(row[:1], "x").sum(0)), row.sum()
+
+        return lax.scan(body, (jnp.zeros((4, 8)), jnp.zeros(8)), x)[0]
+
+    plain = over(added, ones(5, 8, 8), x=2)
+    after = simplified(after_loops(plain))
+    (loop,) = (eqn for eqn in after.equations if eqn.primitive.name == "scan")
+    assert not names_of(loop), "also where dimensions of one element are summed"
+    shapes = [eqn.invars[0].aval.shape for eqn in after.equations if eqn.primitive.name == "reduce_scatter"]
+    assert shapes == [(8, 8)], "the whole, turned"
+    same_on_devices(plain, after)
+
+
+def same_on_devices(plain: Program, other: Program, **more: int) -> None:
+    """Two programs give the same on devices along an axis of two, and on as many for each of others."""
+    rng = np.random.default_rng(0)
+    count = 2 * math.prod(more.values())
+    values = [jnp.asarray(rng.random((count, *v.aval.shape)), jnp.float32) for v in plain.inputs]
+
+    def run(program: Program) -> Any:
+        function = jax.vmap(program_piece(program).function, axis_name="x")
+        several = [v.reshape(2, count // 2, *v.shape[1:]) for v in values] if more else values
+        for name in more:
+            function = jax.vmap(function, in_axes=1, axis_name=name)
+        return function(*several)
+
+    for a, b in zip(run(plain), run(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+
+def test_sums_from_zero_are_done_once() -> None:
+    made = added_before(over(lambda a, b: 0 + lax.psum(a, "x") + lax.psum(b, "x"), 1.0, 2.0, x=2))
+    assert [eqn.primitive.name for eqn in made.equations] == ["add", "psum"]
+
+
+def test_equal_exchanges_in_other_shapes_are_made_once() -> None:
+    def twice(x: Any) -> Any:
+        a = lax.all_to_all(x, "x", 0, 1, tiled=True)
+        return a * 2, lax.all_to_all(x[:, None], "x", 0, 2, tiled=True) + 1
+
+    plain = over(twice, ones(4, 8), x=2)
+    assert [eqn.primitive.name for eqn in plain.equations].count("all_to_all") == 1
+    values = jnp.arange(64.0).reshape(2, 4, 8)
+    for a, b in zip(
+        jax.vmap(twice, axis_name="x")(values),
+        jax.vmap(program_piece(plain).function, axis_name="x")(values),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_what_loops_stack_for_products_is_in_memory_in_half_of_its_bytes() -> None:
+    """Hidden states that later loops and products multiply, and that the loop itself carries on to its product."""
+
+    def layers(w: Any, v: Any, x: Any) -> Any:
+        def cell(carry: Any, row: Any) -> Any:
+            h, c = carry
+            c = jnp.tanh(h @ w + row) + c
+            h = lax.all_gather(jnp.tanh(c[:, :32]), "x", axis=1, tiled=True)
+            return (h, c), (h, c)
+
+        zeros = jnp.zeros((16, 64))
+        _, (hidden, cells) = lax.scan(cell, (zeros, zeros), x)
+        _, again = lax.scan(lambda total, h: (total + h @ v, total.sum()), jnp.zeros((16, 64)), hidden)
+        return hidden @ v, cells.sum(), again
+
+    program = over(layers, ones(64, 64), ones(64, 64), ones(8, 16, 64), x=2)
+    found = kernels_of(program, TPU)
+    (loop,) = (kernel for kernel in found.kernels if len(kernel.root.outvars) == 4)
+    hidden, cells = loop.root.outvars[2:]
+    assert found.nbytes(hidden) == 8 * 16 * 64 * 2 and found.nbytes(cells) == 8 * 16 * 64 * 4
+    (body,) = bodies_of(loop.root)
+    inner = kernels_of(body, TPU, rounded_ends(loop.root, body, found))
+    (sent,) = (kernel for kernel in inner.kernels if kernel.root.primitive.name == "all_gather")
+    assert sent.piece.narrow == {*sent.piece.reads, *sent.piece.writes}
+    read = over(lambda *a: (*layers(*a), layers(*a)[0]), ones(64, 64), ones(64, 64), ones(8, 16, 64), x=2)
+    assert kernels_of(read, TPU).narrow, "the same with more results"
+    plain = kernels_of(program, CPU)
+    assert not plain.narrow
+
+
 def test_sums_that_a_loop_reads_stay_inside() -> None:
     def turns(x: Any) -> Any:
         def body(total: Any, row: Any) -> Any:
@@ -653,7 +774,7 @@ def test_what_only_products_read_is_sent_in_half_of_its_bytes() -> None:
 def names_of(loop: Any) -> set[str]:
     """The collectives in a loop's body."""
     (body,) = bodies_of(loop)
-    return {eqn.primitive.name for eqn in body.equations} & {"all_gather", "psum"}
+    return {eqn.primitive.name for eqn in body.equations if eqn.primitive.name in KINDS}
 
 
 # Exchange
@@ -788,6 +909,49 @@ def test_writing_in_place_takes_no_more(buffers: Buffers, data: st.DataObject) -
     changed = dataclasses.replace(buffers, over=over_)
     for order in orders(buffers)[:10]:
         assert changed.peak(order) <= buffers.peak(order)
+
+
+def variables(count: int) -> list[Var]:
+    return [*jax.make_jaxpr(lambda *values: values)(*[1.0] * count).jaxpr.invars]
+
+
+def bare(written: Sequence[Sequence[tuple[Var, int]]], after: Sequence[set[int]], **more: Any) -> Buffers:
+    """Kernels that write and wait, and read what those write for which they wait."""
+    read = [frozenset(var for n in needs for var, _ in written[n]) for needs in after]
+    none = tuple(() for _ in written)
+    several = tuple(map(tuple, written)), tuple(read), (0,) * len(read), none
+    return Buffers(*several, frozenset(), tuple(map(frozenset, after)), tuple(range(len(read))), **more)
+
+
+def test_transfers_run_beside_computation_one_at_a_time() -> None:
+    """By hand: 0 computes; 1 and 2 transfer what is there from the start, 3 what 0 made; 4, 5, 6 read them."""
+    var = variables(8)
+    after = [set(), set(), set(), {0}, {3, 1}, {4, 2}, {5}]
+    buffers = bare([[(var[k], 1)] for k in range(7)], after)
+    seconds = {0: 3.0, 1: 2.0, 2: 2.0, 3: 1.0, 4: 1.5, 5: 0.5, 6: 1.0}
+    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3})
+    # From the end: 6, 5; transfer 2 ends before 5, and 4 is put beside it; nothing else is left, for 3 and 1 wait for
+    # the link. Of these 1, which takes longer, ends next, beside nothing, then 3, and then 0 is left.
+    assert order == [0, 3, 1, 4, 2, 5, 6]
+    place = {k: i for i, k in enumerate(order)}
+    assert all(place[n] < place[k] for k, needs in enumerate(after) for n in needs)
+    assert begun == {2: place[4]}
+
+
+def test_who_is_where_an_argument_was_is_there_all_the_time() -> None:
+    a, b, c, d = variables(4)
+    buffers = bare([[(a, 4)], [(b, 3)], [(c, 4)], [(d, 2)], []], [set(), {0}, set(), {1, 2}, {3}])
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(range(5))]
+    assert [set(sizes) for _, sizes in moments] == [{a}, {a, b}, {b, c}, {b, c, d}, {d}]
+    nowhere = [frozenset[Var]()] * 5
+    for vacant, expected in [
+        ((4, frozenset({0}), None), {c}),  # since a is held while kernel 0 reads the argument; c is the largest
+        ((3, frozenset({0}), None), {b}),  # the largest that fits, and d while that is held no more
+        ((2, frozenset({0}), 3), set()),  # d is held until another has to be there
+        ((4, frozenset(), None), {a, c}),  # one after the other
+    ]:
+        of = dataclasses.replace(buffers, vacant=(vacant,))
+        assert of.lodged(moments, nowhere) == expected, vacant
 
 
 def device_of(function: Any, *args: Any, donated: Sequence[int] = ()) -> DeviceProgram:

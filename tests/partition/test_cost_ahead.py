@@ -18,11 +18,13 @@ pytestmark = pytest.mark.thorough
 PROGRAM = """
 import dataclasses, json, sys, tempfile
 import jax, jax.numpy as jnp, numpy as np
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from benchmarks import tpu
 from vnode.analysis.program import inline
 from vnode.partition import Cache, Compiler, Machine, accept, program_cost
-from vnode.partition.cost import Windows
+from vnode.partition.cost import DeviceProgram, Target, Windows
+from vnode.partition.cost.device import compiled_as
 from vnode.partition.cost.pieces import traced_piece
 from vnode.partition.machine.table import kind_named
 from vnode.spmd.flow import follow
@@ -129,6 +131,37 @@ found["memory"] = {
     "data parallel": accepted(step, (P(), P(), P(both), P(both)), large),
     "FSDP": accepted(step, (P(None, both), P(both), P(both), P(both)), large),
 }
+# Loops: what is the same at every turn, what is only added up, what only products read; parts of sums.
+def turns(w, x):
+    def cell(carry, row):
+        hidden, state = carry
+        pieces = lax.all_to_all(w, "model", 0, 1, tiled=True)  # the same at every turn
+        state = jnp.tanh(hidden @ pieces + row) + state
+        hidden = lax.all_gather(jnp.tanh(state[:, :256]), "model", axis=1, tiled=True)
+        return (hidden, state), (hidden, jnp.sin(state))
+
+    def back(carry, each):
+        total, gradient, d = carry
+        hidden, state = each
+        d = jnp.tanh(d * state)
+        part = lax.psum_scatter(lax.psum(d @ d.T, "data"), "model", scatter_dimension=0, tiled=True)
+        whole = lax.psum_scatter(hidden.T @ d, ("data", "model"), scatter_dimension=0, tiled=True)
+        return (total + lax.psum(d[:1], "model").sum(0), gradient + whole, d), part
+
+    zeros = jnp.zeros(x.shape[1:])
+    _, several = lax.scan(cell, (jnp.zeros((256, 1024)), zeros), x)
+    begin = jnp.zeros(x.shape[2]), jnp.zeros((128, x.shape[2])), zeros
+    (total, gradient, _), parts = lax.scan(back, begin, several, reverse=True)
+    return total, gradient, parts
+
+x, w = jax.ShapeDtypeStruct((16, 256, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
+traced = jax.make_jaxpr(turns, axis_env=list(axes.items()))(w, x)
+device = DeviceProgram(compiled_as(inline(traced.jaxpr, traced.consts), Target.on("tpu")), axes)
+whole = NamedSharding(mesh, P())
+run = jax.jit(jax.shard_map(turns, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+compiled = run.lower(*(jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=whole) for each in (w, x))).compile()
+report = accept(compiled, program_cost(device, machine, machine.mesh(axes)))
+found["loops"] = [report.exchange_accepted and not report.rewritten, report.found, str(report)]
 print(json.dumps(found))
 """
 
@@ -149,3 +182,11 @@ def test_the_compilers_estimates_and_memory() -> None:
     accepted, gathered, report = found["sharded"]
     assert accepted, report
     assert gathered == 2 * 512 * 1024 * 2, "each matrix once, however many products read it, in bfloat16"
+    exact, exchanged, report = found["loops"]
+    assert exact, report
+    assert exchanged == {
+        "all-to-all": 2 * 4096 * 256,  # once, before the loop, in bfloat16
+        "all-gather": 16 * 2 * 256 * 1024,  # at every turn, in bfloat16, since only products read it, then and later
+        "reduce-scatter": 4 * 1024 * 1024 + 16 * 4 * 256 * 256,  # of the gradient, once, after the loop
+        "all-reduce": 4 * 1024 + 16 * 4 * 64 * 256,  # once, after the loop; and of parts, not of the whole
+    }

@@ -22,9 +22,9 @@ from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.kernels import Shape, Target, shape_of
-from vnode.partition.cost.loops import after_loops, before_loops, without_single_turns
+from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
 from vnode.partition.cost.lowered import lowered
-from vnode.partition.cost.sums import added_before
+from vnode.partition.cost.sums import added_before, parts_first
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes
@@ -88,16 +88,21 @@ def device_program(
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
-    target = Target.on(platform)
     program = inline(traced.jaxpr, traced.consts)
-    program = simplified(program if single_turns else without_single_turns(program))
+    program = compiled_as(program if single_turns else without_single_turns(program), Target.on(platform))
+    return DeviceProgram(program, dict(axes), frozenset(donated))
+
+
+def compiled_as(program: Program, target: Target) -> Program:
+    """A device's program as compilers change it before they make kernels of it."""
+    program = simplified(program)
     if target.hoists:
-        program = simplified(before_loops(program))
+        program = simplified(before_loops(program, target.hoists_growing))
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:
-        program = simplified(added_before(after_loops(program)))
-    return DeviceProgram(program, dict(axes), frozenset(donated))
+        program = simplified(added_before(parts_first(after_loops(program))))
+    return program
 
 
 def simplified(program: Program) -> Program:
@@ -141,17 +146,40 @@ def simplified(program: Program) -> Program:
 
 
 def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
-    """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
+    """The equations, with what is exchanged exchanged before it is reshaped: then equal ones are seen.
+
+    That is what is reduced, and what is exchanged in pieces in a shape that has more dimensions of one element.
+    """
     makers = program.definitions
     for eqn in program.equations:
-        reduces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-reduce", (*eqn.invars, None)
-        maker = makers.get(operand) if reduces and isinstance(operand, Var) else None
+        kind, (operand, *_) = KINDS.get(eqn.primitive.name), (*eqn.invars, None)
+        maker = makers.get(operand) if isinstance(operand, Var) else None
         if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
+            yield eqn
+            continue
+        if kind == "all-to-all" and (exchanged := in_fewer_dimensions(eqn, maker.invars[0])) is not None:
+            yield exchanged
+            yield reshaped(eqn, exchanged.outvars[0], eqn.outvars[0])
+            continue
+        if kind != "all-reduce":
             yield eqn
             continue
         reduced = Var(maker.invars[0].aval)
         yield eqn.replace(invars=[maker.invars[0]], outvars=[reduced])
         yield maker.replace(invars=[reduced], outvars=eqn.outvars)
+
+
+def in_fewer_dimensions(eqn: JaxprEqn, source: Any) -> JaxprEqn | None:
+    """An exchange in pieces of the same array without dimensions of one element, if that is what its source is."""
+    shape = eqn.invars[0].aval.shape
+    long = [d for d, n in enumerate(shape) if n > 1]
+    places = [eqn.params["split_axis"], eqn.params["concat_axis"]]
+    if not eqn.params.get("tiled") or not {*places} <= {*long} or [shape[d] for d in long] != [*source.aval.shape]:
+        return None
+    after = [eqn.outvars[0].aval.shape[d] for d in long]
+    split, concat = map(long.index, places)
+    params = {**eqn.params, "split_axis": split, "concat_axis": concat}
+    return eqn.replace(invars=[source], outvars=[Var(source.aval.update(shape=tuple(after)))], params=params)
 
 
 def said(atom: Any) -> object:

@@ -45,7 +45,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
-from vnode.analysis.program import Program
+from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, OperatorDescription, Role, describe
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
@@ -125,6 +125,7 @@ class Target:
       siblings: whether element-wise kernels and reductions that read the same become one with several results.
       aligned: bytes of which everything in memory takes a multiple.
       hoists: whether what is the same at every turn of a loop is computed before it.
+      hoists_growing: whether that is so also of what has larger results than operands.
       adds_after: whether sums over devices that a loop, or the program, adds up are done once, after it.
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
@@ -148,6 +149,7 @@ class Target:
     siblings: bool = True
     aligned: int = 1
     hoists: bool = False
+    hoists_growing: bool = True
     adds_after: bool = False
     ordered: bool = False
     on_chip: int = 0
@@ -180,6 +182,7 @@ class Target:
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
         tpu = Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
+        tpu = dataclasses.replace(tpu, hoists=True, hoists_growing=False)
         return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True)
 
 
@@ -296,12 +299,13 @@ TAKES = {Shape.EACH: 4, Shape.SAME: 4, Shape.MOVED: 4, Shape.REDUCED: 3, Shape.C
 
 
 @functools.lru_cache(maxsize=8)  # time and memory are asked for one after the other
-def kernels_of(program: Program, target: Target) -> Kernels:
+def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = frozenset()) -> Kernels:
     """Takes equations together.
 
     Args:
       program: of one device.
       target: what the compiler does.
+      rounded: results that only contractions read, where they go.
 
     Returns:
       The kernels, in an order in which they can run.
@@ -400,9 +404,11 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
     plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
     every = {var for kernel in found for var in kernel.piece.writes}
-    halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, ends)}
+    wide = ends - rounded
+    halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, wide, rounded)}
     made = combined(program, found, names, target, products, halved)
     narrow = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain} & halved
+    narrow |= {var for kernel in made if kernel.shape is Shape.REGION for var in stacked(kernel.root)} & halved
     found = Kernels(program, made, names, frozenset(narrow), target.aligned)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
 
@@ -568,11 +574,25 @@ def multiplied_so(eqn: JaxprEqn, target: Target) -> bool:
 
 
 def multiplied(
-    var: Var, program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+    var: Var,
+    program: Program,
+    shapes: Mapping[int, Shape],
+    users: Mapping[Var, Sequence[JaxprEqn]],
+    ends: Set[Var],
+    rounded: Set[Var] = frozenset(),
 ) -> bool:
-    """Whether only contractions in bfloat16 read a float32 array, or parts of it, so that it may be kept so."""
+    """Whether only contractions in bfloat16 read a float32 array, or parts of it, so that it may be kept so.
+
+    Args:
+      var: the array.
+      program: whose.
+      shapes: of its equations, by id.
+      users: of its variables.
+      ends: those of its results that are wanted in float32.
+      rounded: those that are not.
+    """
     readers = users.get(var, ())
-    if var.aval.dtype != np.float32 or var in ends or not readers:
+    if var.aval.dtype != np.float32 or var in ends or not (readers or var in rounded):
         return False
     for eqn in readers:
         match shapes[id(eqn)]:
@@ -583,22 +603,71 @@ def multiplied(
                 of = program.describe(eqn)
                 if shapes[id(eqn)] is Shape.EACH and not (of is not None and of.has(Algebra.MOVES)):
                     return False
-                if not multiplied(eqn.outvars[0], program, shapes, users, ends):
+                if not multiplied(eqn.outvars[0], program, shapes, users, ends, rounded):
+                    return False
+            case Shape.REGION:
+                if not {i for i, atom in enumerate(eqn.invars) if atom is var} <= multiplied_places(eqn):
                     return False
             case _:
                 return False
     return True
 
 
-def multiplied_inside(program: Program) -> set[Var]:
-    """The float32 inputs of a body that only contractions in bfloat16 read."""
+def stacked(eqn: JaxprEqn) -> Sequence[Var]:
+    """What a loop stacks."""
+    region = region_of(eqn)
+    return eqn.outvars[len(region.carried) :] if region is not None and region.scanned else ()
+
+
+@functools.lru_cache(maxsize=64)
+def multiplied_places(eqn: JaxprEqn) -> frozenset[int]:
+    """The operands of a loop, by number, that it does not carry, and that it only multiplies, in bfloat16."""
+    region = region_of(eqn)
+    if region is None or not region.carried:
+        return frozenset()
+    found = {*region.fixed, *region.scanned}
+    for body, inputs in zip(region.bodies, region.inputs, strict=True):
+        program = inline(body.jaxpr, body.constants, eqn)
+        fit = multiplied_inside(program)
+        found -= {i for i, var in zip(inputs, program.inputs, strict=True) if var not in fit}
+    return frozenset(found)
+
+
+def rounded_ends(eqn: JaxprEqn, body: Program, kernels: Kernels) -> frozenset[Var]:
+    """Of what a loop's body gives, that which is in bfloat16: it is stacked for contractions, or carried to them."""
+    region = region_of(eqn)
+    if region is None or not region.carried or region.tests:
+        return frozenset()
+    count = len(region.carried)
+    pairs = [(out, end) for out, end in zip(eqn.outvars, body.outputs, strict=True) if isinstance(end, Var)]
+    stacks = {*eqn.outvars[count:]}
+    wide = {end for out, end in pairs if out in stacks and out not in kernels.narrow}
+    found = {end for out, end in pairs if out in stacks} - wide
+    read = {var for kernel in kernels.kernels for var in kernel.piece.reads} | {*kernels.program.outputs}
+    given = dict(zip(region.inputs[-1], body.inputs, strict=True))
+    begin = dict(zip(eqn.outvars, region.carried, strict=False))  # what is carried out, with the number of the operand
+    while True:  # what is carried may be stacked, and carried on under another name
+        fit = multiplied_inside(body, found)
+        more = {end for out, end in pairs if out in begin and given[begin[out]] in fit and out not in read}
+        if more - wide <= found:
+            return frozenset(found)
+        found |= more - wide
+
+
+def multiplied_inside(program: Program, rounded: Set[Var] = frozenset()) -> set[Var]:
+    """The float32 inputs of a body that only contractions in bfloat16 read.
+
+    Args:
+      program: of the body.
+      rounded: what it gives that only contractions read.
+    """
     shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
     users: dict[Var, list[JaxprEqn]] = {}
     for eqn in program.equations:
         for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
             users.setdefault(atom, []).append(eqn)
-    ends = {atom for atom in program.outputs if isinstance(atom, Var)}
-    return {var for var in program.inputs if multiplied(var, program, shapes, users, ends)}
+    ends = {atom for atom in program.outputs if isinstance(atom, Var)} - rounded
+    return {var for var in program.inputs if multiplied(var, program, shapes, users, ends, rounded)}
 
 
 def up_to_root(

@@ -3,25 +3,29 @@
 Knows equations of one device, and loops among them. Must not know what anything costs.
 
 A loop of one turn is no loop to XLA (``WhileLoopSimplifier``). It runs before a loop what its body computes at every
-turn from what does not change (``WhileLoopInvariantCodeMotion``; jaxlib does so on CPUs). The TPU compiler leaves that
-where it is, but if all that a body does with a sum over devices is to add it to something that it carries, it adds each
-device's part there, and sums over devices once, after the loop (``WhileLoopAllReduceCodeMotion``).
+turn from what does not change (``WhileLoopInvariantCodeMotion``), exchanges too; for TPUs only what has no larger
+result than its operands. If all that a body does with a sum over devices is to add it to something that it carries, the
+TPU compiler adds each device's part there, and sums over devices once, after the loop
+(``WhileLoopAllReduceCodeMotion``).
 """
 
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
 from vnode.operators.control import Loop, region_of
+from vnode.operators.cost import nbytes
+from vnode.operators.splits import Free
 from vnode.partition.cost.collectives import is_sum
-from vnode.partition.cost.sums import adds
+from vnode.partition.cost.sums import adds, parts_first, scatters
 
 
 def without_single_turns(program: Program) -> Program:
@@ -74,22 +78,40 @@ def reshaped(eqn: JaxprEqn, atom: Any, var: Var) -> JaxprEqn:
     return found.replace(invars=[atom], outvars=[var], source_info=eqn.source_info)
 
 
-def before_loops(program: Program) -> Program:
-    """The program with what does not change from turn to turn computed before its loops, inner ones first."""
+def before_loops(program: Program, growing: bool = True) -> Program:
+    """The program with what does not change from turn to turn computed before its loops, inner ones first.
+
+    Args:
+      program: of one device.
+      growing: whether also what has larger results than operands, which then are held through the loop.
+    """
     equations: list[JaxprEqn] = []
     for eqn in program.equations:
         region = region_of(eqn)
         if isinstance(region, Loop):
-            equations += hoisted(eqn, region)
+            equations += hoisted(eqn, region, growing)
         else:
             equations.append(eqn)
     return Program(program.inputs, program.constants, equations, program.outputs)
 
 
-def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
+def grows(eqn: JaxprEqn) -> bool:
+    """Whether an equation has larger results than operands, or an operand that is repeated before, which has."""
+    result = sum(nbytes(var.aval) for var in eqn.outvars)
+    repeats = any(isinstance(atom, Literal) and nbytes(atom.aval) < result for atom in eqn.invars)
+    return result > sum(nbytes(atom.aval) for atom in eqn.invars) or (repeats and elementwise(eqn))
+
+
+def elementwise(eqn: JaxprEqn) -> bool:
+    """Whether an equation goes element by element."""
+    of = describe(eqn)
+    return of is not None and not of.has(Algebra.MOVES) and all(isinstance(f.split, Free) for f in of.factors)
+
+
+def hoisted(eqn: JaxprEqn, loop: Loop, growing: bool = True) -> list[JaxprEqn]:
     """What a loop computes at every turn from what does not change, and then the loop without it."""
     (body,) = loop.bodies
-    inner = before_loops(inline(body.jaxpr, body.constants, eqn))
+    inner = before_loops(inline(body.jaxpr, body.constants, eqn), growing)
     count = loop.constants
     outer: dict[Var, Any] = dict(zip(inner.inputs[:count], eqn.invars[:count], strict=True))
     same = {*outer, *inner.constants}  # variables that are the same at every turn
@@ -97,7 +119,7 @@ def hoisted(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
     worth: list[JaxprEqn] = []
     for each in inner.equations:
         read = [atom for atom in each.invars if isinstance(atom, Var)]
-        if all(atom in same for atom in read):
+        if all(atom in same for atom in read) and (growing or not grows(each)):
             same.update(each.outvars)
             fixed.update(dict.fromkeys(each.outvars, each))
             of = describe(each)
@@ -155,59 +177,119 @@ def rebuilt(
 def after_loops(program: Program) -> Program:
     """The program with sums over devices that loops only add up done once, after the loop."""
     equations: list[JaxprEqn] = []
+    makers = program.definitions
     for eqn in program.equations:
         region = region_of(eqn)
-        equations += summed_after(eqn, region) if isinstance(region, Loop) else [eqn]
+        equations += summed_after(eqn, region, makers) if isinstance(region, Loop) else [eqn]
     return Program(program.inputs, program.constants, equations, program.outputs)
 
 
 def turns(eqn: JaxprEqn) -> bool:
-    """Whether an equation puts the elements of one array in another order: a sum over devices may come after it."""
+    """Whether an equation puts the elements of one array in another order: a sum over devices may come after it.
+
+    So does what reduces dimensions of one element.
+    """
     of = describe(eqn)
-    if of is None or not of.has(Algebra.MOVES) or len(eqn.invars) != 1 or not isinstance(eqn.invars[0], Var):
+    if of is None or len(eqn.invars) != 1 or len(eqn.outvars) != 1 or not isinstance(eqn.invars[0], Var):
         return False
-    return eqn.invars[0].aval.size == eqn.outvars[0].aval.size
+    return (of.has(Algebra.MOVES) or bool(of.reduced)) and eqn.invars[0].aval.size == eqn.outvars[0].aval.size
 
 
-def summed_after(eqn: JaxprEqn, loop: Loop) -> list[JaxprEqn]:
-    """A loop without the sums over devices that it only adds up, and these after it."""
+def summed_after(eqn: JaxprEqn, loop: Loop, makers: Mapping[Var, JaxprEqn]) -> list[JaxprEqn]:
+    """A loop without the sums over devices that it only adds up, and these after it.
+
+    They are added up from zero; what the loop begins with otherwise is added after it. Where devices keep a part of the
+    sum each, they add up the whole.
+
+    Args:
+      eqn: the loop.
+      loop: what it is.
+      makers: the equations that make what it begins with.
+    """
     (body,) = loop.bodies
-    inner = after_loops(inline(body.jaxpr, body.constants, eqn))
+    whole = inline(body.jaxpr, body.constants, eqn)
+    inner = parts_first(after_loops(whole))
     read = [a for each in inner.equations for a in each.invars] + inner.outputs
     users = collections.Counter(a for a in read if isinstance(a, Var))
-    makers = inner.definitions
-    moved: dict[Var, Var] = {}  # results of sums, to what each device has of them
+    made = inner.definitions
+    instead: dict[int, list[JaxprEqn]] = {}  # equations in the place of others, by id
+    before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    results = list(eqn.outvars)
-    for k, given in enumerate(inner.inputs[loop.carried.start : loop.carried.stop]):
-        end = inner.outputs[k]
-        if not isinstance(end, Var):
+    operands, results = [*eqn.invars], [*eqn.outvars]
+    inputs, outputs = [*inner.inputs], [*inner.outputs]
+    for k, place in enumerate(loop.carried):
+        given, end = inputs[place], outputs[k]
+        if not isinstance(end, Var) or users[given] != 1 or users[end] != 1:
             continue
-        total = makers.get(end)
-        if total is None or not adds(total) or users[given] != 1 or users[end] != 1:
+        total = made.get(end)
+        if total is None or not adds(total) or given not in total.invars:
             continue
-        others = [a for a in total.invars if a is not given]
-        if given not in total.invars or len(others) != 1 or isinstance(others[0], Literal):
+        others = [a for a in total.invars if isinstance(a, Var) and a is not given]
+        found = term_of(others[0], made, users) if len(others) == 1 else None
+        if found is None:
             continue
-        term = makers.get(others[0])
-        while term is not None and turns(term) and users[term.outvars[0]] == 1:
-            (turned,) = term.invars
-            term = makers.get(turned) if isinstance(turned, Var) else None
-        if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
+        term, order = found
+        (part,) = term.invars
+        if scatters(term) and not all("permutation" in each.params for each in order):
             continue
-        (part,) = term.invars if is_sum(term) else [None]
-        if not isinstance(part, Var):
-            continue
-        moved[term.outvars[0]] = part
-        here = Var(eqn.outvars[k].aval)
-        after.append(term.replace(invars=[here], outvars=[eqn.outvars[k]]))
+        instead[id(term)], value, params = [], part, term.params
+        for each in order if scatters(term) else ():
+            moved = each.params["permutation"]
+            turned = Var(value.aval.update(shape=tuple(value.aval.shape[d] for d in moved)))
+            instead[id(each)] = [each.replace(invars=[value], outvars=[turned])]
+            params = {**params, "scatter_dimension": moved.index(params["scatter_dimension"])}
+            value = turned
+        if scatters(term):
+            inputs[place] = Var(value.aval)
+            outputs[k] = new = Var(value.aval)
+            instead[id(total)] = [total.replace(invars=[inputs[place], value], outvars=[new])]
+        else:
+            first = [*order, total][0]
+            instead[id(first)] = [first.replace(invars=[part if a is term.outvars[0] else a for a in first.invars])]
+        begin, here, end = operands[place], Var(inputs[place].aval), eqn.outvars[k]
+        zero = is_zero(begin, makers)
+        if scatters(term) or not zero:
+            before.append(zeros(eqn, here.aval))
+            operands[place] = before[-1].outvars[0]
+        summed = end if zero else Var(end.aval)
+        after.append(term.replace(invars=[here], outvars=[summed], params=params))
+        if not zero:
+            after.append(total.replace(invars=[summed, begin], outvars=[end]))
         results[k] = here
-    if not moved:
+    if not instead and [*map(id, inner.equations)] == [*map(id, whole.equations)]:
         return [eqn]
-    gone = set(moved)
-    left = [
-        each.replace(invars=[moved.get(a, a) if isinstance(a, Var) else a for a in each.invars])
-        for each in inner.equations
-        if not gone.intersection(each.outvars)
-    ]
-    return [rebuilt(eqn, loop, inner, left, [], [], inner.outputs).replace(outvars=results), *after]
+    left = [other for each in inner.equations for other in instead.get(id(each), [each])]
+    changed = Program(inputs, inner.constants, left, outputs)
+    looped = rebuilt(eqn.replace(invars=operands), loop, changed, left, [], [], outputs)
+    return [*before, looped.replace(outvars=results), *after]
+
+
+def term_of(
+    atom: Var, made: Mapping[Var, JaxprEqn], users: Mapping[Var, int]
+) -> tuple[JaxprEqn, list[JaxprEqn]] | None:
+    """The sum over devices that a variable is, and what puts it in another order afterwards; None if it is none."""
+    term, order = made.get(atom), list[JaxprEqn]()
+    while term is not None and turns(term) and users[term.outvars[0]] == 1:
+        order.insert(0, term)
+        (turned,) = term.invars
+        term = made.get(turned) if isinstance(turned, Var) else None
+    if term is None or len(term.outvars) != 1 or users[term.outvars[0]] != 1:
+        return None
+    sums = is_sum(term) or scatters(term)
+    return (term, order) if sums and isinstance(term.invars[0], Var) else None
+
+
+def is_zero(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
+    """Whether a value is zero all over, as it is repeated."""
+    maker = makers.get(atom) if isinstance(atom, Var) else None
+    of = None if maker is None else describe(maker)
+    if maker is None or of is None or not of.has(Algebra.MOVES) or len(maker.invars) != 1:
+        return False
+    (only,) = maker.invars
+    return isinstance(only, Literal) and bool(np.all(only.val == 0))
+
+
+def zeros(eqn: JaxprEqn, aval: Any) -> JaxprEqn:
+    """An equation that makes an array of zeros."""
+    (made,) = jax.make_jaxpr(lambda: jax.lax.full(aval.shape, 0, aval.dtype))().jaxpr.eqns
+    return made.replace(source_info=eqn.source_info)

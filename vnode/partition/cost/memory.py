@@ -45,11 +45,12 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    rounded_ends,
     shape_of,
     slides,
     sums_last,
-    with_narrow,
 )
+from vnode.partition.cost.sums import adds
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -146,8 +147,8 @@ class Buffers:
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
       first: kernels that are begun before all others: what comes from the host's memory.
-      vacant: arguments of which an update has a copy in another order: their bytes, who reads them themselves, and the
-        kernel that updates them. In between others may be where they were.
+      vacant: arguments of which there is a copy: their bytes, who reads them themselves, and the kernel that brings a
+        result there, if it is not the last. In between others may be where they were.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -159,27 +160,60 @@ class Buffers:
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
-    vacant: tuple[tuple[int, frozenset[int], int], ...] = ()
+    vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
-    def room(self, order: Sequence[int]) -> Iterator[list[int]]:
-        """For each kernel in an order the sizes of arguments where others may be meanwhile."""
-        place = {k: i for i, k in enumerate(order)}
-        spans = [(need, max((place[k] for k in readers), default=-1), place[end]) for need, readers, end in self.vacant]
-        for i in range(len(order)):
-            yield [need for need, last, end in spans if last < i <= end]
+    def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
+        """What is where an argument was, as long as it is held: the largest first, in the smallest place that fits.
+
+        Args:
+          moments: kernels in their order, and what is held while each runs.
+          away: for each of these what is on the chip.
+        """
+        if not self.vacant:
+            return set()
+        place = {k: i for i, (k, _) in enumerate(moments)}
+        places = [  # bytes, from when to when
+            (need, max((place[k] for k in readers), default=-1) + 1, len(moments) if end is None else place[end])
+            for need, readers, end in self.vacant
+        ]
+        spans: dict[Var, list[int]] = {}
+        for i, (_, sizes) in enumerate(moments):
+            for var, need in sizes.items():
+                if need and var not in away[i] and var not in self.kept:
+                    spans.setdefault(var, [i, i, need])[1] = i
+        found = set[Var]()
+        taken: list[list[tuple[int, int]]] = [[] for _ in places]
+        for var, (start, end, need) in sorted(spans.items(), key=lambda item: -item[1][2]):
+            for n in sorted(range(len(places)), key=lambda n: places[n][0]):
+                room, first, last = places[n]
+                if need <= room and first <= start and end <= last and all(b < start or end < a for a, b in taken[n]):
+                    taken[n].append((start, end))
+                    found.add(var)
+                    break
+        return found
 
     def held(
-        self, order: Sequence[int], begun: Mapping[int, int] = MappingProxyType({})
+        self,
+        order: Sequence[int],
+        begun: Mapping[int, int] = MappingProxyType({}),
+        taken_first: Collection[Var] = (),
     ) -> Iterator[tuple[int, int, Mapping[Var, int]]]:
         """For each kernel in an order: its number, the bytes held while it runs, and what is held, with its bytes.
 
         Args:
           order: of the kernels.
           begun: for some of them the place in the order at which they are begun, with room for what they write.
+          taken_first: variables for which there is room from the first of these places on.
         """
-        early: dict[int, list[int]] = {}
+        early: dict[int, list[tuple[Var, int]]] = {}
         for k, place in begun.items():
-            early.setdefault(place, []).append(k)
+            early.setdefault(place, []).extend(self.written[k])
+        first, there = min(begun.values(), default=len(order)), set[Var]()
+        for place, k in enumerate(order):
+            if place > first and k not in begun:
+                several = [each for each in self.written[k] if each[0] in taken_first]
+                early[first] += several
+                there.update(var for var, _ in several)
         last: dict[Var, int] = {}
         for place, k in enumerate(order):
             last.update(dict.fromkeys(self.read[k], place))
@@ -189,12 +223,12 @@ class Buffers:
         sizes: dict[Var, int] = {}
         now = 0
         for place, k in enumerate(order):
-            for var, need in [each for other in early.get(place, ()) for each in self.written[other]]:
+            for var, need in early.get(place, ()):
                 sizes[var] = need
                 now += need
             free = {var for var in self.read[k] if last[var] == place}
             taken = set[Var]()
-            for var, need in () if k in begun else self.written[k]:
+            for var, need in () if k in begun else [each for each in self.written[k] if each[0] not in there]:
                 place_of = next((o for v, o in self.over[k] if v is var and o in free - taken), None)
                 if place_of is not None:
                     taken.add(place_of)
@@ -210,33 +244,69 @@ class Buffers:
         """The most bytes held at a time."""
         return max((now for _, now, _ in self.held(order)), default=0)
 
-    def begun(self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]) -> dict[int, int]:
-        """Where transfers begin that run beside computation: as early as that takes as long, one at a time.
+    def overlapped(
+        self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]
+    ) -> tuple[list[int], dict[int, int]]:
+        """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
+
+        (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
+        transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
+        as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
+        for transfers that take longest, so that those of arguments come early in the program.
 
         Args:
-          order: of the kernels.
-          seconds: how long each takes.
+          order: of the kernels, by which it is settled what else is not.
+          seconds: how long each takes; what is not among them hides nothing.
           beside: those that are such transfers.
 
         Returns:
-          For those that begin before their place in the order, the place.
+          The order, and for transfers that begin before their place in it, where that is.
         """
         place = {k: i for i, k in enumerate(order)}
-        found: dict[int, int] = {}
-        covered = set[int]()  # places of kernels beside which something is transferred already
-        for k in sorted(beside, key=lambda k: -place[k]):
-            ready = max((place[n] + 1 for n in self.after[k]), default=0)
-            left, at = seconds.get(k, 0.0), place[k]
-            while left > 0 and at > ready:
-                other = order[at - 1]
-                if other in beside or at - 1 in covered:
-                    break
-                at -= 1
-                covered.add(at)
-                left -= seconds.get(other, 0.0)
-            if at < place[k]:
-                found[k] = at
-        return found
+        missing = [0] * len(self.after)  # who has no place yet and needs it
+        for needs in self.after:
+            for n in needs:
+                missing[n] += 1
+        depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
+        for k in order:
+            own = seconds.get(k, 0.0) if k in beside else 0.0
+            depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
+        ready: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []  # what can run, transfers that can end
+        backwards, started = list[int](), dict[int, int]()
+
+        def free(several: Collection[int]) -> None:
+            for k in several:
+                if not missing[k]:
+                    heapq.heappush(ready[k in beside], (-depth[k], -place[k]))
+
+        def done(k: int) -> None:
+            for n in self.after[k]:
+                missing[n] -= 1
+            free([n for n in self.after[k] if not missing[n]])
+
+        free(order)
+        flying: int | None = None
+        left = 0.0
+        while True:
+            if flying is None and ready[1]:
+                flying = order[-heapq.heappop(ready[1])[1]]
+                left = seconds.get(flying, 0.0)
+                backwards.append(flying)
+            elif flying is not None and (left <= 0 or not ready[0]):
+                started[flying] = len(backwards)
+                done(flying)
+                flying = None
+            elif ready[0]:
+                k = order[-heapq.heappop(ready[0])[1]]
+                backwards.append(k)
+                left -= seconds.get(k, 0.0)
+                done(k)
+            else:
+                break
+        count = len(order)
+        found = backwards[::-1]
+        places = {k: i for i, k in enumerate(found)}
+        return found, {k: count - n for k, n in started.items() if count - n < places[k]}
 
     def depth_first(self) -> list[int]:
         """Kernels after those they need, from the last on, operands that hold most first."""
@@ -319,7 +389,7 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        several = [list(range(len(self.after))), self.depth_first()]
+        several = [sorted(range(len(self.after)), key=lambda k: (self.of[k], k)), self.depth_first()]
         if not target.hides_gathers:
             several.append(self.freeing())
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
@@ -340,15 +410,16 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments, away = placed(kernels, buffers, own, program, target, seconds=seconds)
-    room = list(buffers.room([k for k, _ in moments]))
+    lodged = buffers.lodged(moments, away)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
-        left = {var: need for var, need in sizes.items() if var not in near}
+        left = {var: need for var, need in sizes.items() if var not in near and var not in lodged}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels, room[place])
+        now = sum(left.values()) + inside - in_results(left, own, kernels)
         if now > most or at < 0:
             most, at, when = now, k, frozenset(left)
-        on_chip = max(on_chip, sum(sizes.values()) + buffers.inside[k] - sum(left.values()) - inside)
+        there = sum(need for var, need in sizes.items() if var in near)
+        on_chip = max(on_chip, there + buffers.inside[k] - inside)
     definitions = program.definitions
     held = [
         Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))
@@ -385,8 +456,10 @@ def placed(
       seconds: how long kernels take; gathers then begin before them.
     """
     order = buffers.under(target)
-    begun = begun_early(kernels, buffers, order, seconds) if target.hides_gathers and len(seconds) else {}
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun)]
+    begun: dict[int, int] = {}
+    if target.hides_gathers and len(seconds):
+        order, begun = beside_computation(kernels, buffers, order, seconds)
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     reads: list[dict[Var, int]] = []
@@ -402,12 +475,30 @@ def is_gather(kernel: Kernel) -> bool:
     return kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-gather"
 
 
-def begun_early(kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]) -> dict[int, int]:
-    """Where gathers begin that run beside computation, which other exchanges are not."""
+def beside_computation(
+    kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]
+) -> tuple[list[int], dict[int, int]]:
+    """An order in which gathers run beside computation, which other exchanges do not, and where they begin."""
     own = [kernels.kernels[k] for k in buffers.of]
     gathers = [k for k in order if is_gather(own[k])]
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
-    return buffers.begun(order, lengths, gathers)
+    return buffers.overlapped(order, lengths, {*gathers})
+
+
+def begun_empty(kernels: Kernels) -> set[Var]:
+    """What loops add up, from constants: TPUs' compiler has room for it before gathers begin."""
+    empty, found = made_of_nothing(kernels), set[Var]()
+    for kernel in kernels.kernels:
+        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
+        if region is None or not region.carried or region.tests:
+            continue
+        (body,) = bodies_of(kernel.root)
+        makers = body.definitions
+        for var, i, end in zip(kernel.root.outvars, region.carried, body.outputs, strict=False):
+            total = makers.get(end) if isinstance(end, Var) else None
+            if total is not None and adds(total) and body.inputs[i] in total.invars and kernel.root.invars[i] in empty:
+                found.add(var)
+    return found
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
@@ -527,10 +618,13 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     """
     kernels, buffers, own, _ = outer_buffers(device, target)
     levels: list[Level] = []
-    order = buffers.under(target)
-    for (k, now, sizes), room in zip(buffers.held(order), buffers.room(order), strict=True):
-        beside = now - buffers.inside[k] - in_results(sizes, own, kernels, room)
-        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target)
+    moments = [(k, now, dict(sizes)) for k, now, sizes in buffers.held(buffers.under(target))]
+    lodged = buffers.lodged([(k, sizes) for k, _, sizes in moments], [()] * len(moments))
+    for k, now, sizes in moments:
+        elsewhere = sum(need for var, need in sizes.items() if var in lodged)
+        left = {var: need for var, need in sizes.items() if var not in lodged}
+        beside = now - buffers.inside[k] - elsewhere - in_results(left, own, kernels)
+        levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target, kernels)
     return levels
 
 
@@ -538,8 +632,6 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
     program = device.program
     kernels = kernels_of(program, target)
-    if target.contractions and (rounded := sent_rounded(kernels)):
-        kernels = with_narrow(kernels, rounded)
     there = {*program.inputs, *program.constants}
     taken, aliased, elsewhere = set[int](), 0, set(there)
     matched: dict[Var, Var] = {}  # results in place of arguments
@@ -572,8 +664,7 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
       kernels: of the program.
       matched: the results in place of arguments, with these.
     """
-    written, read = [*buffers.written], [*buffers.read]
-    vacant = list[tuple[int, frozenset[int], int]]()
+    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
     for k, kernel in enumerate(kernels.kernels):
         results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
         given = results[0] if len(results) == 1 else None
@@ -611,23 +702,21 @@ def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, V
 
 def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
     """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
-    written, read = [*buffers.written], [*buffers.read]
+    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
     for var in given:
         copy = Var(var.aval)
         readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
         for place, k in enumerate(readers):
             if not place:
                 written[k] += ((copy, kernels.nbytes(var)),)
+                vacant.append((kernels.nbytes(var), frozenset({k}), None))
             read[k] |= {copy}
-    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read))
+    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
 
 
-def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, vacant: Sequence[int]) -> int:
-    """Bytes of what is held that are where results belong, or where arguments were.
-
-    Results are, and what is there until these are written; and what fits where an argument is not read any more.
-    """
-    room = sorted([*(kernels.nbytes(var) for var in own if var not in held), *vacant])
+def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:
+    """Bytes of what is held that are where results belong: results are, and what is there until these are written."""
+    room = sorted(kernels.nbytes(var) for var in own if var not in held)
     found = sum(kernels.nbytes(var) for var in own if var in held)
     for need in sorted((kernels.nbytes(var) for var in held if var not in own), reverse=True) if room else ():
         fits = bisect.bisect_left(room, need)  # the smallest place that is large enough
@@ -637,10 +726,10 @@ def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels, 
     return found
 
 
-def levels_of(kernel: Kernel, beside: int, inside: int, target: Target) -> list[Level]:
+def levels_of(kernel: Kernel, beside: int, inside: int, target: Target, outer: Kernels) -> list[Level]:
     """What is held while a kernel runs, beside others: of a loop or branch, kernel after kernel of its body."""
     region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-    found = [] if region is None else max(inner_levels(kernel.root, region, target), key=highest, default=[])
+    found = [] if region is None else max(inner_levels(kernel.root, region, target, outer), key=highest, default=[])
     if not found:
         return [Level(beside + inside, str(kernel.piece))]
     return [dataclasses.replace(each, bytes=each.bytes + beside, depth=each.depth + 1) for each in found]
@@ -651,16 +740,17 @@ def highest(levels: Sequence[Level]) -> int:
     return max((each.bytes for each in levels), default=0)
 
 
-def inner_levels(eqn: JaxprEqn, region: Region, target: Target) -> list[list[Level]]:
+def inner_levels(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> list[list[Level]]:
     """What each body of a loop or branch holds beside its operands and results, kernel after kernel."""
     found = []
     for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
-        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
-        order = buffers.under(target)
-        several = [(k, now - buffers.inside[k] + slices) for k, now, _ in buffers.held(order)]
-        found.append(
-            [one for k, b in several for one in levels_of(kernels.kernels[buffers.of[k]], b, buffers.inside[k], target)]
-        )
+        rounded = rounded_ends(eqn, body, outer) if target.contractions else frozenset[Var]()
+        kernels, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target, rounded)
+        levels: list[Level] = []
+        for n, now, _ in buffers.held(buffers.under(target)):
+            own = buffers.inside[n]
+            levels += levels_of(kernels.kernels[buffers.of[n]], now - own + slices, own, target, kernels)
+        found.append(levels)
     return found
 
 
@@ -702,7 +792,7 @@ def buffers_of(
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
-        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target)
+        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target, kernels)
         if more and region is None and "scatter_dimension" not in kernel.root.params:
             pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
             if "split_axis" in kernel.root.params:
@@ -752,7 +842,7 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
         return []
     found: dict[Var, bool] = {}
     for body, inputs in zip(bodies_of(kernel.root), region.inputs, strict=True):
-        fit = multiplied_inside(body)
+        fit = multiplied_inside(body, rounded_ends(kernel.root, body, kernels))
         for i, var in zip(inputs, body.inputs, strict=True):
             atom = kernel.root.invars[i]
             if i in region.fixed and isinstance(atom, Var):
@@ -761,46 +851,33 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
     return [var for var, fits in found.items() if fits and var not in kernels.narrow]
 
 
-def sent_rounded(kernels: Kernels) -> set[Var]:
-    """What is gathered in float32 for loops that only multiply it: that is rounded to bfloat16 before it is sent."""
-    gathered = {var for kernel in kernels.kernels for var in kernel.piece.writes if is_gather(kernel)}
-    found = dict.fromkeys(gathered - {*map(kernels.memory_of, outputs_of(kernels.program))}, 0)
-    readers = dict.fromkeys(found, 0)
-    for kernel in kernels.kernels:
-        region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        for var in {*map(kernels.memory_of, kernel.piece.reads)} & found.keys():
-            readers[var] += 1
-        for var in {*multiplied_in(kernel, region, kernels)} & found.keys():
-            found[var] += 1
-    return {var for var, loops in found.items() if loops and loops == readers[var]}
-
-
-def outputs_of(program: Program) -> list[Var]:
-    """The variables among a program's results."""
-    return [atom for atom in program.outputs if isinstance(atom, Var)]
-
-
 def by_itself(kernel: Kernel, program: Program) -> bool:
     """Whether a kernel is a product that sums over another dimension of its first operand than the last."""
     of = program.describe(kernel.root) if kernel.shape is Shape.CONTRACTED else None
     return of is not None and not slides(kernel.root, program) and not sums_last(of)
 
 
-def made_in_loops(kernels: Kernels) -> set[Var]:
-    """What is made of constants, and read by loops alone, the same at every turn: compilers make it there, bit by bit.
-
-    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.)
-    """
+def made_of_nothing(kernels: Kernels) -> set[Var]:
+    """What is made of constants alone."""
     nothing: set[Var] = set()
     for eqn in kernels.program.equations:
         read = {atom for atom in eqn.invars if isinstance(atom, Var)}
         if region_of(eqn) is None and not eqn.effects and read <= nothing:
             nothing.update(eqn.outvars)
-    found = {kernels.memory_of(var) for var in nothing}
+    return nothing
+
+
+def made_in_loops(kernels: Kernels) -> set[Var]:
+    """What is made of constants, and read by loops alone: compilers make it there, bit by bit.
+
+    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.) What loops carry and begin with
+    so is in the place of what they give.
+    """
+    found = {kernels.memory_of(var) for var in made_of_nothing(kernels)}
     found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
     for kernel in kernels.kernels:
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        changing = (*region.carried, *region.scanned) if region is not None else ()
+        changing = region.scanned if region is not None else ()
         reads = kernel.piece.reads if region is None else [kernel.root.invars[i] for i in changing]
         found -= {kernels.memory_of(atom) for atom in reads if isinstance(atom, Var)}
     return found
@@ -860,20 +937,21 @@ def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
     return {kernels.memory_of(var) for var in found}
 
 
-def inside_of(eqn: JaxprEqn, region: Region, target: Target) -> int:
+def inside_of(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
     peaks = [0]
     for k, (body, inputs) in enumerate(zip(bodies_of(eqn), region.inputs, strict=True)):
-        _, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target)
+        rounded = rounded_ends(eqn, body, outer) if target.contractions else frozenset[Var]()
+        _, buffers, slices = body_buffers(body, inputs, region, k < region.tests, target, rounded)
         peaks.append(buffers.peak(buffers.under(target)) + slices)
     return max(peaks)
 
 
 def body_buffers(
-    program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target
+    program: Program, inputs: Sequence[int], region: Region, tests: bool, target: Target, rounded: frozenset[Var]
 ) -> tuple[Kernels, Buffers, int]:
     """The kernels of a body, what they hold beside its loop or branch, and bytes of slices that it copies."""
-    kernels = kernels_of(program, target)
+    kernels = kernels_of(program, target, rounded)
     given: Mapping[int, Var] = dict(zip(inputs, program.inputs, strict=True))
     carried = [given[i] for i in region.carried if i in given]
     ends = [] if tests else program.outputs

@@ -37,6 +37,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    rounded_ends,
     with_narrow,
 )
 from vnode.partition.cost.memory import Memory, memory_of, near_of
@@ -340,12 +341,18 @@ class _Taken:
     def rounded(
         self, eqn: JaxprEqn, region: Region, inputs: Sequence[int], body: Kernels, kernels: Kernels, runs: int
     ) -> Kernels:
-        """The kernels of a loop's body, where what it only multiplies is rounded to bfloat16 before the first turn."""
-        fit = multiplied_inside(body.program)
-        narrow = {var for i, var in zip(inputs, body.program.inputs, strict=True) if i in region.fixed and var in fit}
+        """The kernels of a loop's body with what is in bfloat16: slices of what is, and what the loop only multiplies.
+
+        The latter is rounded before the first turn, if it is not in bfloat16 already.
+        """
+        fit = multiplied_inside(body.program, rounded_ends(eqn, body.program, kernels))
+        narrow = set[Var]()
         for i, var in zip(inputs, body.program.inputs, strict=True):
             atom = eqn.invars[i]
-            if var in narrow and isinstance(atom, Var) and kernels.memory_of(atom) not in kernels.narrow:
+            there = isinstance(atom, Var) and kernels.memory_of(atom) in kernels.narrow
+            if (i in region.scanned and there) or (i in region.fixed and var in fit):
+                narrow.add(var)
+            if i in region.fixed and var in fit and isinstance(atom, Var) and not there:
                 piece = traced_piece(lambda x: x.astype(jnp.bfloat16), var.aval)
                 self.times.append((self.source.slowest(piece, self.machine.kinds), runs))
         return with_narrow(body, narrow) if narrow else body
@@ -360,7 +367,8 @@ class _Taken:
         before = len(self.times), len(self.collectives), len(self.moves)
         found = list[tuple[float, list[tuple[Time, float]], list[Planned], list[Moved]]]()
         for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
-            own = kernels_of(body, self.target)
+            ends = rounded_ends(eqn, body, kernels) if self.target.contractions else frozenset[Var]()
+            own = kernels_of(body, self.target, ends)
             if self.target.contractions and region.carried:
                 own = self.rounded(eqn, region, inputs, own, kernels, runs)
             held = carried_on_chip(region, inputs, own, self.target)

@@ -3,14 +3,17 @@
 Knows equations of one device. Must not know what anything costs.
 
 The TPU compiler does so (``AllReduceReassociate``, ``ReduceScatterReassociate``) where two sums of the same kind, over
-the same devices, are read by nothing but an addition; and again with that sum and the next one.
+the same devices, are read by nothing but an addition; and again with that sum and the next one. Where devices keep a
+part each of a sum that has been summed over other devices before, it takes the parts first, and sums less over the
+others.
 """
 
 from __future__ import annotations
 
 import collections
 
-from jax.extend.core import JaxprEqn, Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, describe
@@ -35,6 +38,7 @@ def added_before(program: Program) -> Program:
       >>> [eqn.primitive.name for eqn in added_before(inline(traced.jaxpr, traced.consts)).equations]
       ['add', 'add', 'psum']
     """
+    program = without_zeros(program)
     read = [atom for eqn in program.equations for atom in eqn.invars] + program.outputs
     users = collections.Counter(atom for atom in read if isinstance(atom, Var))
     makers: dict[Var, JaxprEqn] = {}
@@ -52,6 +56,60 @@ def added_before(program: Program) -> Program:
             kept[id(each)] = each
             makers.update(dict.fromkeys(each.outvars, each))
     return Program(program.inputs, program.constants, list(kept.values()), program.outputs)
+
+
+def parts_first(program: Program) -> Program:
+    """The program with sums of which devices keep a part before sums over other devices that only these read.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from vnode.analysis.program import inline
+      >>> def two(a):
+      ...     return jax.lax.psum_scatter(jax.lax.psum(a, "x"), "y", tiled=True)
+      >>> traced = jax.make_jaxpr(two, axis_env=[("x", 2), ("y", 4)])(jnp.ones(8))
+      >>> made = parts_first(inline(traced.jaxpr, traced.consts))
+      >>> [(eqn.primitive.name, eqn.invars[0].aval.shape) for eqn in made.equations]
+      [('reduce_scatter', (8,)), ('psum', (2,))]
+    """
+    read = [atom for eqn in program.equations for atom in eqn.invars] + program.outputs
+    users = collections.Counter(atom for atom in read if isinstance(atom, Var))
+    makers = program.definitions
+    instead: dict[int, list[JaxprEqn]] = {}
+    for eqn in program.equations:
+        total = makers.get(eqn.invars[0]) if scatters(eqn) and isinstance(eqn.invars[0], Var) else None
+        if total is None or not is_sum(total) or users[total.outvars[0]] != 1 or id(total) in instead:
+            continue
+        part = Var(eqn.outvars[0].aval)
+        instead[id(total)] = []
+        instead[id(eqn)] = [
+            eqn.replace(invars=total.invars, outvars=[part]),
+            total.replace(invars=[part], outvars=eqn.outvars),
+        ]
+    if not instead:
+        return program
+    equations = [other for eqn in program.equations for other in instead.get(id(eqn), [eqn])]
+    return Program(program.inputs, program.constants, equations, program.outputs)
+
+
+def scatters(eqn: JaxprEqn) -> bool:
+    """Whether an equation sums one array over devices, of which everybody keeps a part."""
+    return eqn.primitive.name == "reduce_scatter" and len(eqn.outvars) == 1 and bool(eqn.params.get("tiled"))
+
+
+def without_zeros(program: Program) -> Program:
+    """The program without additions of zero, as sums in Python begin."""
+    same: dict[Var, Var] = {}
+    equations: list[JaxprEqn] = []
+    for eqn in program.equations:
+        eqn = eqn.replace(invars=[same.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+        terms = [a for a in eqn.invars if isinstance(a, Var)]
+        zero = any(isinstance(a, Literal) and np.ndim(a.val) == 0 and a.val == 0 for a in eqn.invars)
+        if adds(eqn) and zero and len(terms) == 1 and terms[0].aval == eqn.outvars[0].aval:
+            same[eqn.outvars[0]] = terms[0]
+        else:
+            equations.append(eqn)
+    outputs = [same.get(a, a) if isinstance(a, Var) else a for a in program.outputs]
+    return Program(program.inputs, program.constants, equations, outputs)
 
 
 def summed(

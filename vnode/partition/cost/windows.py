@@ -206,7 +206,13 @@ def pass_seconds(piece: Piece, kind: Kind, counts: Counts) -> float:
     reads, writes = piece.border
     reduced = largest_reduced(piece)
     whole = reduced and max((math.prod(var.aval.shape) for var in writes), default=0) < reduced
-    sliced = {eqn.outvars[0]: spread_by_slice(eqn) for eqn in piece.equations}
+    sliced: dict[object, float] = {}
+    for eqn in piece.equations:  # what is cut out stays in that order to the end
+        (out, *_), read = eqn.outvars, [a for a in eqn.invars if isinstance(a, Var)]
+        kept = [sliced.get(a, 1.0) for a in read if math.prod(a.aval.shape) == math.prod(out.aval.shape)]
+        sliced[out] = max([spread_by_slice(eqn), *kept])
+        if sliced[out] == SPREAD * SUBLANES and not kept:  # single rows: registers are filled with others, too
+            sliced.update((var, sliced[out]) for var in before(eqn.invars[0], piece, reads))
     for several in (reads, writes):
         for var, need in several.items():
             elements = need / max(var.aval.dtype.itemsize, 1) * max(spread(var.aval.shape), sliced.get(var, 1.0))
