@@ -495,8 +495,9 @@ def begun_empty(kernels: Kernels) -> set[Var]:
         (body,) = bodies_of(kernel.root)
         makers = body.definitions
         for var, i, end in zip(kernel.root.outvars, region.carried, body.outputs, strict=False):
-            total = makers.get(end) if isinstance(end, Var) else None
-            if total is not None and adds(total) and body.inputs[i] in total.invars and kernel.root.invars[i] in empty:
+            total, begin = makers.get(end) if isinstance(end, Var) else None, kernel.root.invars[i]
+            adds_up = total is not None and adds(total) and body.inputs[i] in total.invars
+            if adds_up and isinstance(begin, Var) and begin in empty:
                 found.add(var)
     return found
 
