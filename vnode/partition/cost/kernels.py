@@ -448,8 +448,10 @@ MAKES_BLOCKS = {Shape.EACH, Shape.MOVED, Shape.CONTRACTED}
 
 def puts_a_block(eqn: JaxprEqn) -> bool:
     """Whether an equation puts one block into an array."""
-    (out,) = eqn.outvars
-    if len(eqn.invars) < 2 or getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
+    of, (out,) = describe(eqn), eqn.outvars
+    if of is None or len(eqn.invars) < 2 or of.roles.get(1) is Role.INDEX:
+        return False
+    if getattr(eqn.invars[1].aval, "ndim", -1) != out.aval.ndim:
         return False
     return all(getattr(atom.aval, "shape", ()) == () for atom in eqn.invars[2:])
 
