@@ -495,8 +495,10 @@ def begun_empty(kernels: Kernels) -> set[Var]:
         (body,) = bodies_of(kernel.root)
         makers = body.definitions
         for var, i, end in zip(kernel.root.outvars, region.carried, body.outputs, strict=False):
-            total = makers.get(end) if isinstance(end, Var) else None
-            if total is not None and adds(total) and body.inputs[i] in total.invars and kernel.root.invars[i] in empty:
+            total, begin = makers.get(end) if isinstance(end, Var) else None, kernel.root.invars[i]
+            if total is None or not adds(total) or not isinstance(begin, Var) or begin not in empty:
+                continue
+            if any(atom is body.inputs[i] for atom in total.invars):
                 found.add(var)
     return found
 
