@@ -101,7 +101,7 @@ def compiled_as(program: Program, target: Target) -> Program:
     if target.ordered:
         program = simplified(lowered(program))
     if target.adds_after:
-        program = simplified(added_before(parts_first(after_loops(program))))
+        program = simplified(added_before(parts_first(after_loops(exchanged_first(program)))))
     return program
 
 
@@ -146,27 +146,33 @@ def simplified(program: Program) -> Program:
 
 
 def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
-    """The equations, with what is exchanged exchanged before it is reshaped: then equal ones are seen.
-
-    That is what is reduced, and what is exchanged in pieces in a shape that has more dimensions of one element.
-    """
+    """The equations, with what is reduced over devices reduced before it is reshaped: then equal ones are seen."""
     makers = program.definitions
     for eqn in program.equations:
-        kind, (operand, *_) = KINDS.get(eqn.primitive.name), (*eqn.invars, None)
-        maker = makers.get(operand) if isinstance(operand, Var) else None
+        reduces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-reduce", (*eqn.invars, None)
+        maker = makers.get(operand) if reduces and isinstance(operand, Var) else None
         if maker is None or shape_of(maker, program.describe(maker)) is not Shape.SAME:
-            yield eqn
-            continue
-        if kind == "all-to-all" and (exchanged := in_fewer_dimensions(eqn, maker.invars[0])) is not None:
-            yield exchanged
-            yield reshaped(eqn, exchanged.outvars[0], eqn.outvars[0])
-            continue
-        if kind != "all-reduce":
             yield eqn
             continue
         reduced = Var(maker.invars[0].aval)
         yield eqn.replace(invars=[maker.invars[0]], outvars=[reduced])
         yield maker.replace(invars=[reduced], outvars=eqn.outvars)
+
+
+def exchanged_first(program: Program) -> Program:
+    """The program with what is exchanged in pieces exchanged before it has more dimensions of one element."""
+    equations: list[JaxprEqn] = []
+    makers = program.definitions
+    for eqn in program.equations:
+        pieces, (operand, *_) = KINDS.get(eqn.primitive.name) == "all-to-all", (*eqn.invars, None)
+        maker = makers.get(operand) if pieces and isinstance(operand, Var) else None
+        same = maker is not None and shape_of(maker, program.describe(maker)) is Shape.SAME
+        exchanged = in_fewer_dimensions(eqn, maker.invars[0]) if maker is not None and same else None
+        if exchanged is None:
+            equations.append(eqn)
+        else:
+            equations += [exchanged, reshaped(eqn, exchanged.outvars[0], eqn.outvars[0])]
+    return Program(program.inputs, program.constants, equations, program.outputs)
 
 
 def in_fewer_dimensions(eqn: JaxprEqn, source: Any) -> JaxprEqn | None:

@@ -645,7 +645,8 @@ def rounded_ends(eqn: JaxprEqn, body: Program, kernels: Kernels) -> frozenset[Va
     stacks = {*eqn.outvars[count:]}
     wide = {end for out, end in pairs if out in stacks and out not in kernels.narrow}
     found = {end for out, end in pairs if out in stacks} - wide
-    read = {var for kernel in kernels.kernels for var in kernel.piece.reads} | {*kernels.program.outputs}
+    read = {var for kernel in kernels.kernels for var in kernel.piece.reads}
+    read |= {atom for atom in kernels.program.outputs if isinstance(atom, Var)}
     given = dict(zip(region.inputs[-1], body.inputs, strict=True))
     begin = dict(zip(eqn.outvars, region.carried, strict=False))  # what is carried out, with the number of the operand
     while True:  # what is carried may be stacked, and carried on under another name

@@ -290,6 +290,7 @@ def is_zero(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
 
 
 def zeros(eqn: JaxprEqn, aval: Any) -> JaxprEqn:
-    """An equation that makes an array of zeros."""
-    (made,) = jax.make_jaxpr(lambda: jax.lax.full(aval.shape, 0, aval.dtype))().jaxpr.eqns
-    return made.replace(source_info=eqn.source_info)
+    """An equation that makes an array of zeros, or one zero."""
+    full = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
+    made = jax.make_jaxpr(lambda: jax.lax.broadcast_in_dim_p.bind(np.zeros((), aval.dtype), **full))()
+    return made.jaxpr.eqns[0].replace(source_info=eqn.source_info)

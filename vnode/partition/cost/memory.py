@@ -496,8 +496,9 @@ def begun_empty(kernels: Kernels) -> set[Var]:
         makers = body.definitions
         for var, i, end in zip(kernel.root.outvars, region.carried, body.outputs, strict=False):
             total, begin = makers.get(end) if isinstance(end, Var) else None, kernel.root.invars[i]
-            adds_up = total is not None and adds(total) and body.inputs[i] in total.invars
-            if adds_up and isinstance(begin, Var) and begin in empty:
+            if total is None or not adds(total) or not isinstance(begin, Var) or begin not in empty:
+                continue
+            if any(atom is body.inputs[i] for atom in total.invars):
                 found.add(var)
     return found
 
