@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
@@ -290,7 +291,6 @@ def is_zero(atom: Any, makers: Mapping[Var, JaxprEqn]) -> bool:
 
 
 def zeros(eqn: JaxprEqn, aval: Any) -> JaxprEqn:
-    """An equation that makes an array of zeros, or one zero."""
-    full = {"shape": aval.shape, "broadcast_dimensions": (), "sharding": None}
-    made = jax.make_jaxpr(lambda: jax.lax.broadcast_in_dim_p.bind(np.zeros((), aval.dtype), **full))()
-    return made.jaxpr.eqns[0].replace(source_info=eqn.source_info)
+    """An equation that makes an array of zeros; of a single zero, which is no equation, one that makes a number."""
+    make = jax.lax.empty if aval.shape == () else jnp.zeros
+    return jax.make_jaxpr(lambda: make(aval.shape, aval.dtype))().jaxpr.eqns[-1].replace(source_info=eqn.source_info)
