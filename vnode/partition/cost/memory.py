@@ -302,6 +302,44 @@ class Buffers:
                     heapq.heappush(ready, (growth(n), n))
         return order
 
+    def freeing_backward(self) -> list[int]:
+        """From the end, of the kernels whose results nobody before needs, always the one before which least is held."""
+        sizes = {var: need for written in self.written for var, need in written}
+        following = [0] * len(self.after)
+        for needs in self.after:
+            for n in needs:
+                following[n] += 1
+        readers: dict[Var, list[int]] = {}
+        for k, reads in enumerate(self.read):
+            for var in reads:
+                readers.setdefault(var, []).append(k)
+        live = {*self.kept}
+
+        def growth(k: int) -> int:
+            more = sum(sizes.get(var, 0) for var in self.read[k] if var not in live)
+            return more - sum(need for var, need in self.written[k] if var not in self.kept)
+
+        ready = [(growth(k), -k) for k, n in enumerate(following) if n == 0]
+        heapq.heapify(ready)
+        order, ran = list[int](), set[int]()
+        while ready:
+            _, k = heapq.heappop(ready)
+            k = -k
+            if k in ran:
+                continue
+            ran.add(k)
+            order.append(k)
+            fresh = self.read[k] - live
+            live |= fresh
+            touched = {r for var in fresh for r in readers[var] if r not in ran}
+            for n in self.after[k]:
+                following[n] -= 1
+                touched.add(n)
+            for n in touched:
+                if following[n] == 0 and n not in ran:
+                    heapq.heappush(ready, (growth(n), -n))
+        return order[::-1]
+
     def breadth_first(self) -> list[int]:
         """Kernels as soon as what they need has run, first come first served."""
         following: list[list[int]] = [[] for _ in self.after]
@@ -322,6 +360,12 @@ class Buffers:
         if target.breadth:
             return self.breadth_first()
         several = [list(range(len(self.after))), self.depth_first()]
+        import os
+        if os.environ.get("BACK"): several = [self.freeing_backward()]
+        if os.environ.get("FREE"): several = [self.freeing()]
+        if os.environ.get("ALL"): several = several + [self.freeing()]
+        if os.environ.get("PROG"): several = several[:1]
+        if os.environ.get("DEEP"): several = several[1:]
         if not target.hides_gathers:
             several.append(self.freeing())
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
