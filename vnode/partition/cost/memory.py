@@ -16,7 +16,8 @@ TPUs hold temporary arrays in memory on the chip as far as they fit there (`Targ
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
-runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
+runs next what frees most; where much is gathered, and hidden (`Target.hides_gathers`), of the first two. On CPUs
+kernels run as soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -57,6 +58,9 @@ IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
 
 GOES_BY_EACH = {Shape.EACH, Shape.SAME, Shape.MOVED}
 """What goes element by element, so that it reads in any order; what is another name for its operand is no kernel."""
+
+MUCH_GATHERED = 0.5
+"""The part of what is held at most, from which on an order is chosen to hide gathers rather than to free memory."""
 
 SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
 """What reads a slice of an array that a loop goes through without a copy of it."""
@@ -148,6 +152,7 @@ class Buffers:
       first: kernels that are begun before all others: what comes from the host's memory.
       vacant: arguments of which an update has a copy in another order: their bytes, who reads them themselves, and the
         kernel that updates them. In between others may be where they were.
+      gathered: bytes of all that is gathered over devices.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -160,6 +165,7 @@ class Buffers:
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
     vacant: tuple[tuple[int, frozenset[int], int], ...] = ()
+    gathered: int = 0
 
     def room(self, order: Sequence[int]) -> Iterator[list[int]]:
         """For each kernel in an order the sizes of arguments where others may be meanwhile."""
@@ -302,44 +308,6 @@ class Buffers:
                     heapq.heappush(ready, (growth(n), n))
         return order
 
-    def freeing_backward(self) -> list[int]:
-        """From the end, of the kernels whose results nobody before needs, always the one before which least is held."""
-        sizes = {var: need for written in self.written for var, need in written}
-        following = [0] * len(self.after)
-        for needs in self.after:
-            for n in needs:
-                following[n] += 1
-        readers: dict[Var, list[int]] = {}
-        for k, reads in enumerate(self.read):
-            for var in reads:
-                readers.setdefault(var, []).append(k)
-        live = {*self.kept}
-
-        def growth(k: int) -> int:
-            more = sum(sizes.get(var, 0) for var in self.read[k] if var not in live)
-            return more - sum(need for var, need in self.written[k] if var not in self.kept)
-
-        ready = [(growth(k), -k) for k, n in enumerate(following) if n == 0]
-        heapq.heapify(ready)
-        order, ran = list[int](), set[int]()
-        while ready:
-            _, k = heapq.heappop(ready)
-            k = -k
-            if k in ran:
-                continue
-            ran.add(k)
-            order.append(k)
-            fresh = self.read[k] - live
-            live |= fresh
-            touched = {r for var in fresh for r in readers[var] if r not in ran}
-            for n in self.after[k]:
-                following[n] -= 1
-                touched.add(n)
-            for n in touched:
-                if following[n] == 0 and n not in ran:
-                    heapq.heappush(ready, (growth(n), -n))
-        return order[::-1]
-
     def breadth_first(self) -> list[int]:
         """Kernels as soon as what they need has run, first come first served."""
         following: list[list[int]] = [[] for _ in self.after]
@@ -360,13 +328,7 @@ class Buffers:
         if target.breadth:
             return self.breadth_first()
         several = [list(range(len(self.after))), self.depth_first()]
-        import os
-        if os.environ.get("BACK"): several = [self.freeing_backward()]
-        if os.environ.get("FREE"): several = [self.freeing()]
-        if os.environ.get("ALL"): several = several + [self.freeing()]
-        if os.environ.get("PROG"): several = several[:1]
-        if os.environ.get("DEEP"): several = several[1:]
-        if not target.hides_gathers:
+        if not target.hides_gathers or self.gathered < MUCH_GATHERED * self.peak(several[0]):
             several.append(self.freeing())
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
 
@@ -788,7 +750,9 @@ def buffers_of(
     fetches = [kernel.shape is Shape.AWAY and not on_host(kernel.root.outvars[0].aval) for kernel in kernels.kernels]
     first = {k for k, fetch in enumerate(fetches) if fetch and not after[k]}
     several = map(tuple, (written, read, inside, over))
-    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
+    gathered = sum(need for k, kernel in enumerate(kernels.kernels) if is_gather(kernel) for _, need in written[k])
+    found = Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
+    return dataclasses.replace(found, gathered=gathered)
 
 
 def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> list[Var]:
