@@ -53,6 +53,7 @@ from vnode.operators.spaces import crosses
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
+from vnode.partition.cost.tiles import in_tiles
 
 BESIDE = Primitive("beside")
 """What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
@@ -136,6 +137,7 @@ class Target:
       turns_updates: whether an update in the order of a transposed gradient has a copy of what it updates.
       adds_in_place: whether sums over devices are written over what is summed.
       hides_gathers: whether what is gathered is gathered while devices compute, begun as early as it takes.
+      tiles: whether arrays take whole tiles.
       packs: whether a comparison that is read later is kept in bits, or bytes, rather than what is compared.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
@@ -160,6 +162,7 @@ class Target:
     turns_updates: bool = False
     adds_in_place: bool = False
     hides_gathers: bool = False
+    tiles: bool = False
     packs: bool = False
     apart: bool = True
 
@@ -182,7 +185,7 @@ class Target:
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
         tpu = Target(adds_after=True, together=120 << 20, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
-        return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True, packs=True)
+        return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True, tiles=True, packs=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,6 +213,7 @@ class Kernels:
       names: variables that are other names for something in memory, with that.
       narrow: variables that are in memory in half of their bytes.
       aligned: bytes of which everything in memory takes a multiple.
+      tiles: whether arrays take whole tiles.
     """
 
     program: Program
@@ -217,10 +221,11 @@ class Kernels:
     names: Mapping[Var, Var]
     narrow: frozenset[Var] = frozenset()
     aligned: int = 1
+    tiles: bool = False
 
     def nbytes(self, var: Var) -> int:
         """Bytes of a variable in memory."""
-        need = nbytes(var.aval) // (2 if var in self.narrow else 1)
+        need = room_for(var.aval, self.tiles) // (2 if var in self.narrow else 1)
         return -(-need // self.aligned) * self.aligned
 
     def memory_of(self, var: Var) -> Var:
@@ -228,6 +233,12 @@ class Kernels:
         while var in self.names:
             var = self.names[var]
         return var
+
+
+def room_for(aval: Any, tiles: bool) -> int:
+    """Bytes that an array takes on the device, in whole tiles or as they are."""
+    need = nbytes(aval)
+    return need // aval.size * in_tiles(aval.shape) if tiles and need else need
 
 
 def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
@@ -411,7 +422,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     narrow = {var for kernel in made for var in kernel.piece.writes if id(kernel) in fits} & halved
     if target.packs:
         narrow |= rounded_beside(program, made, shapes, users, ends)
-    found = Kernels(program, made, names, frozenset(narrow), target.aligned)
+    found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
 
 

@@ -46,6 +46,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    room_for,
     shape_of,
     slides,
     sums_last,
@@ -366,8 +367,8 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     if at >= 0 and buffers.inside[at] and most:
         held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
     held.sort(key=lambda each: -each.bytes)
-    arguments = sum(nbytes(var.aval) for var in program.inputs)
-    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    arguments = sum(room_for(var.aval, target.tiles) for var in program.inputs)
+    outputs = sum(room_for(atom.aval, target.tiles) for atom in program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
 
 
@@ -558,7 +559,7 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
             given = program.inputs[i].aval
             if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
                 taken.add(i)
-                aliased += nbytes(given)
+                aliased += room_for(given, target.tiles)
                 if isinstance(atom, Var):
                     elsewhere.add(kernels.memory_of(atom))
                     matched[kernels.memory_of(atom)] = program.inputs[i]
