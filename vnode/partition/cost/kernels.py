@@ -170,8 +170,8 @@ class Target:
     def on(platform: str, kind: str = "") -> Target:
         """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``, and of a kind of device by its name.
 
-        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; the orders are those
-        of what jaxlib 0.10 schedules.
+        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; on TPUs it is that of
+        programs with more and more sums; the orders are those of what jaxlib 0.10 schedules.
 
         >>> Target.on("cpu").breadth, Target.on("tpu").contractions
         (True, True)
@@ -184,8 +184,9 @@ class Target:
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
-        tpu = Target(adds_after=True, together=120 << 20, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
-        return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True, tiles=True, packs=True)
+        tpu = Target(adds_after=True, together=120 << 20, on_chip=on_chip, sinks=True, weighs=True, turns=True)
+        tpu = dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True)
+        return dataclasses.replace(tpu, copies_gathered=True, tiles=True, packs=True)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -379,11 +380,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             far = id(eqn) not in chosen and looks_up(program.describe(eqn))
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
             wanted = 1 if near else 3 if far else 2
-            if (
-                shape is Shape.EACH
-                and (least < 4 or len(readers) > 1)
-                and id(eqn) in last
-            ):
+            if shape is Shape.EACH and (least < 4 or len(readers) > 1) and id(eqn) in last:
                 continue
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
             if least >= wanted and (len(readers) == 1 or again):
@@ -580,7 +577,7 @@ def beside(var: Var, users: Mapping[Var, Sequence[JaxprEqn]]) -> list[Var]:
 
 
 def slides_over_few(eqn: JaxprEqn, program: Program) -> bool:
-    """Whether an equation is a convolution whose result has so few places along a dimension that a word has their bits."""
+    """Whether an equation is a convolution of whose places along a dimension the bits fit in a word."""
     of = program.describe(eqn)
     if of is None or not slides(eqn, program):
         return False

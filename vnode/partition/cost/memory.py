@@ -171,9 +171,7 @@ class Buffers:
     def room(self, order: Sequence[int]) -> Iterator[list[int]]:
         """For each kernel in an order the sizes of arguments where others may be meanwhile."""
         place = {k: i for i, k in enumerate(order)}
-        spans = [
-            (need, max((place[k] for k in readers), default=-1), place[end]) for need, readers, end in self.vacant
-        ]
+        spans = [(need, max((place[k] for k in readers), default=-1), place[end]) for need, readers, end in self.vacant]
         for i in range(len(order)):
             yield [need for need, last, end in spans if last < i <= end]
 
@@ -411,9 +409,7 @@ def is_gather(kernel: Kernel) -> bool:
     return kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-gather"
 
 
-def begun_early(
-    kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]
-) -> dict[int, int]:
+def begun_early(kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]) -> dict[int, int]:
     """Where gathers begin that run beside computation, which other exchanges are not."""
     own = [kernels.kernels[k] for k in buffers.of]
     gathers = [k for k in order if is_gather(own[k])]
