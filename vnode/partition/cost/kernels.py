@@ -333,7 +333,7 @@ def kernels_of(program: Program, target: Target) -> Kernels:
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
     last = ends_of_contractions(program, shapes, users, ends) if target.contractions else frozenset[int]()
-    last |= packed_masks(program, shapes, users, ends) if target.packs else frozenset[int]()
+    masks = packed_masks(program, shapes, users, ends) if target.packs else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
@@ -350,6 +350,8 @@ def kernels_of(program: Program, target: Target) -> Kernels:
             own = 2
         takes[id(eqn)] = own
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
+            continue
+        if id(eqn) in masks:
             continue
         readers = users[eqn.outvars[0]]
         into = {sums.get(id(reader), 0) for reader in readers}
