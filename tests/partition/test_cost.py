@@ -43,7 +43,7 @@ from vnode.partition.cost import (
     transfers_of_route,
 )
 from vnode.partition.cost.device import bodies_of, simplified
-from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.kernels import Shape, kernels_of
 from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.memory import Buffers
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
@@ -414,6 +414,66 @@ def test_a_tpu_writes_what_would_be_read_more_often_otherwise() -> None:
     two = kernels(lambda a, b, *w: products(a * b, *w[:2]), *parts[:2], *weights, target=TPU)
     assert any("add" in each and "dot" not in each for each in four), four
     assert not any("mul" in each and "dot" not in each for each in two), "4 n, and 2 n + n + 2 n if it is written"
+
+
+def convolved(x: Any, k: Any) -> Any:
+    return lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@pytest.mark.parametrize(("places", "packed"), [(28, True), (40, False)])
+def test_a_tpu_keeps_where_a_convolution_was_cut_off(places: int, packed: bool) -> None:
+    """Where a word holds the bits of a row: then the rest is rounded, unless a sum over devices is between them."""
+
+    def step(a: Any, k: Any, bias: Any, last: Any, devices: bool = False) -> Any:
+        def loss(k: Any, last: Any) -> Any:
+            x = lax.psum(convolved(a, k), "x") if devices else convolved(a, k)
+            return jnp.sum(convolved(jax.nn.relu(x + bias), last) ** 2)
+
+        return jax.grad(loss, (0, 1))(k, last)
+
+    given = ones(8, places, places, 4), ones(3, 3, 4, 16), ones(16), ones(3, 3, 16, 4)
+    shape = (8, places, places, 16)
+
+    def written(devices: bool) -> set[tuple[str, bool]]:
+        traced = jax.make_jaxpr(lambda *args: step(*args, devices), axis_env=[("x", 2)])(*given)
+        found = kernels_of(simplified(inline(traced.jaxpr, traced.consts)), TPU)
+        several = [kernel for kernel in found.kernels if kernel.shape is not Shape.COLLECTIVE]
+        forward = next(kernel for kernel in several if any(var.aval.shape == shape for var in kernel.piece.writes))
+        return {(var.aval.dtype.name, var in found.narrow) for var in forward.piece.writes}
+
+    assert written(False) == ({("float32", True), ("bool", False)} if packed else {("float32", False)})
+    assert written(True) == {("float32", False)}
+
+
+def test_what_a_tpu_sends_together_is_no_more_than_it_does() -> None:
+    """Of three sums of 50 MiB two, whose operands are 100 MiB of 120."""
+    x = jax.ShapeDtypeStruct((50, 1 << 18), jnp.float32)
+    traced = jax.make_jaxpr(lambda *xs: [lax.psum(x, "x") for x in xs], axis_env=[("x", 2)])(x, x, x)
+    found = kernels_of(inline(traced.jaxpr, traced.consts), TPU).kernels
+    assert [len(kernel.piece.writes) for kernel in found] == [2, 1]
+
+
+def test_arrays_take_whole_tiles_of_a_tpus_memory() -> None:
+    made = device_of(lambda a, b: (a * 2, b + 1), ones(5, 5, 64, 192), ones(9, 200), donated=(0,))
+    tiles = 5 * 5 * 64 * 256 * 4, 16 * 256 * 4
+    found = memory_of(made, TPU)
+    assert (found.arguments, found.aliased, found.outputs) == (sum(tiles), tiles[0], sum(tiles))
+    assert memory_of(made, CPU).arguments == (5 * 5 * 64 * 192 + 9 * 200) * 4
+
+
+def test_orders_that_free_most_where_gathers_are_few() -> None:
+    """Three kernels make much of nothing, and three little of that: one after the other, they hold little."""
+    a, b = (Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(2))
+    large = [Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(3)]
+    small = [Var(jax.core.ShapedArray((), jnp.float32)) for _ in range(3)]
+    written = (*[((var, 100),) for var in large], *[((var, 1),) for var in small], ((a, 1),), ((b, 1),))
+    read = (*[frozenset[Var]()] * 3, *[frozenset({var}) for var in large], frozenset(small), frozenset({a}))
+    after = (*[frozenset[int]()] * 3, *[frozenset({k}) for k in range(3)], frozenset({3, 4, 5}), frozenset({6}))
+    plain = Buffers(written, read, (0,) * 8, ((),) * 8, frozenset({b}), after, tuple(range(8)))
+    assert plain.peak(range(8)) == 301 and plain.peak(plain.freeing()) == 103
+    assert plain.peak(plain.under(TPU)) <= 103
+    many = dataclasses.replace(plain, gathered=200)
+    assert many.under(TPU) in (list(range(8)), many.depth_first())
 
 
 def test_what_lives_shortest_is_on_the_chip() -> None:
