@@ -114,6 +114,9 @@ class Algebra(enum.Flag):
     CONTRACTS = enum.auto()
     """What is reduced are products of two operands, so that an index costs two operations."""
 
+    CHOOSES = enum.auto()
+    """Each element of the result is one of those of the operands (a maximum): rounding may be done before or after."""
+
 
 NOTHING = Algebra(0)
 

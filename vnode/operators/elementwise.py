@@ -67,6 +67,9 @@ CONTINUOUS = {
 # fmt: on
 """Nonlinear primitives that change little when their operands do."""
 
+CHOOSING = {"clamp", "max", "min"}
+"""Nonlinear primitives whose result is one of their operands."""
+
 # fmt: off
 TRANSCENDENTAL = {
     "acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bessel_i0e", "bessel_i1e", "cbrt", "cos", "cosh",
@@ -117,7 +120,8 @@ def elementwise(
 
 @rule(*NONLINEAR)
 def nonlinear(eqn: JaxprEqn) -> OperatorDescription:
-    return elementwise(eqn, (), Algebra.CONTINUOUS if eqn.primitive.name in CONTINUOUS else NOTHING)
+    continuous = Algebra.CONTINUOUS if eqn.primitive.name in CONTINUOUS else NOTHING
+    return elementwise(eqn, (), continuous | (Algebra.CHOOSES if eqn.primitive.name in CHOOSING else NOTHING))
 
 
 def high_product(x: Any, y: Any) -> Any:

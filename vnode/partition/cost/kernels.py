@@ -33,6 +33,7 @@ What compilers do beyond that (reductions inside of a kernel, libraries of fused
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import enum
 import functools
@@ -53,6 +54,7 @@ from vnode.operators.spaces import crosses
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.pieces import Piece, piece_of
+from vnode.partition.cost.tiles import in_tiles
 
 BESIDE = Primitive("beside")
 """What a loop holds besides one of its results, from its first turn on: an array as large as that, and so many more."""
@@ -137,6 +139,8 @@ class Target:
       turns_updates: whether an update in the order of a transposed gradient has a copy of what it updates.
       adds_in_place: whether sums over devices are written over what is summed.
       hides_gathers: whether what is gathered is gathered while devices compute, begun as early as it takes.
+      tiles: whether arrays take whole tiles.
+      packs: whether a comparison that is read later is kept in bits, or bytes, rather than what is compared.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
         operand: of products that could run as soon, others come later.
@@ -161,14 +165,16 @@ class Target:
     turns_updates: bool = False
     adds_in_place: bool = False
     hides_gathers: bool = False
+    tiles: bool = False
+    packs: bool = False
     apart: bool = True
 
     @staticmethod
     def on(platform: str, kind: str = "") -> Target:
         """That of a platform, ``"tpu"``, ``"gpu"`` or ``"cpu"``, and of a kind of device by its name.
 
-        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; the orders are those
-        of what jaxlib 0.10 schedules.
+        The limit on GPUs is that of ``xla_gpu_all_reduce_combine_threshold_bytes`` and its like; on TPUs it is that of
+        programs with more and more sums; the orders are those of what jaxlib 0.10 schedules.
 
         >>> Target.on("cpu").breadth, Target.on("tpu").contractions
         (True, True)
@@ -181,8 +187,8 @@ class Target:
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
         on_chip = max(ON_CHIP.get(kind, 0) - AT_WORK, 0)
-        tpu = Target(adds_after=True, on_chip=on_chip, sinks=True, weighs=True, copies_gathered=True, turns=True)
-        tpu = dataclasses.replace(tpu, hoists=True, hoists_growing=False)
+        tpu = Target(adds_after=True, together=120 << 20, on_chip=on_chip, sinks=True, weighs=True, turns=True)
+        tpu = dataclasses.replace(tpu, hoists=True, hoists_growing=False, copies_gathered=True, tiles=True, packs=True)
         return dataclasses.replace(tpu, adds_in_place=True, hides_gathers=True, turns_updates=True)
 
 
@@ -211,6 +217,7 @@ class Kernels:
       names: variables that are other names for something in memory, with that.
       narrow: variables that are in memory in half of their bytes.
       aligned: bytes of which everything in memory takes a multiple.
+      tiles: whether arrays take whole tiles.
     """
 
     program: Program
@@ -218,10 +225,11 @@ class Kernels:
     names: Mapping[Var, Var]
     narrow: frozenset[Var] = frozenset()
     aligned: int = 1
+    tiles: bool = False
 
     def nbytes(self, var: Var) -> int:
         """Bytes of a variable in memory."""
-        need = nbytes(var.aval) // (2 if var in self.narrow else 1)
+        need = room_for(var.aval, self.tiles) // (2 if var in self.narrow else 1)
         return -(-need // self.aligned) * self.aligned
 
     def memory_of(self, var: Var) -> Var:
@@ -229,6 +237,12 @@ class Kernels:
         while var in self.names:
             var = self.names[var]
         return var
+
+
+def room_for(aval: Any, tiles: bool) -> int:
+    """Bytes that an array takes on the device, in whole tiles or as they are."""
+    need = nbytes(aval)
+    return need // aval.size * in_tiles(aval.shape) if tiles and need else need
 
 
 def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:
@@ -323,6 +337,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
     last = ends_of_contractions(program, shapes, users, ends) if target.contractions else frozenset[int]()
+    masks = packed_masks(program, shapes, users, ends) if target.packs else frozenset[int]()
     takes: dict[int, int] = {}
     inside: set[int] = set()
     contracted: set[int] = set()  # equations into whose kernel a contraction was taken
@@ -339,6 +354,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             own = 2
         takes[id(eqn)] = own
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
+            continue
+        if id(eqn) in masks:
             continue
         readers = users[eqn.outvars[0]]
         into = {sums.get(id(reader), 0) for reader in readers}
@@ -407,9 +424,12 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     wide = ends - rounded
     halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, wide, rounded)}
     made = combined(program, found, names, target, products, halved)
-    narrow = {var for kernel in made for var in kernel.piece.writes if kernel.shape in plain} & halved
+    fits = {id(kernel) for kernel in made if kernel.shape in plain or pools(program.describe(kernel.root))}
+    narrow = {var for kernel in made for var in kernel.piece.writes if id(kernel) in fits} & halved
     narrow |= {var for kernel in made if kernel.shape is Shape.REGION for var in stacked(kernel.root)} & halved
-    found = Kernels(program, made, names, frozenset(narrow), target.aligned)
+    if target.packs:
+        narrow |= rounded_beside(program, made, shapes, users, ends)
+    found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
 
 
@@ -575,6 +595,76 @@ def multiplied_so(eqn: JaxprEqn, target: Target) -> bool:
     return not target.ordered or longer is None or [*longer[:-2], *longer[:-3:-1]] == sorted(longer)
 
 
+def packed_masks(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> frozenset[int]:
+    """Comparisons, by id, of what convolutions give, that TPUs' compiler keeps for later, packed, instead of that.
+
+    It packs a dimension along which windows slide, of up to 32 places, in words. Not so one that is read at once, with
+    nothing else that is as large.
+    """
+    inner = (Shape.EACH, Shape.SAME)
+    found = set[int]()
+    of: dict[Var, frozenset[Var]] = {}  # the large arrays that element-wise results are made of
+    for eqn in program.equations:
+        (out, *_) = eqn.outvars
+        if shapes[id(eqn)] not in inner or len(eqn.outvars) != 1:
+            continue
+        large = [a for a in eqn.invars if isinstance(a, Var) and a.aval.size == out.aval.size]
+        of[out] = frozenset[Var]().union(*(of.get(a, {a}) for a in large))
+        if out.aval.dtype == np.bool_ and out not in ends:
+            makers = [program.definitions.get(var) for var in of[out]]
+            if any(maker is not None and slides_over_few(maker, program) for maker in makers):
+                found.add(id(eqn))
+    for eqn in program.equations:
+        (out, *_) = eqn.outvars
+        if id(eqn) in found and all(of.get(v, frozenset({v})) <= of[out] for v in beside(out, users)):
+            found.discard(id(eqn))
+    return frozenset(found)
+
+
+def beside(var: Var, users: Mapping[Var, Sequence[JaxprEqn]]) -> list[Var]:
+    """What is as large, and read by the same equations as a variable."""
+    several = [atom for eqn in users.get(var, ()) for atom in eqn.invars]
+    return [a for a in several if isinstance(a, Var) and a is not var and a.aval.size == var.aval.size]
+
+
+def slides_over_few(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation is a convolution of whose places along a dimension the bits fit in a word."""
+    of = program.describe(eqn)
+    if of is None or not slides(eqn, program):
+        return False
+    ties = [factor.split for factor in of.factors if isinstance(factor.split, Windowed)]
+    return any(1 < of.sizes[tie.result] <= WORD for tie in ties)
+
+
+WORD = 32
+"""Bits of a word, into which the TPU compiler packs a dimension of a mask."""
+
+
+def rounded_beside(
+    program: Program,
+    kernels: Sequence[Kernel],
+    shapes: Mapping[int, Shape],
+    users: Mapping[Var, Sequence[JaxprEqn]],
+    ends: Set[Var],
+) -> set[Var]:
+    """What kernels of convolutions write in bfloat16 for others, which only multiply it, while they read it as it is.
+
+    Not a convolution's own result: only one of several equations that read that is taken into its kernel.
+    """
+    times = collections.Counter(id(eqn) for kernel in kernels for eqn in kernel.piece.equations)
+    found = set[Var]()
+    for kernel in kernels:
+        if not any(slides(eqn, program) for eqn in kernel.piece.equations):
+            continue
+        own = {id(eqn) for eqn in kernel.piece.equations if times[id(eqn)] == 1}
+        makers = {var: eqn for eqn in kernel.piece.equations for var in eqn.outvars}
+        several = [var for var in kernel.piece.writes if shapes[id(makers[var])] is Shape.EACH]
+        found.update(var for var in several if multiplied(var, program, shapes, users, ends, own=own))
+    return found
+
+
 def multiplied(
     var: Var,
     program: Program,
@@ -582,6 +672,7 @@ def multiplied(
     users: Mapping[Var, Sequence[JaxprEqn]],
     ends: Set[Var],
     rounded: Set[Var] = frozenset(),
+    own: Set[int] = frozenset(),
 ) -> bool:
     """Whether only contractions in bfloat16 read a float32 array, or parts of it, so that it may be kept so.
 
@@ -592,8 +683,9 @@ def multiplied(
       users: of its variables.
       ends: those of its results that are wanted in float32.
       rounded: those that are not.
+      own: equations, by id, that read it before it is rounded.
     """
-    readers = users.get(var, ())
+    readers = [eqn for eqn in users.get(var, ()) if id(eqn) not in own]
     if var.aval.dtype != np.float32 or var in ends or not (readers or var in rounded):
         return False
     for eqn in readers:
@@ -601,9 +693,10 @@ def multiplied(
             case Shape.CONTRACTED:
                 if "HIGH" in str(eqn.params.get("precision")) or "F32" in str(eqn.params.get("precision")):
                     return False
-            case Shape.SAME | Shape.MOVED | Shape.COLLECTIVE | Shape.EACH if len(eqn.outvars) == 1:
+            case Shape.SAME | Shape.MOVED | Shape.COLLECTIVE | Shape.EACH | Shape.OTHER if len(eqn.outvars) == 1:
                 of = program.describe(eqn)
-                if shapes[id(eqn)] is Shape.EACH and not (of is not None and of.has(Algebra.MOVES)):
+                chooses = of is not None and of.has(Algebra.MOVES | Algebra.CHOOSES)
+                if shapes[id(eqn)] in (Shape.EACH, Shape.OTHER) and not chooses:
                     return False
                 if not multiplied(eqn.outvars[0], program, shapes, users, ends, rounded):
                     return False
@@ -613,6 +706,12 @@ def multiplied(
             case _:
                 return False
     return True
+
+
+def pools(of: OperatorDescription | None) -> bool:
+    """Whether an equation reduces windows of one array."""
+    ties = [] if of is None or of.has(Algebra.CONTRACTS) else [factor.split for factor in of.factors]
+    return any(isinstance(tie, Windowed) and tie.monoid is not None and tie.back is None for tie in ties)
 
 
 def stacked(eqn: JaxprEqn) -> Sequence[Var]:

@@ -16,7 +16,8 @@ TPUs hold temporary arrays in memory on the chip as far as they fit there (`Targ
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
-runs next what frees most. On CPUs kernels run as soon as they can (`Target.breadth`).
+runs next what frees most; of the first two where gathers are hidden (`Target.hides_gathers`). On CPUs kernels run as
+soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ from vnode.partition.cost.kernels import (
     Target,
     kernels_of,
     multiplied_inside,
+    room_for,
     rounded_ends,
     shape_of,
     slides,
@@ -429,8 +431,8 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     if at >= 0 and buffers.inside[at] and most:
         held.append(Held(buffers.inside[at], "in a loop or branch", where(kernels.kernels[buffers.of[at]].root)))
     held.sort(key=lambda each: -each.bytes)
-    arguments = sum(nbytes(var.aval) for var in program.inputs)
-    outputs = sum(nbytes(atom.aval) for atom in program.outputs)
+    arguments = sum(room_for(var.aval, target.tiles) for var in program.inputs)
+    outputs = sum(room_for(atom.aval, target.tiles) for atom in program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
 
 
@@ -642,7 +644,7 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
             given = program.inputs[i].aval
             if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
                 taken.add(i)
-                aliased += nbytes(given)
+                aliased += room_for(given, target.tiles)
                 if isinstance(atom, Var):
                     elsewhere.add(kernels.memory_of(atom))
                     matched[kernels.memory_of(atom)] = program.inputs[i]
