@@ -61,7 +61,7 @@ def test_blocks_are_those_of_the_fold(case, shape, seed):
     generator = np.random.default_rng(seed)
     given = [np.asarray(generator.normal(size=(count, *s.shape)), s.dtype) for s in sums]
 
-    def piece(index: Any, state: Any, after: Any) -> Any:
+    def piece(index: Any, state: Any, spent: Any, after: Any) -> Any:
         return [jax.lax.dynamic_index_in_dim(g, index, 0, keepdims=False) for g in map(jnp.asarray, given)], state
 
     @jax.jit

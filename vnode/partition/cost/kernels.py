@@ -607,9 +607,9 @@ def packed_masks(
     found = set[int]()
     of: dict[Var, frozenset[Var]] = {}  # the large arrays that element-wise results are made of
     for eqn in program.equations:
-        (out, *_) = eqn.outvars
         if shapes[id(eqn)] not in inner or len(eqn.outvars) != 1:
             continue
+        (out,) = eqn.outvars
         large = [a for a in eqn.invars if isinstance(a, Var) and a.aval.size == out.aval.size]
         of[out] = frozenset[Var]().union(*(of.get(a, {a}) for a in large))
         if out.aval.dtype == np.bool_ and out not in ends:
