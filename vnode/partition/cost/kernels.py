@@ -617,8 +617,8 @@ def packed_masks(
             if any(maker is not None and slides_over_few(maker, program) for maker in makers):
                 found.add(id(eqn))
     for eqn in program.equations:
-        (out, *_) = eqn.outvars
-        if id(eqn) in found and all(of.get(v, frozenset({v})) <= of[out] for v in beside(out, users)):
+        (out,) = eqn.outvars if id(eqn) in found else (None,)
+        if out is not None and all(of.get(v, frozenset({v})) <= of[out] for v in beside(out, users)):
             found.discard(id(eqn))
     return frozenset(found)
 
