@@ -57,15 +57,13 @@ def test_only_public_names_are_there() -> None:
 
 
 def test_importing_loads_jax_and_nothing_heavy() -> None:
-    """Beyond jax and its own modules: a few of jax's, and Python's. No framework, drawing or devices; half a second."""
+    """Beyond jax and its own modules: a few of jax's, and Python's. No framework, drawing or devices."""
     code = (
-        "import jax, jax.numpy, sys, time; before = set(sys.modules); start = time.process_time()\n"
-        "import vnode; took = time.process_time() - start; new = set(sys.modules) - before\n"
-        "import json; print(json.dumps([took, sorted(new)]))"
+        "import jax, jax.numpy, sys; before = set(sys.modules)\n"
+        "import vnode, json; print(json.dumps(sorted(set(sys.modules) - before)))"
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    took, new = json.loads(run.stdout)
-    assert took < 0.5, "seconds of a processor; wall time is longer where others use it too"
+    new = json.loads(run.stdout)
     mine = [name for name in new if name.split(".")[0] == "vnode"]
     top = {name.split(".")[0] for name in new} - {"vnode", "jax", *sys.stdlib_module_names}
     assert not top, f"vnode imports {top}"
