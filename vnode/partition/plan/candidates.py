@@ -28,7 +28,7 @@ from vnode.partition.plan.branches import groups_along, stages_of
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
-from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, predicted
+from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
@@ -152,7 +152,7 @@ class OnMesh:
     ) -> None:
         self.subject, self.sizes, self.platform, self.times = subject, sizes, platform, times
         self.rows = sizes[NODES]
-        self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
+        self.axes = dividing(sizes)
         self.mesh = machine.mesh(sizes)
         options = subject.step.options
         self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)

@@ -29,7 +29,7 @@ from vnode.partition.plan.blocks import dims_of, rooms_of
 from vnode.partition.plan.divisions import PARTS, DividedOperation
 from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns
 from vnode.partition.plan.levels import draw as draw_levels
-from vnode.partition.plan.predict import NODES, Figures, Prediction, platform_of
+from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing, platform_of
 from vnode.partition.plan.row import row_program
 from vnode.partition.plan.subject import subject_of
 from vnode.partition.simulator import Timeline
@@ -304,7 +304,7 @@ class Plan(Drawn):
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of what passes sum."""
-        axes = {name: n for name, n in self.mesh.items() if n > 1 and name != NODES}
+        axes = dividing(self.mesh)
         if not axes:
             return {}
         exact = self.pattern.options.reduction == "invariant"

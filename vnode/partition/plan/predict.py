@@ -46,6 +46,15 @@ NODES = "vnode"
 """The mesh axis that nodes are spread over."""
 
 
+def dividing(axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes that divide what a node computes: those longer than one that nodes are not spread over.
+
+    >>> dividing({"vnode": 2, "model": 4, "model2": 1})
+    {'model': 4}
+    """
+    return {name: n for name, n in axes.items() if n > 1 and name != NODES}
+
+
 @dataclasses.dataclass(frozen=True)
 class Figures:
     """What a step takes on each device, in numbers that can be written down.
@@ -176,7 +185,7 @@ def predicted(
       times: of kernels; by default as `Times` has them.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
-    inner = {name: n for name, n in axes.items() if name != NODES}
+    inner = dividing(axes)
     sums = local_sums(flow, inner)
     whole = added(over_rows_too(flow, sharded, state, axes, across) if sharded else flow, across)
     traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)

@@ -24,7 +24,7 @@ from vnode.partition.cost.times import Times
 from vnode.partition.machine import Kind, Machine, MachineMesh
 from vnode.partition.plan.across import Across, in_pieces
 from vnode.partition.plan.blocks import rooms_of, specs_in_blocks
-from vnode.partition.plan.predict import NODES, Prediction, predicted
+from vnode.partition.plan.predict import NODES, Prediction, dividing, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind
 from vnode.partition.plan.subject import Subject
@@ -102,7 +102,7 @@ class Unequal:
         pace: Mapping[str, float],
     ) -> None:
         self.subject, self.machine, self.platform, self.times = subject, machine, platform, times
-        self.axes = {name: n for name, n in sizes.items() if n > 1 and name != NODES}
+        self.axes = dividing(sizes)
         (self.axis,) = self.axes
         self.mesh: MachineMesh = machine.mesh(sizes)
         rows = self.mesh.devices.reshape(sizes[NODES], -1).tolist()
