@@ -158,7 +158,8 @@ def members(instruction: Instruction) -> int:
     if mesh is None:
         return len(listed.split(",")) if listed else int(size)
     sizes = dict(axis.split("=") for axis in mesh.split(","))
-    return math.prod(int(sizes[axis]) for axis in axes.split(","))
+    parts = (re.sub(r".*:\(\d+\)", "", axis) for axis in axes.split(","))  # "x:(2)4": of x, 4 in the middle or end
+    return math.prod(int(sizes.get(part, part)) for part in parts)
 
 
 def arrays(instruction: Instruction) -> list[int]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive, Var
+from jax.extend.core import Primitive
 
 from vnode.analysis.program import Program
 from vnode.partition.cost.kernels import BESIDE
@@ -23,8 +23,6 @@ from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan
 from vnode.runtime.waiting import can_be_far
 from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Axes, Layout
-from vnode.spmd.program import at_the_border
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,31 +125,6 @@ class Totals(Primitive):
 
 
 TOTALS = Totals("totals")
-
-
-def in_pieces(flow: Flow, axes: Axes) -> Flow:
-    """The same flow, but what a pass sums in pieces is added up over rows in pieces, and combined once after that.
-
-    So it is carried out (`vnode.runtime.emit`), whatever layout is wished after the pass: rows add in the order of a
-    tree, and bits would depend on how many rows there are if pieces were combined on each before.
-
-    Args:
-      flow: through the program of a row.
-      axes: of the mesh, those that nodes are not spread over and that are longer than one.
-    """
-    made: dict[Var, Layout] = {}
-    steps: list[Step] = []
-    for step in flow.steps:
-        if step.bodies:
-            step = dataclasses.replace(step, bodies=tuple(in_pieces(body, axes) for body in step.bodies))
-        if step.eqn.primitive is OVER_ROWS and isinstance(step.eqn.invars[0], Var):
-            there, monoid = made.get(step.eqn.invars[0]), step.eqn.params["monoid"]
-            if there is not None and there.partial and all(m is monoid for _, m in there.partial):
-                pieces = Layout(at_the_border(there, axes).dims, there.partial)
-                step = dataclasses.replace(step, operands=(pieces,), made=(pieces,), results=(pieces.complete,))
-        made.update(zip(step.eqn.outvars, step.made, strict=True))
-        steps.append(step)
-    return dataclasses.replace(flow, steps=tuple(steps))
 
 
 def added(flow: Flow, across: Across) -> Flow:

@@ -22,9 +22,10 @@ from vnode.partition.cost.pieces import piece_of
 from vnode.partition.cost.time import Roofline
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine
-from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.across import Across
 from vnode.partition.plan.blocks import block_numbers, divided_over, specs_in_blocks, tied_to
 from vnode.partition.plan.branches import groups_along, stages_of
+from vnode.partition.plan.carried import in_pieces
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of

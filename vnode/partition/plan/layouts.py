@@ -60,8 +60,8 @@ def record_of(flow: NodeFlow, axes: Axes) -> RecordedFlow:
         if not set(steps[k].operands[i].partial) <= set(there[var].partial):
             raise PartitionError(f"{steps[k].eqn.primitive.name!r} reads pieces of a value that nodes are given whole")
     ends = tuple(
-        replicated(len(getattr(atom.aval, "shape", ()))) if isinstance(atom, Literal) else there[atom]
-        for atom in program.outputs
+        body.outputs[j] if j < len(node.sums) or isinstance(atom, Literal) else there[atom]
+        for j, atom in enumerate(program.outputs)
     )
     written = tuple(map(recorded, steps))
     return RecordedFlow(

@@ -12,11 +12,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
-from jax.extend.core import JaxprEqn, Var
+from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Program
@@ -29,18 +29,15 @@ from vnode.partition.cost.program import program_cost
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.across import Across, added
+from vnode.partition.plan.carried import once_followed
 from vnode.partition.plan.row import OVER_ROWS, loop_bodies
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
-from vnode.runtime.divided import followed
-from vnode.runtime.handed import Among, Lying, handed_on
-from vnode.runtime.loops import Sum
-from vnode.runtime.once import wanted_in
 from vnode.runtime.waiting import PIECE, can_be_far
 from vnode.show.units import size
 from vnode.spmd.choice import Choice, itemsize
-from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Axes, Layout, from_spec
+from vnode.spmd.flow import Flow
+from vnode.spmd.layout import Axes, Layout
 
 NODES = "vnode"
 """The mesh axis that nodes are spread over."""
@@ -165,7 +162,7 @@ def predicted(
     state: Mapping[int, int],
     batch: Collection[int],
     donated: Collection[int],
-    sharded: Mapping[int, PartitionSpec],
+    sharded: Mapping[int, PartitionSpec] | None,
     turns: int,
     times: Times | None = None,
 ) -> Prediction:
@@ -180,14 +177,15 @@ def predicted(
       state: for outputs, by number, the inputs that they become in the next step.
       batch: numbers of inputs of which each row has its own part only.
       donated: of inputs that are given away.
-      sharded: how inputs lie that are sharded over the rows as well, by number.
+      sharded: how inputs lie that are sharded over the rows as well, by number; what is computed once is then divided
+        as their layouts lead, whatever the flow says. None: that is carried out as the flow says.
       turns: nodes of the row that stands for all.
       times: of kernels; by default as `Times` has them.
     """
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
     inner = dividing(axes)
     sums = local_sums(flow, inner)
-    whole = added(over_rows_too(flow, sharded, state, axes, across) if sharded else flow, across)
+    whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across), across)
     traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     device = with_parts(traced, batch)
     target = Target.on(platform, machine.kinds[0].name)
@@ -222,71 +220,6 @@ def predicted(
         device,
         target,
     )
-
-
-def over_rows_too(
-    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across
-) -> Flow:
-    """The flow of a row whose inputs are sharded over the rows: passes gather what they read, what follows is divided.
-
-    Args:
-      flow: through the program of a row.
-      sharded: how inputs lie then, by number.
-      state: for outputs, by number, the inputs that they become in the next step.
-      axes: of the mesh, that of the rows too.
-      across: how rows add.
-    """
-    program = flow.program
-    needed = set[Var]()
-    passes: list[Step] = []
-    for step in reversed(flow.steps):
-        if sums_over_rows(step) or needed.intersection(step.eqn.outvars):
-            passes.insert(0, step)
-            needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
-    lies: dict[Var, Layout] = dict(zip(program.inputs, flow.inputs, strict=True))
-    for i, spec in sharded.items():
-        var = program.inputs[i]
-        lies[var] = from_spec(spec, var.aval.shape, axes)
-    inputs = tuple(lies[var] for var in program.inputs)
-    for step in passes:
-        lies.update(zip(step.eqn.outvars, step.results, strict=True))
-    before = {id(step.eqn) for step in passes}
-    rest = [eqn for eqn in program.equations if id(eqn) not in before]
-    made = {var for eqn in rest for var in eqn.outvars}
-    read = [atom for eqn in rest for atom in eqn.invars] + list(program.outputs)
-    given = [var for var in dict.fromkeys(a for a in read if isinstance(a, Var)) if var in lies and var not in made]
-    after = Program(given, program.constants, rest, program.outputs)
-    exact = frozenset({across.axis} if across.invariant else ())
-
-    def wanted(lying: Lying, some: Axes, kept: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
-        return wanted_in(followed(after, [lying(var) for var in given], some, kept))
-
-    inner = {name: n for name, n in axes.items() if name != across.axis}
-    totals = {step.eqn.outvars[0]: step.results[0] for step in passes if step.eqn.primitive is OVER_ROWS}
-    ends = handed_on(totals, lies.__getitem__, wanted, inner, axes, exact)
-    lies.update(ends)
-    among = Among(across.axis, axes, across.invariant)
-    passes = [
-        in_parts(step, ends[step.eqn.outvars[0]], among) if step.eqn.outvars[0] in ends else step for step in passes
-    ]
-    following = followed(after, [lies[var] for var in given], axes, exact)
-    outputs = [inputs[state[j]] if j in state else end for j, end in enumerate(following.outputs)]
-    steps = (*passes, *following.steps)
-    ordered = Program(program.inputs, program.constants, [step.eqn for step in steps], program.outputs)
-    return Flow(ordered, inputs, steps, tuple(outputs), following.ends)
-
-
-def in_parts(step: Step, end: Layout, among: Among) -> Step:
-    """A total over rows of which devices are handed on parts."""
-    var, (layout,) = step.eqn.outvars[0], step.results
-    held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
-    made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
-    return dataclasses.replace(step, made=(made,), results=(end,))
-
-
-def sums_over_rows(step: Step) -> bool:
-    """Whether a step, or one in its bodies, is a sum over rows."""
-    return step.eqn.primitive is OVER_ROWS or any(sums_over_rows(each) for body in step.bodies for each in body.steps)
 
 
 def with_parts(device: DeviceProgram, batch: Collection[int]) -> DeviceProgram:

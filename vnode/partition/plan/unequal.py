@@ -22,8 +22,9 @@ from collections.abc import Mapping, Sequence
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Kind, Machine, MachineMesh
-from vnode.partition.plan.across import Across, in_pieces
+from vnode.partition.plan.across import Across
 from vnode.partition.plan.blocks import rooms_of, specs_in_blocks
+from vnode.partition.plan.carried import in_pieces
 from vnode.partition.plan.predict import NODES, Prediction, dividing, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind
@@ -126,7 +127,7 @@ class Unequal:
             state=subject.carried,
             batch=subject.batch,
             donated=subject.donated,
-            sharded={},
+            sharded=None,
             turns=max(self.across.counts),
             times=self.times,
         )
