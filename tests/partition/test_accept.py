@@ -321,6 +321,8 @@ ENTRY %main (w: f32[8], v: bf16[4,2]) -> f32[8] {
   %cd = f32[8]{0} collective-permute-done(%cp)
   %alone = f32[8]{0} all-reduce(%w), replica_groups={{0},{1},{2},{3}}, to_apply=%add
   %two = (f32[8]{0}, f32[2]{0}) all-reduce(%w, %rs), replica_groups={{0,2},{1,3}}, to_apply=%add
+  %half = f32[8]{0} all-reduce(%w), replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(0,2,1)) {'b':(2)2}
+  %most = f32[8]{0} all-reduce(%w), replica_groups=mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1':(1)2}
   %f.1 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.1
   %f.2 = f32[32]{0} fusion(%w), kind=kCustom, calls=%step.2
   %init = (s32[], f32[8]{0}) tuple(%z, %cd)
@@ -337,6 +339,8 @@ def test_collectives_are_read_off_the_text() -> None:
         "rs": ("reduce-scatter", (32,), 4, 1),
         "cp": ("collective-permute", (32,), 0, 1),
         "two": ("all-reduce", (32, 8), 2, 1),
+        "half": ("all-reduce", (32,), 2, 1),
+        "most": ("all-reduce", (32,), 4, 1),
         "r": ("all-reduce", (32,), 2, 6),
         "g.1": ("all-gather", (128,), 4, 1),
     }

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec
 
 import vnode
 from tests.partition.test_plan import OPTIMIZER, V5E, layers, normal, planned, updated
@@ -24,6 +26,8 @@ from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.runtime import emit
 from vnode.runtime.emit import sums_of
+from vnode.spmd.flow import Flow, follow
+from vnode.spmd.layout import from_spec
 
 GIB = 2**30
 
@@ -135,6 +139,69 @@ def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=2e-5), plan.step()(state, *args[1:]), want
     )
+
+
+CLIPPED = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def clipped(state: Any, x: Any, labels: Any) -> Any:
+    """A step with arrays of many shapes, whose gradients are clipped."""
+    params, slots = state
+
+    def loss(params: Any) -> Any:
+        hidden = jax.nn.gelu(x @ params["first"])
+        hidden += jax.nn.gelu(hidden @ params["up"]) @ params["down"] + params["bias"]
+        return optax.softmax_cross_entropy_with_integer_labels(hidden @ params["logits"], labels).mean()
+
+    loss_, grads = jax.value_and_grad(loss)(params)
+    updates, slots = CLIPPED.update(grads, slots, params)
+    return (optax.apply_updates(params, updates), slots), loss_
+
+
+def clipped_on(sizes: dict[str, int], reduction: str) -> OnMesh:
+    shapes = {"first": (64, 256), "up": (256, 1024), "down": (1024, 256), "bias": (256,), "logits": (256, 16)}
+    params = {name: normal(i, *shape) for i, (name, shape) in enumerate(shapes.items())}
+    args = (params, CLIPPED.init(params)), normal(5, 64, 64), jnp.arange(64) % 16
+    subject = subject_of(on_nodes(clipped, 8, {"reduction": reduction, "donate_argnums": (0,)}), args)
+    return OnMesh(subject, V5E, sizes, "cpu", None)
+
+
+def led(on: OnMesh, spec: Callable[[int, tuple[int, ...]], PartitionSpec]) -> Flow:
+    """A flow that the layouts of the state lead, each as `spec` says of a leaf's number and shape."""
+    inputs, carried = on.row.program.inputs, on.subject.carried
+    lying = [
+        from_spec(spec(i, v.aval.shape) if i in on.subject.state else PartitionSpec(), v.aval.shape, on.axes)
+        for i, v in enumerate(inputs)
+    ]
+    ends = [lying[carried[j]] if j in carried else None for j in range(len(on.row.program.outputs))]
+    return follow(on.row.program, lying, on.axes, outputs=ends)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("over_rows", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "reduction"),
+    [({"vnode": 2, "model": 2, "model2": 2}, "invariant"), ({"vnode": 2, "model": 4}, "fast")],
+    ids=str,
+)
+def test_what_is_exchanged_is_planned_however_the_state_lies(
+    sizes: dict[str, int], reduction: str, over_rows: bool
+) -> None:
+    """Parameters lie at random, and their slots as they do."""
+    on, generator = clipped_on(sizes, reduction), np.random.default_rng(len(sizes) + over_rows)
+    drawn: dict[tuple[int, ...], PartitionSpec] = {}
+
+    def spec(_: int, shape: tuple[int, ...]) -> PartitionSpec:
+        if shape not in drawn:
+            names = [name for name in on.axes if generator.random() < 0.7 and shape]
+            at = generator.integers(len(shape), size=len(names)) if shape else ()
+            cuts = [tuple(name for name, k in zip(names, at, strict=True) if k == d) or None for d in range(len(shape))]
+            drawn[shape] = PartitionSpec(*cuts)
+        return drawn[shape]
+
+    made = on.candidate("at random", led(on, spec), over_rows=over_rows)
+    found = plan_of(on.subject, made, V5E, GIB, {}).accept()
+    assert found.exchange_accepted, f"{drawn}\n{found}"
 
 
 def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path) -> None:

@@ -172,3 +172,17 @@ def test_scatters_of_which_parts_are_read_are_computed_in_parts() -> None:
     flow = follow(program, layouts, AXES, wishes=wished(flow, AXES))
     (scatter,) = [step for step in flow.steps if step.eqn.primitive.name == "scatter-add"]
     assert str(scatter.results[0]) == "[x, -]"
+
+
+def test_axes_that_divide_in_another_order_than_the_mesh_has_stay_in_it() -> None:
+    def function(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.tanh(x) * 2 + y
+
+    axes, values = {"x": 2, "y": 2}, (numbers(8, 4), numbers(8, 4))
+    closed = jax.make_jaxpr(function)(*values)
+    program = inline(closed.jaxpr, closed.consts)
+    flow = follow(program, [from_spec(spec, (8, 4), axes) for spec in (P(("y", "x")), P())], axes)
+    assert str(flow.outputs[0]) == "[y*x, -]"
+    split = over_mesh(flow, mesh_of(axes))
+    assert not list(collectives(jax.make_jaxpr(split)(*values).jaxpr))
+    assert_same(jax.jit(split)(*values), lambda *xs: jax.tree.leaves(function(*xs)), *values)

@@ -10,10 +10,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from vnode.analysis.meshless import meshless
-from vnode.analysis.program import Program, inline, message_about
+from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
 from vnode.placement.context import NO_MESH
@@ -58,6 +59,7 @@ class Division:
       records: how programs are divided of which somebody has decided that, by their digests.
       specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
       rooms: which inputs are given in blocks, and which outputs are wanted so; None if none are.
+      ends: how a program's outputs shall lie, those that are sharded; nothing if nobody says.
     """
 
     layouts: Sequence[Layout | None] = ()
@@ -66,6 +68,7 @@ class Division:
     records: Records | None = None
     specs: Sequence[PartitionSpec | None] = ()
     rooms: Rooms | None = None
+    ends: Sequence[Layout | None] = ()
 
 
 class Divided:
@@ -85,6 +88,7 @@ class Divided:
       others: the same function as other platforms would have it: what was decided for one of them holds as well.
       rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
       whole: results, by number, that are returned in one piece even so.
+      ends: for each result how it shall lie, None where that is left open; nothing if it is for all of them.
 
     Attributes:
       inputs: how the arguments have to lie.
@@ -106,6 +110,7 @@ class Divided:
         others: Sequence[Callable[[Sequence[Any]], list[Any]]] = (),
         rooms: Rooms | None = None,
         whole: Collection[int] = (),
+        ends: Sequence[Layout | None] = (),
     ) -> None:
         program, self.captured = as_program(fun, shapes, axes)
         if records is not None and digest_of(program) not in records:
@@ -118,10 +123,15 @@ class Divided:
             split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
             program, self.dims = split.program, split.outputs
         given = [*layouts, *(replicated(value.ndim) for value in self.captured)]
-        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact)
+        ends = [end if dim is None else None for end, dim in zip(ends, self.dims, strict=True)] if ends else ends
+        flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact, ends)
         self.inputs = list(flow.inputs[: len(shapes)])
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
         self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
+        self.results = [
+            at_the_border(end, axes) if end is not None else own
+            for own, end in zip(self.results, ends or [None] * len(self.results), strict=True)
+        ]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
         self.shapes = [atom.aval.shape for atom in program.outputs]
         self.axes, self.platform, self.alike = axes, platform, alike
@@ -161,21 +171,48 @@ def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axe
         return jax.make_jaxpr(lambda *values: fun(values))(*shapes)
 
 
-def followed(program: Program, given: Sequence[Layout], axes: Axes, exact: Collection[str] = ()) -> Flow:
+def followed(
+    program: Program,
+    given: Sequence[Layout],
+    axes: Axes,
+    exact: Collection[str] = (),
+    ends: Sequence[Layout | None] = (),
+) -> Flow:
     """Layouts through a program, as those of its inputs lead them.
 
     Along axes whose size must not show in bits the program is divided once it is divided over the others.
+
+    Args:
+      program: the program.
+      given: how its inputs lie.
+      axes: of the mesh, those longer than one.
+      exact: of these, those whose size must not show in bits.
+      ends: for each output how it shall lie, None where that is left open; nothing if it is for all of them.
     """
+    outputs = ends or [None] * len(program.outputs)
+    asked = {a: end for a, end in zip(program.outputs, outputs, strict=True) if isinstance(a, Var) and end is not None}
+
+    def through(wishes: Mapping[Var, Layout]) -> Flow:
+        if base is None:
+            return follow(program, given, axes, wishes=wishes, outputs=outputs)
+        return followed_further(base, given, inner, axes, wishes, outputs)
+
+    inner, base = {name: size for name, size in axes.items() if name not in exact}, None
     if exact:
-        inner = {name: size for name, size in axes.items() if name not in exact}
-        shapes = [getattr(var.aval, "shape", ()) for var in program.inputs]
-        base = followed(program, [over(inner, *each) for each in zip(given, shapes, strict=True)], inner)
-        flow = followed_further(base, given, inner, axes)
-        wishes = wished(flow, axes, frozenset(exact))
-        return followed_further(base, given, inner, axes, wishes) if wishes else flow
-    flow = follow(program, given, axes)
-    wishes = wished(flow, axes)
-    return follow(program, given, axes, wishes=wishes) if wishes else flow
+        base = followed(
+            program,
+            [over(inner, layout, shape(var)) for layout, var in zip(given, program.inputs, strict=True)],
+            inner,
+            ends=[end and over(inner, end, shape(a)) for end, a in zip(outputs, program.outputs, strict=True)],
+        )
+    flow = through(asked)
+    wishes = wished(flow, axes, frozenset(exact))
+    return through({**wishes, **asked}) if wishes else flow
+
+
+def shape(atom: Atom) -> tuple[int, ...]:
+    """The shape of what an atom stands for; nothing of what has none."""
+    return getattr(atom.aval, "shape", ())
 
 
 def recorded(program: Program, records: Records, axes: Axes) -> Flow:

@@ -134,6 +134,8 @@ class Emission:
         self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
         lying = zip(program.inputs, self.division.layouts, strict=False)
         self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
+        wanted = zip(program.outputs, self.division.ends, strict=False)
+        self.ends = {a: layout for a, layout in wanted if isinstance(a, Var) and layout is not None}
         rooms = self.division.rooms
         stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
         self.dims = {var: dim for var, dim in stored_so if dim is not None}  # in blocks, along which dimension
@@ -224,7 +226,7 @@ class Emission:
 
     def run_divided(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates actions in a program of each device, on its part of what they read."""
-        together = Together.of(actions, self.readers, self.flow.program, self.once)
+        together = Together.of(actions, self.readers, self.flow.program, self.once, self.ends)
         far = [var in self.away for var in together.reads]
         given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
@@ -697,7 +699,7 @@ class Emission:
         after = [
             action for stage in itertools.islice(stages, 1, None) for action in stage.once if not stands_apart(action)
         ]
-        together = Together.of(after, self.readers, self.flow.program, self.once)
+        together = Together.of(after, self.readers, self.flow.program, self.once, self.ends)
         ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
         return list(handed_on(ends, self.layout, together.reading, self.axes, self.once_axes, self.exact).values())
 

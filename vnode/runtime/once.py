@@ -25,7 +25,7 @@ from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.handed import Lying
 from vnode.runtime.node import Once
 from vnode.spmd.flow import Flow
-from vnode.spmd.layout import Axes, Layout, replicated
+from vnode.spmd.layout import Axes, Layout, over, replicated
 from vnode.spmd.run import Alike
 
 
@@ -39,6 +39,7 @@ class Together:
       wanted: what others read of what they make, and in which form.
       program: of which they are a part.
       place: where they are evaluated.
+      ends: how some of what is wanted shall lie.
     """
 
     actions: Sequence[Evaluation]
@@ -46,9 +47,16 @@ class Together:
     wanted: tuple[tuple[Var, Form], ...]
     program: Program
     place: Once
+    ends: Mapping[Var, Layout] = dataclasses.field(default_factory=dict)
 
     @staticmethod
-    def of(actions: Sequence[Evaluation], readers: Mapping[Var, Set[int]], program: Program, place: Once) -> Together:
+    def of(
+        actions: Sequence[Evaluation],
+        readers: Mapping[Var, Set[int]],
+        program: Program,
+        place: Once,
+        ends: Mapping[Var, Layout],
+    ) -> Together:
         """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
         made = {
             var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
@@ -56,7 +64,7 @@ class Together:
         reads = dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made)
         here = set(map(id, actions))
         wanted = [(var, form) for var, form in made.items() if form is not None and readers.get(var, set()) - here]
-        return Together(actions, tuple(reads), tuple(wanted), program, place)
+        return Together(actions, tuple(reads), tuple(wanted), program, place, ends)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
         """What is wanted, given whole values of what is read."""
@@ -122,7 +130,10 @@ def divided_once(
     """
     try:
         platform = fun.place.platform
-        return Divided(fun, shapes, layouts, axes, platform, exact=exact, alike=alike, rooms=rooms, whole=whole)
+        ends = [over(axes, fun.ends[var], var.aval.shape) if var in fun.ends else None for var, _ in fun.wanted]
+        return Divided(
+            fun, shapes, layouts, axes, platform, exact=exact, alike=alike, rooms=rooms, whole=whole, ends=ends
+        )
     except (PartitionError, UnsupportedPrimitiveError):
         return Whole(fun, layouts, alike)
 

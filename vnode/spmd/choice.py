@@ -109,8 +109,23 @@ def choose(
     """
     passed = stays_partial(eqn, description, given)
     less = [tuple(each for each in passed if each != combined) for combined in passed]
-    several = [divided(eqn, description, given, axes, wishes, some) for some in dict.fromkeys((passed, *less, ()))]
+    several = [
+        divided(eqn, description, given, axes, wishes, some, order)
+        for some in dict.fromkeys((passed, *less, ()))
+        for order in orders(axes, [*(each.layout for each in given), *(wish for wish in wishes if wish is not None)])
+    ]
     return min(several, key=lambda found: found[0])[1]
+
+
+def orders(axes: Axes, layouts: Sequence[Layout]) -> list[tuple[str, ...]]:
+    """Orders in which axes may come to divide an equation: the mesh's, and those of cuts that have another."""
+    found = dict.fromkeys([tuple(axes)])
+    for layout in layouts:
+        for cut in layout.dims:
+            if cut is not None and len(cut.axes) > 1:
+                own = iter(cut.axes)
+                found.setdefault(tuple(next(own) if name in cut.axes else name for name in axes))
+    return [*found]
 
 
 def divided(
@@ -120,11 +135,12 @@ def divided(
     axes: Axes,
     wishes: Sequence[Layout | None],
     passed: tuple[tuple[str, Monoid], ...],
+    order: Sequence[str],
 ) -> tuple[float, Choice]:
-    """How an equation is cut if pieces over some axes are passed through it, and what that costs."""
+    """How an equation is cut if pieces over some axes are passed through it, and others come one after another."""
     layouts = [Layout(each.layout.dims, tuple(p for p in each.layout.partial if p in passed)) for each in given]
     ways: tuple[Way, ...] = ()
-    for axis in axes:
+    for axis in order:
         if any(axis == name for name, _ in passed):
             continue
         best = total_cost(eqn, description, ways, given, axes, passed, wishes)

@@ -26,7 +26,12 @@ from vnode.spmd.layout import Axes, Layout, over, replicated
 
 
 def followed_further(
-    flow: Flow, inputs: Sequence[Layout], inner: Axes, axes: Axes, wishes: Mapping[Var, Layout] | None = None
+    flow: Flow,
+    inputs: Sequence[Layout],
+    inner: Axes,
+    axes: Axes,
+    wishes: Mapping[Var, Layout] | None = None,
+    outputs: Sequence[Layout | None] | None = None,
 ) -> Flow:
     """A flow, divided over further axes.
 
@@ -36,11 +41,14 @@ def followed_further(
       inner: the axes of `flow`.
       axes: all of them, in the mesh's order.
       wishes: how single variables shall lie if nothing but the further axes tells that from how they lie in `flow`.
+      outputs: for each output how it shall be handed on; None where that is left open, or for all of them.
 
     Returns:
       A flow over all axes.
     """
-    return _Further(inner, axes, wishes or {}).follow(flow, [Given(layout) for layout in inputs])
+    made = _Further(inner, axes, wishes or {}).follow(flow, [Given(layout) for layout in inputs])
+    several = zip(made.outputs, outputs or [None] * len(made.outputs), strict=True)
+    return dataclasses.replace(made, outputs=tuple(end if want is None else want for end, want in several))
 
 
 class _Further:

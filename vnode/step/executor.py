@@ -40,7 +40,7 @@ from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Specs, Surroundings, laid_out, specs_of, types_of
+from vnode.step.layouts import Specs, Surroundings, laid_out, specs_after, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
@@ -107,7 +107,14 @@ class StepSpec:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
         given = call.leaves if leaves is None else leaves
         rooms = in_rooms(call, output, self.options.patterns, self.wholes)
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms)
+        after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
+        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms, after)
+
+    @staticmethod
+    def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
+        """How the arrays that a call returns will be laid out, given their types; None where nobody says."""
+        args, _ = jax.tree.unflatten(call.treedef, call.leaves)
+        return specs_after(output.merge(types), args, specs)
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""

@@ -92,6 +92,7 @@ class FlatStep:
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
       rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
+      specs_after: given their types, how what the function returns will be laid out; None if nobody says.
     """
 
     fun: Callable[..., list[Any]]
@@ -101,6 +102,7 @@ class FlatStep:
     options: Options
     specs: Specs = ()
     rooms: InRooms | None = None
+    specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
 
     @property
     def shapes(self) -> list[Any]:
@@ -200,9 +202,11 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     division = Division(
         layouts_of(flat, made.traced.captured, axes), over_nodes, options.automatic, options.records, flat.specs
     )
+    types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
+    if flat.specs_after is not None and axes:
+        division = dataclasses.replace(division, ends=ends_of(flat.specs_after(types), types, axes))
     if flat.rooms is not None:
         flat.rooms.share.check(inner_axes(placement))
-        types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
         rooms = Rooms(flat.rooms.share, flat.rooms.inputs, flat.rooms.outputs(types))
         division = dataclasses.replace(division, rooms=rooms)
 
@@ -224,6 +228,13 @@ def layouts_of(flat: FlatStep, captured: Sequence[Any], axes: Axes) -> list[Layo
     specs += [None if isinstance(value, jax.core.Tracer) else partition(value) for value in captured]
     shapes = [np.shape(value) for value in (*flat.leaves, *captured)]
     return [None if spec is None else from_spec(spec, shape, axes) for spec, shape in zip(specs, shapes, strict=True)]
+
+
+def ends_of(specs: Sequence[PartitionSpec | None], types: Sequence[Any], axes: Axes) -> list[Layout | None]:
+    """How results of a step shall lie that are sharded; what all devices shall have is left open."""
+    several = zip(specs, types, strict=True)
+    found = [None if spec is None else from_spec(spec, each.shape, axes) for spec, each in several]
+    return [None if layout is None or layout.whole else layout for layout in found]
 
 
 def names(spec: PartitionSpec | None) -> set[str]:

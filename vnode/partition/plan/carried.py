@@ -14,7 +14,7 @@ import dataclasses
 import itertools
 from collections.abc import Collection, Mapping, Sequence
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
@@ -25,7 +25,7 @@ from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
 from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Axes, Layout, from_spec, replicated
+from vnode.spmd.layout import Axes, Layout, from_spec, over, replicated
 
 
 def in_pieces(flow: Flow, axes: Axes) -> Flow:
@@ -82,17 +82,17 @@ def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axe
         i = step.region.carried[j]
         operands[i] = made[j] = results[j] = outputs[j] = inputs[numbers.index(i)] = layout
         var, total = body.program.outputs[j], body.program.inputs[numbers.index(i)]
-        adds = steps[makers[var]] if var in makers else None
-        if adds is not None and total in adds.eqn.invars:
-            steps[makers[var]] = alike(adds, layout, body.program, axes)
+        k = makers.get(var) if isinstance(var, Var) else None
+        if k is not None and total in steps[k].eqn.invars:
+            steps[k] = alike(steps[k], layout, axes)
     bodies = (dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs), steps=tuple(steps)),)
     return dataclasses.replace(step, operands=tuple(operands), made=tuple(made), results=tuple(results), bodies=bodies)
 
 
-def alike(step: Step, layout: Layout, program: Program, axes: Axes) -> Step:
+def alike(step: Step, layout: Layout, axes: Axes) -> Step:
     """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
-    operands = [*dict.fromkeys(atom for atom in step.eqn.invars if not isinstance(atom, Literal))]
-    flow = followed(Program(operands, {}, [step.eqn], step.eqn.outvars), [layout] * len(operands), axes)
+    operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
+    flow = followed(Program(operands, {}, [step.eqn], [*step.eqn.outvars]), [layout] * len(operands), axes)
     return flow.steps[0] if flow.ends[0] == layout else step
 
 
@@ -122,12 +122,12 @@ def once_followed(
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = tuple(lies[var] for var in program.inputs)
 
-    def followed_from(steps: Sequence[Step], outputs: Sequence[Atom]) -> Leading:
+    def leading(steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()) -> Leading:
         eqns = [step.eqn for step in steps]
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
         given = [var for var in read if var not in made and var not in program.constants]
-        return Leading(Program(given, program.constants, eqns, outputs))
+        return Leading(Program(given, program.constants, eqns, [*outputs]), ends)
 
     before, after = parted(flow.steps)
     passes: list[Step] = []
@@ -135,11 +135,12 @@ def once_followed(
         steps = list(several)
         if not apart:
             made = [var for step in steps for var in step.eqn.outvars]
-            steps = list(followed_from(steps, made).flow(lies.__getitem__, axes, exact).steps)
+            steps = list(leading(steps, made).flow(lies.__getitem__, axes, exact).steps)
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
-    rest = followed_from(after, program.outputs)
+    kept = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
+    rest = leading(after, program.outputs, [None if end is None or end.whole else end for end in kept])
     inner = {name: n for name, n in axes.items() if name != across.axis}
     totals = {step.eqn.outvars[0]: step.results[0] for step in passes if step.eqn.primitive is OVER_ROWS}
     ends = handed_on(totals, lies.__getitem__, rest.wanted, inner, axes, exact)
@@ -149,7 +150,7 @@ def once_followed(
         in_parts(step, ends[step.eqn.outvars[0]], among) if step.eqn.outvars[0] in ends else step for step in passes
     ]
     following = rest.flow(lies.__getitem__, axes, exact)
-    outputs = [inputs[state[j]] if j in state else end for j, end in enumerate(following.outputs)]
+    outputs = [own if end is None else end for own, end in zip(following.outputs, kept, strict=True)]
     steps = (*passes, *following.steps)
     ordered = Program(program.inputs, program.constants, [step.eqn for step in steps], program.outputs)
     return Flow(ordered, inputs, steps, tuple(outputs), following.ends)
@@ -157,13 +158,19 @@ def once_followed(
 
 @dataclasses.dataclass(frozen=True)
 class Leading:
-    """A part of a program, divided as what it reads leads."""
+    """A part of a program, divided as what it reads leads, and as some of its outputs shall lie."""
 
     program: Program
+    ends: Sequence[Layout | None]
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""
-        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact)
+        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.cut(axes))
+
+    def cut(self, axes: Axes) -> list[Layout | None]:
+        """How its outputs shall lie over some axes."""
+        several = zip(self.ends, self.program.outputs, strict=False)
+        return [end and over(axes, end, getattr(a.aval, "shape", ())) for end, a in several]
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
         """In which layouts each variable is read, each time."""

@@ -190,7 +190,7 @@ class Row(Emission):
 
     def run_together(self, actions: Sequence[Evaluation]) -> None:
         """Evaluates what is computed once, in blocks where what it reads is; see `vnode.runtime.once.divided_once`."""
-        together = Together.of(actions, self.readers, self.flow.program, self.once)
+        together = Together.of(actions, self.readers, self.flow.program, self.once, self.ends)
         given = [self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
