@@ -115,7 +115,19 @@ def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), rem
     if where:
         lines.append(f"  at {where}")
     lines += [f"  {fact}" for fact in facts]
-    if remedies:
-        lines.append("What to do:")
-        lines += [f"  - {remedy}" for remedy in remedies]
-    return "\n".join(lines)
+    return with_remedies("\n".join(lines), *remedies)
+
+
+TO_DO = "What to do:"
+
+
+def with_remedies(message: str, *remedies: str) -> str:
+    """A message of `layout_message` with further things to try.
+
+    >>> print(with_remedies("It is too large.", "take less"))
+    It is too large.
+    What to do:
+      - take less
+    """
+    head = [] if not remedies or TO_DO in message.splitlines() else [TO_DO]
+    return "\n".join([message, *head, *(f"  - {remedy}" for remedy in remedies)])

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
-from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message
+from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message, with_remedies
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.candidates import BESIDE, HOPELESS, UNEQUAL, Candidate, OnMesh, fitting, pace_of
@@ -295,8 +295,8 @@ class _Search:
                 except UnsupportedPrimitiveError as error:
                     if not found:  # fewer nodes than devices: there is no mesh of nodes alone
                         devices = len(self.machine.devices)
-                        more = f"\n  - or take {devices} virtual nodes or more, as there are devices"
-                        raise UnsupportedPrimitiveError(f"{error}{more}") from None
+                        more = f"or take {devices} virtual nodes or more, as there are devices"
+                        raise UnsupportedPrimitiveError(with_remedies(str(error), more)) from None
                     self.undivided = str(error)
                     break
                 if inner == 0:
