@@ -121,26 +121,21 @@ def once_followed(
         var = program.inputs[i]
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = tuple(lies[var] for var in program.inputs)
-
-    def leading(steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()) -> Leading:
-        eqns = [step.eqn for step in steps]
-        made = {var for eqn in eqns for var in eqn.outvars}
-        read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
-        given = [var for var in read if var not in made and var not in program.constants]
-        return Leading(Program(given, program.constants, eqns, [*outputs]), ends)
-
     before, after = parted(flow.steps)
+    summed = {step.eqn.invars[0] for step in before if step.eqn.primitive is OVER_ROWS}
     passes: list[Step] = []
-    for apart, several in itertools.groupby(before, lambda step: is_pass(step, before)):
+    for apart, several in itertools.groupby(
+        before, lambda step: sums_over_rows(step) or bool(summed.intersection(step.eqn.outvars))
+    ):
         steps = list(several)
         if not apart:
             made = [var for step in steps for var in step.eqn.outvars]
-            steps = list(leading(steps, made).flow(lies.__getitem__, axes, exact).steps)
+            steps = list(Leading.of(program, steps, made).flow(lies.__getitem__, axes, exact).steps)
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
     kept = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    rest = leading(after, program.outputs, [None if end is None or end.whole else end for end in kept])
+    rest = Leading.of(program, after, program.outputs, [None if end is None or end.whole else end for end in kept])
     inner = {name: n for name, n in axes.items() if name != across.axis}
     totals = {step.eqn.outvars[0]: step.results[0] for step in passes if step.eqn.primitive is OVER_ROWS}
     ends = handed_on(totals, lies.__getitem__, rest.wanted, inner, axes, exact)
@@ -163,6 +158,17 @@ class Leading:
     program: Program
     ends: Sequence[Layout | None]
 
+    @staticmethod
+    def of(
+        program: Program, steps: Sequence[Step], outputs: Sequence[Atom], ends: Sequence[Layout | None] = ()
+    ) -> Leading:
+        """The part that some steps of a program are."""
+        eqns = [step.eqn for step in steps]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
+        given = [var for var in read if var not in made and var not in program.constants]
+        return Leading(Program(given, program.constants, eqns, [*outputs]), ends)
+
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""
         return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.cut(axes))
@@ -183,16 +189,10 @@ def parted(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     found: tuple[list[Step], list[Step]] = ([], [])
     for step in reversed(steps):
         needs = sums_over_rows(step) or bool(needed.intersection(step.eqn.outvars))
-        found[not needs].insert(0, step)
+        found[not needs].append(step)
         if needs:
             needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
-    return found
-
-
-def is_pass(step: Step, steps: Sequence[Step]) -> bool:
-    """Whether a step is a sum over rows, makes what one of some steps adds up, or has such steps inside."""
-    summed = {each.eqn.invars[0] for each in steps if each.eqn.primitive is OVER_ROWS}
-    return sums_over_rows(step) or bool(summed.intersection(step.eqn.outvars))
+    return found[0][::-1], found[1][::-1]
 
 
 def in_parts(step: Step, end: Layout, among: Among) -> Step:
