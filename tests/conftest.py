@@ -4,6 +4,7 @@ Knows environment variables, and hypothesis's profiles. Must not know vnode. pyt
 process, the workers of pytest-xdist included, so nothing here may depend on another test module.
 """
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +19,9 @@ _devices = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_devices}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Tracing makes much that lives long, which Python's collector would go through again and again.
+gc.set_threshold(50_000, 20, 20)
 
 hypothesis.settings.register_profile("vnode", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("vnode")
@@ -44,6 +48,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("sweep")]
     items[:] = [item for item in items if not item.get_closest_marker("sweep")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is looked at by the garbage collector no more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

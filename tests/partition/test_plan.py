@@ -45,7 +45,8 @@ def updated(loss: Any, state: Any, batch: Any) -> Any:
 
 
 def normal(key: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(key), shape) / np.sqrt(shape[0])
+    """By numpy: jax would compile a program for each shape, in every process that collects the tests."""
+    return jnp.asarray(np.random.default_rng(key).normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
 
 
 def mlp(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
@@ -81,10 +82,10 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
         "up": normal(3, d, h),
         "down": normal(4, h, d),
     }
-    stacked = jax.tree.map(lambda w: jnp.stack([w, w[::-1]]), layer)
+    stacked = jax.tree.map(lambda w: jnp.asarray(np.stack([w, w[::-1]])), layer)
     x, y = normal(5, 16, d), normal(6, 16, d)
     return {
-        "mlp": (mlp, {"up": normal(7, d, h), "bias": jnp.zeros(h), "down": normal(8, h, d)}, (x, y)),
+        "mlp": (mlp, {"up": normal(7, d, h), "bias": jnp.asarray(np.zeros(h, np.float32)), "down": normal(8, h, d)}, (x, y)),
         "layers": (layers, stacked, (normal(9, 16, t, d), normal(10, 16, t, d))),
         "images": (
             images,
