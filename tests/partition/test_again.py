@@ -68,7 +68,9 @@ def test_the_bits_are_those_of_loops_that_keep_all(shape: tuple[int, ...], parti
     kept = subject_of(step, (state, batch)).kept
     assert len(kept) > 4
     plain = step(step.put(state), batch)
-    some = [[each for each in kept if rng.random() < 0.5] for rng in map(np.random.default_rng, (1, 2) if ALL else (1,))]
+    some = [
+        [each for each in kept if rng.random() < 0.5] for rng in map(np.random.default_rng, (1, 2) if ALL else (1,))
+    ]
     for chosen in (list(kept), *some):
         assert chosen
         less = VirtualStep(computing_again(step, chosen).spec, step.placement)

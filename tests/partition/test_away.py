@@ -323,13 +323,8 @@ step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})
 plain = subject_of(step, args)
 begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
 found = []
-choices = {
-    "kept": ((), ()),
-    "again": (tuple(plain.kept), ()),
-    "begun": (tuple(plain.kept), begin),
-    "away": ((), movable(plain.schedule.flow.program)),
-}
-for again, away in map(choices.get, sys.argv[2:]):
+choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
+for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
     subject = subject_of(computing_again(step, again, away), args)
     on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
     plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
@@ -345,20 +340,18 @@ print(json.dumps(found))
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> None:
     """By the TPU compiler: what is kept, computed again, with beginnings on the host, and all on the host."""
-    names = ("kept", "again", "begun", "away")
-    wanted = names if ALL else names[1:3] if reduction == "invariant" else ("kept", "away")
-    found = dict(zip(wanted, said(AHEAD, reduction, *wanted), strict=True))
+    found = said(AHEAD, reduction, hasty=True)
+    again, begun = found[-3:-1] if reduction == "fast" else found
     layers = 8 * 8192 * 512 * 4
-    for *_, error, exchanged in found.values():
+    assert (
+        again[1] == 0
+        and again[0] - begun[0] > 0.8 * layers  # a turn holds its own part
+        and begun[1:3] == [layers, layers]
+        and begun[3:5] == [2 * layers] * 2
+    )
+    for *_, error, exchanged in found:
         assert exchanged and abs(error) <= 0.18, error
-    if "begun" in found:
-        again, begun = found["again"], found["begun"]
-        assert again[1] == 0
-        assert again[0] - begun[0] > 0.8 * layers  # a turn holds its own part
-        assert begun[1:3] == [layers, layers] and begun[3:5] == [2 * layers] * 2
-    if "away" in found:
-        kept, away = found["kept"], found["away"]
-        assert kept[1] == 0 and away[0] < kept[0] / 4
+    if reduction == "fast":
+        kept, *_, away = found
+        assert kept[1] == 0 and kept[0] > 7 * again[0] and away[0] < kept[0] / 4
         assert away[1] == away[2] > 0.9 * kept[0] and away[3] == away[4] == 2 * away[1]
-        if ALL:
-            assert kept[0] > 7 * found["again"][0]
