@@ -685,9 +685,8 @@ def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
     """Nothing is divided: the same program, so the same time and the same bits."""
     step, (state, batch) = example("layers")
     plan = found("layers")
-    trivial = dataclasses.replace(
-        plan, mesh={"vnode": 8}, counts=(1,) * 8, specs=dict.fromkeys(plan.specs, PartitionSpec()), records={}
-    )
+    whole = dict.fromkeys(plan.specs, PartitionSpec())
+    trivial = dataclasses.replace(plan, mesh={"vnode": 8}, counts=(1,) * 8, specs=whole, records={}, _steps={})
     planned, without = trivial.step(), vnode.virtualize(step, virtual_nodes=8)
     texts = [each.lower(each.put(state), batch).compile().as_text() for each in (planned, without)]
     assert body(texts[0]) == body(texts[1])
