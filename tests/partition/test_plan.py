@@ -259,7 +259,7 @@ def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
     least = search(step, args, V5E, virtual_nodes=8, memory=most // 2)
     assert least.figures.memory <= most // 2 == least.memory
     with pytest.raises(vnode.MemoryLimitError, match=r"no plan fits in 100 B a device") as caught:
-        search(step, args, V5E, virtual_nodes=8, memory=100)
+        search(step, args, Machine.tpu("v5e:2x2"), virtual_nodes=8, memory=100)
     assert "the smallest found takes" in str(caught.value) and "devices with more memory" in str(caught.value)
 
 
