@@ -5,6 +5,7 @@ process, the workers of pytest-xdist included, so nothing here may depend on ano
 """
 
 import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -116,6 +117,11 @@ def _without_fusion_emitters() -> None:
 MAPS = 20_000
 """Memory maps of a process from which on compiled programs are forgotten: Linux allows some 65,000."""
 
+EVERY = 10
+"""After every so many tests they are counted, of which a test adds a thousand at most: counting takes 20 ms."""
+
+TESTS = itertools.count(1)
+
 
 @pytest.fixture(autouse=True)
 def _few_programs() -> Iterator[None]:
@@ -126,7 +132,7 @@ def _few_programs() -> Iterator[None]:
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+    if next(TESTS) % EVERY == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
         import jax
 
         jax.clear_caches()
