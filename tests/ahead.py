@@ -18,7 +18,8 @@ HASTY = {} if os.environ.get("VNODE_TEST_ALL") == "1" else {"JAX_EXEC_TIME_OPTIM
 """With this in its environment the compiler looks for no fast kernels, which takes nine tenths of its time.
 
 Only for what does not depend on it: whether something is kept, computed again or moved, and memory within a fifth; not
-for predictions of time, for closer ones of memory, nor for which collectives go together. With VNODE_TEST_ALL=1 everything is compiled as users compile it.
+for predictions of time, for closer ones of memory, nor for which collectives go together. With VNODE_TEST_ALL=1
+everything is compiled as users compile it.
 """
 
 
