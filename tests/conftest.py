@@ -4,6 +4,8 @@ Knows environment variables, and hypothesis's profiles. Must not know vnode. pyt
 process, the workers of pytest-xdist included, so nothing here may depend on another test module.
 """
 
+import gc
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -18,6 +20,9 @@ _devices = "--xla_force_host_platform_device_count=8"
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_devices}".strip()
 os.environ["JAX_PLATFORMS"] = "cpu"
+
+# Tracing makes much that lives long, which Python's collector would go through again and again.
+gc.set_threshold(50_000, 20, 20)
 
 hypothesis.settings.register_profile("vnode", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("vnode")
@@ -44,6 +49,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = [item for item in items if item.get_closest_marker("sweep")]
     items[:] = [item for item in items if not item.get_closest_marker("sweep")]
     config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays, and is looked at by the garbage collector no more."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -106,6 +117,11 @@ def _without_fusion_emitters() -> None:
 MAPS = 20_000
 """Memory maps of a process from which on compiled programs are forgotten: Linux allows some 65,000."""
 
+EVERY = 10
+"""After every so many tests they are counted, of which a test adds a thousand at most: counting takes 20 ms."""
+
+TESTS = itertools.count(1)
+
 
 @pytest.fixture(autouse=True)
 def _few_programs() -> Iterator[None]:
@@ -116,7 +132,7 @@ def _few_programs() -> Iterator[None]:
     """
     yield
     maps = Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
+    if next(TESTS) % EVERY == 0 and maps.exists() and maps.read_bytes().count(b"\n") > MAPS:
         import jax
 
         jax.clear_caches()

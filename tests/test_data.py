@@ -170,6 +170,7 @@ def test_a_step_on_shares(batch_size: int) -> None:
         assert jax.tree.map(np.shape, actual) == jax.tree.map(np.shape, expected)
 
 
+@pytest.mark.quickly  # that shares give the bits of the batch, the test above says
 def test_shares_of_another_placement() -> None:
     """Wherever a batch was loaded for, the step has the same result; also inside `jax.jit` and differentiated."""
     step = vnode.virtualize(update, virtual_nodes=8, recompute_budget=9.0)
@@ -194,6 +195,7 @@ def test_shares_of_another_placement() -> None:
     assert_same(gradient, jax.grad(lambda w, batch: update(w, batch)[1]["loss"]), weights, batches.batch(2))
 
 
+@pytest.mark.quickly
 def test_shares_are_prepared() -> None:
     """A program prepared for another placement is that for a batch as it will be loaded there."""
     d = jax.devices()

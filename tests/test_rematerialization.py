@@ -7,12 +7,7 @@ evaluated. References are the step as it is written, and the memory that the com
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -23,6 +18,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
+from tests.ahead import said
 from tests.rounding import assert_same
 
 P = PartitionSpec
@@ -117,15 +113,5 @@ print(json.dumps([each.lower(*args).compile().memory_analysis().temp_size_in_byt
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 def test_a_tpu_holds_as_little_as_without_nodes() -> None:
-    from benchmarks import tpu
-
-    done = subprocess.run(
-        [sys.executable, "-c", MEMORY],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    plain, again, kept = json.loads(done.stdout)
+    plain, again, kept = said(MEMORY, hasty=True)
     assert again <= 1.05 * plain and again < 0.8 * kept

@@ -20,7 +20,7 @@ from tests import zoo
 from tests.zoo.compare import agrees, build, running_in
 
 MESHES = {"2x4": ((2, 4), ("data", "model")), "2x2x2": ((2, 2, 2), ("data", "rows", "columns"))}
-EVERY = 12
+EVERY = 16
 """One step of so many is part of the usual run."""
 
 REFUSED = {

@@ -134,7 +134,7 @@ print(json.dumps(found))
 @pytest.mark.thorough
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
 def test_on_tpus_the_same_bits_then_take_no_more_than_sums_in_any_order():
-    (fast, *_), plain, *others = said(TAKEN)
+    (fast, *_), plain, *others = said(TAKEN, hasty=True)
     gradient = 2 * 2048 * 8192 * 4
     for far, (planned, memory, taken, predicted, on_host, accepted) in enumerate(others, 1):
         assert planned == far and predicted == far * gradient

@@ -83,7 +83,9 @@ def cases() -> dict[str, tuple[Any, Any, Any]]:
     }
     sizes = {"stem": (3, 3, 4, 8), "one": (1, 1, 8, 8), "three in": (1, 1, 8, 4), "three": (3, 3, 4, 8)}
     sizes |= {"five in": (1, 1, 8, 2), "five": (5, 5, 2, 4)}
-    kernels = {name: normal(10 + k, *shape) / 3 for k, (name, shape) in enumerate(sizes.items())}
+    kernels = {
+        name: jnp.asarray(np.asarray(normal(10 + k, *shape)) / 3) for k, (name, shape) in enumerate(sizes.items())
+    }
     mixture = {
         "gate": normal(20, 12, 3),
         "up": [normal(21, 12, 48), normal(22, 48, 12)],

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -72,9 +73,9 @@ class Case:
         velocity = jax.tree.map(lambda v, g: 0.9 * v + g, velocity, grads)
         return jax.tree.map(lambda p, v: p - 0.1 * v, params, velocity), velocity, loss
 
-    @property
+    @functools.cached_property
     def flat(self) -> tuple[list[Any], Callable[..., list[Any]]]:
-        """Arguments, and the step of them, as lists."""
+        """Arguments, and the step of them, as lists; always the same, so that `jax.jit` compiles it once."""
         arguments = self.params, jax.tree.map(np.zeros_like, self.params), self.data
         values, tree = jax.tree.flatten(arguments)
         return values, lambda *flat: jax.tree.leaves(self.step(*jax.tree.unflatten(tree, flat)))
