@@ -108,13 +108,18 @@ def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -
 
 
 def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
-    """Totals of a known number of nodes, and what each keeps, stacked."""
+    """Totals of a known number of nodes, and what each keeps, stacked.
 
-    def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+    Positions are counted, not read from an array: to read one number takes a TPU as long as to read a MiB.
+    """
+
+    def body(carry: tuple[jax.Array, list[Any]], _: None) -> tuple[tuple[jax.Array, list[Any]], list[Any]]:
+        index, totals = carry
         pieces, kept = program(index)
-        return add_all(sums, totals, pieces), kept
+        return (index + 1, add_all(sums, totals, pieces)), kept
 
-    return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
+    (_, totals), kept = lax.scan(body, (jnp.int32(0), [s.identity() for s in sums]), None, length=waves)
+    return totals, kept
 
 
 def counted(
