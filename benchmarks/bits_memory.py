@@ -185,12 +185,12 @@ def fold_of(nodes: int) -> Fold:
 def cycles_of(program: Any, case: Case, nodes: int) -> int:
     """The compiler's estimate of all that a step computes."""
     module = hlo.parse(program.as_text())
-    turns = {}
+    fold, turns = fold_of(nodes), {}
     for loop, names in hlo.named_loops(module).items():
         if names in case.turns:
             turns[loop] = case.turns[names]
         elif names == ("nodes", "fetch"):  # all parts of all sums that come back
-            turns[loop] = crossings(nodes)[1] / len(fold_of(nodes).merges) * parts_of(module, loop, fold_of(nodes).depth)
+            turns[loop] = crossings(nodes)[1] / len(fold.merges) * parts_of(module, loop, fold.depth)
     return hlo.cycles(module, turns)
 
 

@@ -224,7 +224,7 @@ def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_valu
 
 
 def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
-    """A contrastive step on one device: beside gradient caching by hand half a gradient, and a twentieth of its time."""
+    """A contrastive step on one device: beside gradient caching by hand half a gradient, a twentieth of its time."""
     ways = "by hand,fast,invariant in one lane,invariant on the host"
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways],

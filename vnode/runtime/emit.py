@@ -37,8 +37,8 @@ from vnode.runtime.divided import Divided, Division, Rooms, refuse_windows, shap
 from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.handed import Among, handed_on
 from vnode.runtime.node import Node, Once, arrange
-from vnode.runtime.packed import Packing
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
+from vnode.runtime.packed import Packing
 from vnode.runtime.waiting import stacked_far
 from vnode.spmd.exchange import convert, in_step
 from vnode.spmd.layout import Layout, over, replicated
@@ -598,14 +598,14 @@ class Emission:
 
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
-        read = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in sliced]
+        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in sliced]
         packs = barriers and one_axis and placement.virtual_nodes > 1
-        packing = Packing.of(read, placement.virtual_nodes) if packs else Packing((), len(read))
+        packing = Packing.of(own, placement.virtual_nodes) if packs else Packing((), len(own))
 
         def device_program(
             first: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
-            start = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
+            origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
             packed = packing.packed([self.by_node(*each) for each in zip(shard, sliced, shards, slots, strict=True)])
             whole = [
                 convert(value, start, end, self.shape(var), mesh_axes)
@@ -613,7 +613,7 @@ class Emission:
             ]
 
             def take(index: jax.Array) -> list[Any]:
-                parts = [start + index]
+                parts = [origin + index]
                 for i in packing.alone:
                     (_, form), value, (_, dim) = sliced[i], shard[i], shards[i]
                     if slots[i]:
@@ -649,9 +649,9 @@ class Emission:
                     totals, kept = loops.counted(program, sums, count[0], buffers)
                 case Mode.INVARIANT:
                     number, starts, merges = (table[0] for table in runs)
-                    own = loops.Runs(loops.opaque(number), starts, merges)
+                    held = loops.Runs(loops.opaque(number), starts, merges)
                     fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
-                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers, fold)
+                    rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold)
                     return completed(combine(sums, rest, exact, plan, axis)), kept
             return completed(collectives.combined(sums, totals, axis, parts)), kept
 
