@@ -197,9 +197,7 @@ def cycles_of(program: Any, case: Case, nodes: int) -> int:
 def parts_of(module: hlo.Module, loop: str, depth: int) -> int:
     """In how many parts what waits on the host comes back in a loop, of which so many may wait."""
     (found,) = (v.instruction for v in module.walk() if v.instruction.name == loop)
-    (body,) = found.called()["body"]
-    begun = [i for i in module.computations[body] if i.opcode == "dynamic-slice-start"]
-    (lengths,) = ({int(n) for n in re.findall(r"\[(\d+),[\d,]*\]{[^}]*S\(5\)}", i.type)} for i in begun)
+    lengths = [int(n) for n in re.findall(r"\[(\d+),[\d,]*\]{[^}]*S\(5\)}", found.type)]
     return max(lengths) // depth
 
 
