@@ -2,6 +2,7 @@
 
     python -m benchmarks.bits_memory                    compiled for and timed on one CPU device
     python -m benchmarks.bits_memory --tpu v5e:2x4      compiled for one of its devices, which need not be there
+    python -m benchmarks.bits_memory --tpu v5e:2x4 --models contrastive
 
 Two models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching (embed
 all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). And the transformer of
@@ -15,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +27,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import vnode
-from benchmarks import contenders, models, tpu
+from benchmarks import contenders, hlo, models, tpu
 from vnode.placement.temporary import temporary_of
+from vnode.runtime.collectives import ReductionPlan
+from vnode.runtime.tree import Fold
 from vnode.step.virtual import VirtualStep
 
 HAND = "by hand"
@@ -42,6 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     HOSTED: {},
 }
 NAMES = (HAND, *OPTIONS, PLAIN)
+MODELS = ("contrastive", "transformer")
 
 PAIRS, NODES, LAYERS, WIDTH, INPUT, EMBEDDING = 1024, 16, 11, 768, 256, 128
 
@@ -156,18 +161,58 @@ def turns_of(name: str, nodes: int) -> dict[tuple[str, ...], float]:
     """How often the loops of run-time length run."""
     if name not in OPTIONS or name == FAST:
         return {}
-    return contenders.turns_of_trees(nodes, 1, OPTIONS[name].get("lanes", nodes))
+    turns = contenders.turns_of_trees(nodes, 1, OPTIONS[name].get("lanes", nodes))
+    if name == HOSTED:  # all sums are put away and come back, the first one too, large ones in pieces
+        put, taken = crossings(nodes)
+        runs = turns["nodes",]
+        away = {"send": put / runs, "push": put / runs, "merge": taken / runs}
+        turns |= {("nodes", loop): count for loop, count in away.items()}
+    return turns
 
 
-def rows(device: Any, names: list[str], seconds: float) -> Iterator[dict[str, Any]]:
+def crossings(nodes: int) -> tuple[int, int]:
+    """How often a sum is put away in the order of the tree on one device, and how often one comes back."""
+    fold = fold_of(nodes)
+    return fold.crossings(fold.depth)
+
+
+def fold_of(nodes: int) -> Fold:
+    """How one device adds the runs of so many nodes."""
+    (fold,) = ReductionPlan.of((nodes,), 1, True).own
+    return fold
+
+
+def cycles_of(program: Any, case: Case, nodes: int) -> int:
+    """The compiler's estimate of all that a step computes."""
+    module = hlo.parse(program.as_text())
+    fold, turns = fold_of(nodes), {}
+    for loop, names in hlo.named_loops(module).items():
+        if names in case.turns:
+            turns[loop] = case.turns[names]
+        elif names == ("nodes", "fetch"):  # all parts of all sums that come back
+            turns[loop] = crossings(nodes)[1] / len(fold.merges) * parts_of(module, loop, fold.depth)
+    return hlo.cycles(module, turns)
+
+
+def parts_of(module: hlo.Module, loop: str, depth: int) -> int:
+    """In how many parts what waits on the host comes back in a loop, of which so many may wait."""
+    (found,) = (v.instruction for v in module.walk() if v.instruction.name == loop)
+    lengths = [int(n) for n in re.findall(r"\[(\d+),[\d,]*\]{[^}]*S\(5\)}", found.type)]
+    return max(lengths) // depth
+
+
+def rows(device: Any, names: list[str], makers: list[str], seconds: float) -> Iterator[dict[str, Any]]:
     """One row for each model, number of nodes and way.
 
     Args:
         device: For which is compiled.
         names: In which ways.
+        makers: Of which models.
         seconds: For how long the ways of the contrastive step are timed; 0 for not at all.
     """
     for make, nodes in ((contrastive, NODES), (transformer, 8), (transformer, 64)):
+        if make.__name__ not in makers:
+            continue
         compiled = {}
         for name in names:
             if name == PLAIN and make is transformer and nodes > 8:
@@ -189,7 +234,10 @@ def rows(device: Any, names: list[str], seconds: float) -> Iterator[dict[str, An
             }
             if device.platform == "tpu":
                 row["host_mib"] = round(memory.host_temp_size_in_bytes / 2**20, 1)
-                row["cycles"] = tpu.figures(program, case.turns).cycles
+                row["cycles"] = cycles_of(program, case, nodes)
+            if name == HOSTED:
+                sent = sum(crossings(nodes)) * memory.host_temp_size_in_bytes / fold_of(nodes).depth
+                row["transferred_mib"] = round(sent / 2**20, 1)
             if name in times:
                 row["time"] = round(times[name], 3)
             yield row
@@ -225,15 +273,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--tpu", help="a topology such as v5e:2x4, of which one device is compiled for")
     parser.add_argument("--ways", default=",".join(NAMES), help="some of these: %(default)s")
+    parser.add_argument("--models", default=",".join(MODELS), help="some of these: %(default)s")
     parser.add_argument("--seconds", type=float, default=60.0, help="of timing, on CPU; 0 for none")
     options = parser.parse_args(argv)
     names = options.ways.split(",")
     if unknown := set(names) - set(NAMES):
         parser.error(f"no such way: {', '.join(sorted(unknown))}")
+    makers = options.models.split(",")
+    if unknown := set(makers) - set(MODELS):
+        parser.error(f"no such model: {', '.join(sorted(unknown))}")
     if options.tpu:
         os.environ.update(tpu.ENVIRONMENT)
     device = tpu.topology(options.tpu)[0] if options.tpu else jax.devices()[0]
-    for row in rows(device, names, 0.0 if options.tpu else options.seconds):
+    for row in rows(device, names, makers, 0.0 if options.tpu else options.seconds):
         print(json.dumps(row), flush=True)
 
 

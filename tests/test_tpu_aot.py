@@ -162,3 +162,85 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     four, other = "(((0 + 1) + 2) + 3)", "(((4 + 5) + 6) + 7)"
     assert [row["across"] for row in found] == [[], ["(0 + 1)"] * 2, [f"({four} + {other})"] * 2]
     assert json.loads(done.stdout.splitlines()[-1]) == ["((0 + 1) + 2)"] * 2  # one of them by an all-to-all
+
+
+SAME_NODE = """
+import json
+import jax, jax.numpy as jnp
+import vnode
+from benchmarks import hlo, tpu
+
+def step(w, x, y):
+    def loss(w):
+        a, b = jnp.tanh(x @ w["a"]) @ w["b"], jnp.tanh(y @ w["a"]) @ w["b"]
+        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(a @ b.T)))
+    value, grads = jax.value_and_grad(loss)(w)
+    return value, jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
+w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in {"a": (128, 256), "b": (256, 128)}.items()}
+x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
+devices = tpu.topology("v5e:2x4")
+for count in (1, 2, 8):
+    text = vnode.virtualize(step, virtual_nodes=16).on(devices[:count]).lower(w, x, x).compile().as_text()
+    module = hlo.parse(text)
+    names, found = hlo.named_loops(module), []
+    for visit in module.walk():
+        within = names.get(visit.loops[-1][0], ()) if visit.loops else ()
+        if visit.instruction.opcode == "fusion" and not visit.fused and within[-1:] == ("run",):
+            found.append(hlo.canonical(module, visit.instruction.called()["calls"][0]))
+    print(json.dumps({"devices": count, "node": found}))
+"""
+
+
+def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_values():
+    """Two inputs are packed, and barriers are all that is between a node and the buffers of its device."""
+    done = subprocess.run(
+        [sys.executable, "-c", SAME_NODE],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line)["node"] for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(found) == 3
+    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
+
+    def plain(fusion: str) -> str:
+        """Without the order of parameters, and of the operands of what commutes."""
+        fusion = re.sub(r"parameter\(\d+\)", "parameter()", fusion)
+        return re.sub(r"(add|maximum|multiply)\((v\d+), (v\d+)\)", lambda m: f"{m[1]}{sorted(m.group(2, 3))}", fusion)
+
+    def arithmetic(fusions: list[str]) -> list[str]:
+        return sorted(plain(text) for text in fusions if any(not moving.search(line) for line in text.splitlines()))
+
+    nodes = [arithmetic(each) for each in found]
+    for word in ("convolution", "tanh", "exponential"):
+        assert any(word in text for text in nodes[0])
+    assert any("slice={[1:2]" in text for text in nodes[0])  # the second of two inputs
+    for text in nodes[0]:  # none that also writes to a buffer of the device, or reads one by position
+        assert not ("convolution" in text and "dynamic-update-slice" in text)
+    assert nodes == [nodes[0]] * 3
+
+
+def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
+    """A contrastive step on one device: beside gradient caching by hand half a gradient, a twentieth of its time."""
+    ways = "by hand,fast,invariant in one lane,invariant on the host"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+        env={**os.environ, **tpu.ENVIRONMENT},
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["way"]: row for row in map(json.loads, done.stdout.splitlines())}
+    hand, lane = rows["by hand"], rows["invariant in one lane"]
+    assert hand["cycles"] > 0
+    assert lane["cycles"] <= 1.05 * hand["cycles"]
+    assert rows["fast"]["cycles"] <= 1.05 * hand["cycles"]
+    most = hand["temporary_mib"] + hand["gradients_mib"] / 2
+    assert lane["temporary_mib"] <= most
+    hosted = rows["invariant on the host"]
+    assert hosted["temporary_mib"] <= most
+    assert hosted["host_mib"] >= 1.9 * hand["gradients_mib"]  # two sums wait, but for small arrays

@@ -38,6 +38,7 @@ from vnode.runtime.evaluate import Env, Known, evaluate_once, evaluate_recipe
 from vnode.runtime.handed import Among, handed_on
 from vnode.runtime.node import Node, Once, arrange
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
+from vnode.runtime.packed import Packing
 from vnode.runtime.waiting import stacked_far
 from vnode.spmd.exchange import convert, in_step
 from vnode.spmd.layout import Layout, over, replicated
@@ -543,6 +544,14 @@ class Emission:
         n = form.outer * int(self.flow.node_size * form.ratio)
         return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
 
+    def by_node(self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool) -> Any:
+        """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
+        (var, form), (_, dim), waves = of, lies, self.placement.waves
+        if not in_slots:
+            n = int(self.flow.node_size * form.ratio)
+            value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
+        return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
+
     def buffers(self, var: Var, shape: tuple[int, ...], read: Sequence[Any]) -> Any:
         """Where a device puts a value of each of its nodes, in a pass that reads the whole values `read`, latest first.
 
@@ -590,32 +599,41 @@ class Emission:
         combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
 
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
+        barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
+        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in sliced]
+        packs = barriers and one_axis and placement.virtual_nodes > 1
+        packing = Packing.of(own, placement.virtual_nodes) if packs else Packing((), len(own))
 
         def device_program(
-            numbers: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
+            first: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
+            origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
+            packed = packing.packed([self.by_node(*each) for each in zip(shard, sliced, shards, slots, strict=True)])
             whole = [
                 convert(value, start, end, self.shape(var), mesh_axes)
                 for var, value, start, end in zip(wholes, whole, given, lying[1 + len(sliced) :], strict=True)
             ]
 
             def take(index: jax.Array) -> list[Any]:
-                parts = [lax.dynamic_index_in_dim(numbers, index, 0, keepdims=False)]
-                for (_, form), value, (_, dim), slot in zip(sliced, shard, shards, slots, strict=True):
-                    if slot:
+                parts = [origin + index]
+                for i in packing.alone:
+                    (_, form), value, (_, dim) = sliced[i], shard[i], shards[i]
+                    if slots[i]:
                         parts.append(lax.dynamic_index_in_dim(value, index, dim, keepdims=False))
                         continue
                     n = int(size * form.ratio)
                     part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
                     parts.append(part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :]))
-                return parts
+                return [*parts, *packing.taken(packed, index)]
 
             def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
+                alone = 1 + len(packing.alone)
+                taken = [taken[0].reshape(1), *packing.apart(taken[1:alone], taken[alone:])]
                 with in_step(everywhere=placement.even, in_branches=placement.size == 1):
                     values = divided([*taken, *whole]) if divided else evaluate([*taken, *whole])
                 return values[: len(sums)], values[len(sums) :]
 
-            program = loops.NodeProgram(take, compute, waves == 1)
+            program = loops.NodeProgram(take, compute, waves == 1, barriers)
             if self.mode is not Mode.INVARIANT and placement.even:
                 totals, kept = loops.scanned(program, sums, waves)
                 return completed(collectives.combined(sums, totals, axis, parts)), kept
@@ -633,9 +651,9 @@ class Emission:
                     totals, kept = loops.counted(program, sums, count[0], buffers)
                 case Mode.INVARIANT:
                     number, starts, merges = (table[0] for table in runs)
-                    own = loops.Runs(loops.opaque(number), starts, merges)
+                    held = loops.Runs(loops.opaque(number), starts, merges)
                     fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
-                    rest, exact, kept = loops.in_tree_order(program, sums, own, plan.depth, plan.most, buffers, fold)
+                    rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold)
                     return completed(combine(sums, rest, exact, plan, axis)), kept
             return completed(collectives.combined(sums, totals, axis, parts)), kept
 
@@ -674,7 +692,7 @@ class Emission:
             check_vma=False,
         )
         totals, kept = run(
-            jnp.asarray(np.add.outer(placement.starts, np.arange(waves)).reshape(-1, 1), jnp.int32),
+            jnp.asarray(placement.starts, jnp.int32),
             jnp.asarray(placement.counts, jnp.int32),
             [jnp.asarray(table) for table in plan.tables],
             [self.as_stored(var) for var in wholes],

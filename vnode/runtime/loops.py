@@ -34,6 +34,9 @@ COMBINE = {
 
 REAL = (jnp.floating, jnp.integer, jnp.bool_)
 
+KEEP_BARRIERS = frozenset({"tpu"})
+"""Platforms whose compilers keep `lax.optimization_barrier` until they have fused; others drop it before."""
+
 LARGE = 64 << 10
 """Bytes of sums from which no compiler takes the loop over nodes for a small one."""
 
@@ -88,11 +91,13 @@ class NodeProgram:
       take: from a node's position on its device to its number and its parts of batched values.
       compute: from these to the node's contributions and what it keeps.
       single: whether there is one node at most, so that `take` gives the same whatever the position.
+      barriers: whether barriers keep the compiler from fusing `compute` with anything before or behind it.
     """
 
     take: Callable[[jax.Array], list[Any]]
     compute: Callable[[list[Any]], tuple[list[Any], list[Any]]]
     single: bool
+    barriers: bool = False
 
     def __call__(self, index: jax.Array) -> tuple[list[Any], list[Any]]:
         return self.compute(self.take(index))
@@ -103,13 +108,18 @@ def add_all(sums: Sequence[Sum], totals: Sequence[Any], pieces: Sequence[Any]) -
 
 
 def scanned(program: NodeProgram, sums: Sequence[Sum], waves: int) -> tuple[list[Any], list[Any]]:
-    """Totals of a known number of nodes, and what each keeps, stacked."""
+    """Totals of a known number of nodes, and what each keeps, stacked.
 
-    def body(totals: list[Any], index: jax.Array) -> tuple[list[Any], list[Any]]:
+    Positions are counted, not read from an array: to read one number takes a TPU as long as to read a MiB.
+    """
+
+    def body(carry: tuple[jax.Array, list[Any]], _: None) -> tuple[tuple[jax.Array, list[Any]], list[Any]]:
+        index, totals = carry
         pieces, kept = program(index)
-        return add_all(sums, totals, pieces), kept
+        return (index + 1, add_all(sums, totals, pieces)), kept
 
-    return lax.scan(body, [s.identity() for s in sums], jnp.arange(waves, dtype=jnp.int32))
+    (_, totals), kept = lax.scan(body, (jnp.int32(0), [s.identity() for s in sums]), None, length=waves)
+    return totals, kept
 
 
 def counted(
@@ -277,9 +287,12 @@ def in_tree_order(
     nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
-        pieces, kept = program.compute(state.parts)
+        given = lax.optimization_barrier(program.take(index)) if program.barriers else state.parts
+        pieces, kept = program.compute(given)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
         pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
+        if program.barriers:
+            return pieces, State([], totals, [], put(state.buffers, lax.optimization_barrier(kept), index))
         parts = program.take(index + 1)
         if program.single:  # or the parts never change, and what is computed of them leaves the loop
             parts = [jnp.where(index + 1 < nodes, new, old) for new, old in zip(parts, state.parts, strict=True)]
@@ -296,10 +309,12 @@ def in_tree_order(
         with jax.named_scope("run"):
             return loop_of_nodes(runs.starts[number + 1] - start, rest, body, (spent, state), after)
 
-    first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
+    begun = [] if program.barriers else program.take(jnp.int32(0))
+    first = State(begun, [s.identity() for s in exact], [] if program.barriers else [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
         remaining, last = fold(run, rest, runs.count, runs.merges, depth, most, first)
-    return remaining, last.totals, put(last.buffers, last.kept, nodes - 1)
+    kept = last.buffers if program.barriers else put(last.buffers, last.kept, nodes - 1)
+    return remaining, last.totals, kept
 
 
 class Runs(NamedTuple):
@@ -412,19 +427,31 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.A
 
 
 def materialized(places: Sequence[BufferPart]) -> list[Any]:
-    """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
+    """Copies of values, so that what reads them is compiled apart from what made them.
 
-    def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
+    They are made in a loop of one turn, but where a barrier does the same, of the values themselves.
+    """
+
+    def parts(buffers: Sequence[Any], turn: jax.Array | int) -> list[Any]:
         return [
-            place.buffer
+            buffer
             if place.start is None
-            else lax.dynamic_slice_in_dim(place.buffer, place.start + turn, math.prod(place.shape)).reshape(place.shape)
-            for place in places
+            else lax.dynamic_slice_in_dim(buffer, place.start + turn, math.prod(place.shape)).reshape(place.shape)
+            for place, buffer in zip(places, buffers, strict=True)
         ]
 
-    return named_loop(
-        "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
-    )
+    def in_loop(*buffers: Any) -> list[Any]:
+        def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
+            return parts(buffers, turn)
+
+        begun = [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
+        return named_loop("materialized", 0, opaque(1), body, begun)
+
+    def by_barrier(*buffers: Any) -> list[Any]:
+        return lax.optimization_barrier(parts(buffers, 0))
+
+    barriers = dict.fromkeys(KEEP_BARRIERS, by_barrier)
+    return lax.platform_dependent(*(place.buffer for place in places), default=in_loop, **barriers)
 
 
 def in_memory(value: jax.Array) -> jax.Array:

@@ -137,36 +137,47 @@ class Place:
         def merge(turn: jax.Array, value: jax.Array) -> jax.Array:
             return self.sum.add(lax.dynamic_index_in_dim(near[0], top - turn, 0, keepdims=False), value)
 
-        def fetch(turn: jax.Array, carry: Any) -> Any:
-            value, turns = carry
-            return self.fetched(far[0], low - 1 - turn - later, value, self.sum.add), turns + 1
-
         if near:
             top = height - 1 - self.far
             value = named_loop("merge", 0, height - jnp.maximum(place, self.far), merge, value)
         if far:
             low = jnp.minimum(height, self.far)
-            value, after = named_loop("fetch", 0, low - place, fetch, (value, after))
+            value, after = self.fetched(far[0], low - 1 - later, low - place, value, self.sum.add, after)
         return value, after
 
-    def fetched(self, far: Any, at: Any, value: Any, of: Callable[[Any, Any], Any]) -> Any:
-        """What becomes, part by part, of one on the host and a value."""
+    def fetched(
+        self, far: Any, top: Any, count: Any, value: Any, of: Callable[[Any, Any], Any], after: Any
+    ) -> tuple[Any, Any]:
+        """What becomes, part by part, of a value and those on the host, one after another.
 
-        def one(i: jax.Array, value: jax.Array) -> jax.Array:
-            part = lax.dynamic_index_in_dim(far, at * self.pieces + i, 0, keepdims=False)
+        It is one loop over the parts of all: a compiler takes loops in loops for long ones, and keeps nothing on the
+        chip that is not read there.
+
+        Args:
+          far: those on the host.
+          top: the place of the first, from which they go down.
+          count: of them.
+          value: what meets them.
+          of: from a part of one and of the value to what that becomes.
+          after: as for `pushed`.
+        """
+
+        def fetch(turn: jax.Array, carry: Any) -> Any:
+            whole, turns = carry
+            down, i = jnp.divmod(turn, self.pieces) if self.pieces > 1 else (turn, jnp.int32(0))
+            part = lax.dynamic_index_in_dim(far, (top - down) * self.pieces + i, 0, keepdims=False)
             part = jax.device_put(part, DEVICE)
-            return lax.dynamic_update_index_in_dim(value, of(part, value[i]), i, 0)
+            return lax.dynamic_update_index_in_dim(whole, of(part, whole[i]), i, 0), turns + 1
 
         whole = value.reshape(self.pieces, *self.part)
-        return lax.fori_loop(0, self.pieces, one, whole).reshape(value.shape)
+        whole, after = named_loop("fetch", 0, count * self.pieces, fetch, (whole, after))
+        return whole.reshape(value.shape), after
 
     def taken(self, stack: Stack, at: int, value: Any, turns: Any) -> Any:
         """One of those that wait, if there are any turns; else a value of its shape."""
         far, near = stack
         if at < self.far:
-            return named_loop(
-                "fetch", 0, turns, lambda _, value: self.fetched(far[0], at, value, lambda part, _: part), value
-            )
+            return self.fetched(far[0], at, turns, value, lambda part, _: part, jnp.int32(0))[0]
         return named_loop("take", 0, turns, lambda turn, _: near[0][at - self.far + turn], value)
 
 
