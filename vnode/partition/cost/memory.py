@@ -25,8 +25,9 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from jax.extend.core import JaxprEqn, Var
@@ -162,6 +163,9 @@ class Buffers:
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
+    ends: tuple[int, ...] = ()
+    operands: tuple[tuple[int, ...], ...] = ()
+    made: tuple[int, ...] = ()
     vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
     def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
@@ -310,66 +314,95 @@ class Buffers:
         places = {k: i for i, k in enumerate(found)}
         return found, {k: count - n for k, n in started.items() if count - n < places[k]}
 
-    def depth_first(self) -> list[int]:
-        """Kernels after those they need, from the last on, operands that hold most first."""
-        wanted = set(range(len(self.after)))
-        for needs in self.after:
-            wanted -= needs
-        size_of = [sum(need for _, need in written) for written in self.written]
-        done, order = set[int](), list[int]()
-        for end in sorted(wanted):
+    def visited(self, order: Callable[[int], Sequence[int]]) -> list[int]:
+        """Kernels after those they need, from the results on, with those they need in an order of their own."""
+        wanted = set(range(len(self.after))).difference(*self.after)
+        done, found = set[int](), list[int]()
+        for end in dict.fromkeys((*self.ends, *sorted(wanted))):
             pending = [(end, False)]
             while pending:
                 k, ready = pending.pop()
                 if ready:
-                    order.append(k)
+                    found.append(k)
                 elif k not in done:
                     done.add(k)
                     pending.append((k, True))
-                    pending += [(n, False) for n in sorted(self.after[k], key=lambda n: (size_of[n], -n))]
-        return order
+                    pending += [(n, False) for n in reversed(order(k))]
+        return found
+
+    def needed(self, k: int) -> Sequence[int]:
+        """The kernels that one needs, in the order in which it reads their results."""
+        return self.operands[k] if self.operands else sorted(self.after[k])
+
+    def made_by(self, k: int) -> int:
+        """Bytes of what a kernel makes, wherever it is."""
+        return self.made[k] if self.made else sum(need for _, need in self.written[k])
+
+    def post_order(self) -> list[int]:
+        """Kernels after those they need, from the results on, first operands first."""
+        return self.visited(self.needed)
+
+    def depth_first(self) -> list[int]:
+        """Kernels after those they need, from the results on: first those with most other readers above, or bytes."""
+        users = [0] * len(self.after)
+        for needs in self.after:
+            for n in needs:
+                users[n] += 1
+        bytes_ = [self.made_by(k) for k in range(len(self.after))]
+        most = sum(bytes_)
+        weight: dict[int, tuple[int, int]] = {}
+        for k in self.post_order():
+            above = [weight[n] for n in self.after[k]]
+            others = max(users[k] - 1, 0) + sum(each for each, _ in above)
+            weight[k] = min(others, len(users)), min(bytes_[k] + sum(each for _, each in above), most)
+        return self.visited(lambda k: sorted(self.needed(k), key=weight.__getitem__, reverse=True))
 
     def freeing(self) -> list[int]:
-        """Of the kernels that can run, always the one after which least more is held."""
+        """Of the kernels that can run, always the one after which least more is held, single numbers before all."""
         left: dict[Var, int] = {}
-        for reads in self.read:
-            for var in reads:
-                left[var] = left.get(var, 0) + 1
-        sizes = {var: need for written in self.written for var, need in written}
         readers: dict[Var, list[int]] = {}
         for k, reads in enumerate(self.read):
             for var in reads:
+                left[var] = left.get(var, 0) + 1
                 readers.setdefault(var, []).append(k)
+        sizes = {var: need for written in self.written for var, need in written}
         following: list[list[int]] = [[] for _ in self.after]
         missing = [len(needs) for needs in self.after]
         for k, needs in enumerate(self.after):
             for n in needs:
                 following[n].append(k)
+        ready: list[tuple[float, int, int, int]] = []
+        known: dict[int, tuple[float, int]] = {}
+        turn = itertools.count()
 
-        def growth(k: int) -> int:
+        def offer(k: int) -> None:
             freed = sum(sizes.get(v, 0) for v in self.read[k] if left[v] == 1 and v not in self.kept)
-            return sum(need for _, need in self.written[k]) - freed
+            alone = len(self.written[k]) == 1 and self.written[k][0][0].aval.size == 1
+            key = (-math.inf if alone else self.made_by(k) - freed), -len(following[k])
+            if known.get(k) != key:
+                known[k] = key
+                heapq.heappush(ready, (*key, -next(turn), k))
 
-        ready = [(growth(k), k) for k, n in enumerate(missing) if n == 0]
-        heapq.heapify(ready)
+        for k in reversed(range(len(missing))):
+            if not missing[k]:
+                offer(k)
         order, ran = list[int](), set[int]()
         while ready:
-            _, k = heapq.heappop(ready)
-            if k in ran:
+            *key, _, k = heapq.heappop(ready)
+            if k in ran or known[k] != tuple(key):
                 continue
             ran.add(k)
             order.append(k)
-            touched = set[int]()
+            for n in following[k]:
+                missing[n] -= 1
+                if not missing[n]:
+                    offer(n)
             for var in self.read[k]:
                 left[var] -= 1
                 if left[var] == 1:
-                    touched.update(r for r in readers[var] if r not in ran)
-            for n in following[k]:
-                missing[n] -= 1
-                touched.add(n)
-            for n in touched:
-                if missing[n] == 0 and n not in ran:
-                    heapq.heappush(ready, (growth(n), n))
+                    for n in readers[var]:
+                        if n not in ran and not missing[n]:
+                            offer(n)
         return order
 
     def breadth_first(self) -> list[int]:
@@ -391,9 +424,7 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        several = [sorted(range(len(self.after)), key=lambda k: (self.of[k], k)), self.depth_first()]
-        if not target.hides_gathers:
-            several.append(self.freeing())
+        several = self.freeing(), self.depth_first(), self.post_order()
         return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
 
 
@@ -790,7 +821,9 @@ def buffers_of(
     for k, kernel in enumerate(kernels.kernels):
         if kernel.root.primitive is BESIDE:
             beside.setdefault(maker.get(kernels.memory_of(kernel.piece.reads[0]), k), []).extend(kernel.piece.writes)
+    made = list[int]()
     for k, kernel in enumerate(kernels.kernels):
+        made.append(sum(kernels.nbytes(var) for var in kernel.piece.writes))
         wrote = [] if kernel.root.primitive is BESIDE else kernel.piece.writes
         outs = [var for var in (*wrote, *beside.get(k, ())) if type(var) is Var]
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
@@ -812,7 +845,7 @@ def buffers_of(
         own_copies = {*rounded.values()}
         read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
-        moved = moved_within(kernel, kernels) if target.ordered else set[Var]()
+        moved = moved_within(kernel, kernels) if target.ordered else multiplied_within(kernel, kernels)
         pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved], target)
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
@@ -820,21 +853,34 @@ def buffers_of(
     for k, pieces, results in later:
         for place, (var, own) in enumerate(zip(pieces, results, strict=True)):
             before.append(len(written) - 1 if place else k)
+            made.append(sum(need for _, need in own))
             for entries, entry in ((written, own), (read, frozenset({var})), (inside, 0), (over, ()), (of, k)):
                 entries.append(entry)  # type: ignore[arg-type]
         maker.update((var, len(written) - 1) for var, _ in results[-1])
-    needs = [
-        {maker[var] for var in map(kernels.memory_of, kernel.piece.reads) if var in maker} for kernel in kernels.kernels
-    ]
-    after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
+    several = [[maker[v] for v in map(kernels.memory_of, each.piece.reads) if v in maker] for each in kernels.kernels]
+    operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
+    results = [kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)]
+    after = [*map(frozenset, operands)]
     sent = [kernel for kernel in kernels.kernels if kernel.shape is Shape.AWAY and on_host(kernel.root.outvars[0].aval)]
     last_read = {var for kernel in sent for var in map(kernels.memory_of, kernel.piece.reads) if var in counted}
     ends = frozenset(kernels.memory_of(var) for var in kept) | last_read
     last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel, kernels.program)}
     fetches = [kernel.shape is Shape.AWAY and not on_host(kernel.root.outvars[0].aval) for kernel in kernels.kernels]
     first = {k for k, fetch in enumerate(fetches) if fetch and not after[k]}
-    several = map(tuple, (written, read, inside, over))
-    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
+    return Buffers(
+        tuple(written),
+        tuple(read),
+        tuple(inside),
+        tuple(over),
+        ends,
+        tuple(after),
+        tuple(of),
+        frozenset(last),
+        frozenset(first),
+        ends=tuple(dict.fromkeys(maker[var] for var in results if var in maker)),
+        operands=tuple(operands),
+        made=tuple(made),
+    )
 
 
 def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> list[Var]:
@@ -937,6 +983,16 @@ def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
         moves = of is not None and of.has(Algebra.MOVES) and len(sizes) > 1
         turns = shape_of(eqn, of) is Shape.MOVED
         if not there and (moves or turns or found.intersection(eqn.outvars)):
+            found.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {kernels.memory_of(var) for var in found}
+
+
+def multiplied_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
+    """What a kernel multiplies, all of it for each element that it writes, so that it cannot write over it."""
+    found = set[Var]()
+    for eqn in reversed(kernel.piece.equations):
+        of = kernels.program.describe(eqn)
+        if (of is not None and of.has(Algebra.CONTRACTS)) or found.intersection(eqn.outvars):
             found.update(atom for atom in eqn.invars if isinstance(atom, Var))
     return {kernels.memory_of(var) for var in found}
 
