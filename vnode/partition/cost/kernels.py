@@ -90,7 +90,7 @@ LEAST = 4096
 """Elements from which XLA leaves reductions on CPUs to a library."""
 
 
-MUCH = 1.25
+MUCH = 1.05
 """How often as many bytes several readers move on TPUs before what they read is written once."""
 
 
@@ -530,36 +530,42 @@ def worth_writing(
 ) -> frozenset[int]:
     """Element-wise equations, by id, whose several readers would read more than is moved if the result is written once.
 
-    Written, it costs its own operands, itself, and itself again for each that reads it; computed in each reader, its
-    operands as often. A sum of many arrays that many read (the gradient of a residual) is written, a function of one
-    array is not.
+    Written, it costs its own operands, itself, and itself again for each kernel that reads it; computed in each, its
+    operands as often. That is settled from the results on, as compilers fuse; its operands are those that it has, or
+    the arrays that all of that is made of element by element, if these are fewer bytes. So a sum of two arrays that two
+    products read (a residual) is written, a function of one is not, however it is put.
     """
     inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
-    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result would be computed in
+    borders: dict[Var, frozenset[Var]] = {}  # the arrays that element-wise results are made of
+
+    @functools.cache
+    def bytes_of(var: Var) -> int:
+        return nbytes(var.aval) // (2 if multiplied(var, program, shapes, users, ends) else 1)
+
+    for eqn in program.equations:
+        if shapes[id(eqn)] in inner:
+            read = [a for a in eqn.invars if isinstance(a, Var)]
+            borders[eqn.outvars[0]] = frozenset[Var]().union(*(borders.get(a, {a}) for a in read))
+    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result is computed in, or that read it
+    found = set[int]()
     for eqn in reversed(program.equations):
         for var in eqn.outvars:
             into: set[object] = {var} if var in ends else set()
             for reader in users.get(var, ()):
-                if shapes[id(reader)] in inner:
+                if shapes[id(reader)] in inner and id(reader) not in found:
                     into |= sinks[reader.outvars[0]]
                 else:
                     into.add(id(reader))
             sinks[var] = frozenset(into)
-    reads: dict[Var, frozenset[Var]] = {}  # what has to be in memory for a result
-    found = set[int]()
-    for eqn in program.equations:
-        if shapes[id(eqn)] not in inner:
-            continue
-        (out,) = eqn.outvars
-        border = frozenset[Var]().union(*(reads.get(a, {a}) for a in eqn.invars if isinstance(a, Var)))
-        reads[out] = border
         if shapes[id(eqn)] is not Shape.EACH:
             continue
-        times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
-        own //= 2 if multiplied(out, program, shapes, users, ends) else 1
+        (out,) = eqn.outvars
+        times, own = len(sinks[out]), bytes_of(out)
+        read = dict.fromkeys(a for a in eqn.invars if isinstance(a, Var))
+        each = [min(bytes_of(var), sum(map(bytes_of, borders.get(var, {var})))) for var in read]
+        operands = min(sum(each), sum(map(bytes_of, borders[out])))
         if times * operands > MUCH * (operands + own + times * own):
             found.add(id(eqn))
-            reads[out] = frozenset({out})
     return frozenset(found)
 
 
