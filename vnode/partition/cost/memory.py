@@ -166,6 +166,7 @@ class Buffers:
     ends: tuple[int, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
     made: tuple[int, ...] = ()
+    early: frozenset[Var] = frozenset()
     vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
     def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
@@ -185,7 +186,7 @@ class Buffers:
         spans: dict[Var, list[int]] = {}
         for i, (_, sizes) in enumerate(moments):
             for var, need in sizes.items():
-                if need and var not in away[i] and var not in self.kept:
+                if need and var not in away[i] and var not in self.kept and var not in self.early:
                     spans.setdefault(var, [i, i, need])[1] = i
         found = set[Var]()
         taken: list[list[tuple[int, int]]] = [[] for _ in places]
@@ -700,6 +701,7 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
       matched: the results in place of arguments, with these.
     """
     written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
+    early = set[Var]()
     for k, kernel in enumerate(kernels.kernels):
         results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
         given = results[0] if len(results) == 1 else None
@@ -711,8 +713,11 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
         copy = Var(given.aval)
         written[min(readers, default=k)] += ((copy, kernels.nbytes(given)),)
         read[k] |= {copy}
+        early.add(copy)
         vacant.append((kernels.nbytes(given), readers, k))
-    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
+    return dataclasses.replace(
+        buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant), early=frozenset(early)
+    )
 
 
 def turns_another(kernel: Kernel, given: Var) -> bool:
