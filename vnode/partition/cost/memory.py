@@ -29,6 +29,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -54,6 +55,7 @@ from vnode.partition.cost.kernels import (
     sums_last,
 )
 from vnode.partition.cost.sums import adds
+from vnode.partition.cost.tiles import in_tiles
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -834,7 +836,7 @@ def buffers_of(
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
-        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target, kernels)
+        more = copied(kernel, readers, target, kernels) if region is None else inside_of(kernel.root, region, target, kernels)
         if more and region is None and "scatter_dimension" not in kernel.root.params:
             pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
             if "split_axis" in kernel.root.params:
@@ -938,11 +940,11 @@ def made_in_loops(kernels: Kernels) -> set[Var]:
     return found
 
 
-def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
+def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target, kernels: Kernels) -> int:
     """The bytes that collectives copy where arrays are exchanged along their first dimension only, in pieces.
 
     On CPUs; what is gathered along another is put in order by those who read it, if these go element by element. On
-    TPUs (`Target.turns`) only what everybody exchanges pieces of.
+    TPUs (`Target.turns`) only what everybody exchanges pieces of: the pieces are then outside of whole tiles.
     """
     if kernel.shape is not Shape.COLLECTIVE or not (target.ordered or target.turns):
         return 0
@@ -952,10 +954,19 @@ def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Tar
         if place is None or ("split_axis" not in eqn.params and not target.ordered):
             continue
         held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
+        if target.tiles:
+            held = sum(in_pieces(atom.aval, place) for atom in eqn.invars)
+            held //= 2 if kernels.narrow.issuperset(eqn.outvars) else 1
         fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= GOES_BY_EACH
         first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
         total += held if "split_axis" in eqn.params or not first else 0
     return total
+
+
+def in_pieces(aval: Any, place: int) -> int:
+    """Bytes of an array in whole tiles of which none reaches over several indices of one dimension."""
+    pieces, rest = aval.shape[place], (*aval.shape[:place], *aval.shape[place + 1 :])
+    return pieces * in_tiles(rest) * (nbytes(aval) // max(aval.size, 1))
 
 
 ALONG = "all_gather_dimension", "scatter_dimension", "split_axis"
