@@ -818,7 +818,8 @@ def ends_of_contractions(
             reader = program.equations[at]
             if shapes[id(reader)] not in (Shape.EACH, Shape.SAME) or reader.outvars[0].aval.size != size:
                 break
-            if all(other in done for other in pending) and shapes[id(reader)] is Shape.EACH:
+            alone = all(other in done for other in pending) and shapes[id(reader)] is Shape.EACH
+            if alone and not multiplied_once(reader, shapes, users, ends):
                 last = id(reader)
             if reader.outvars[0] in ends:
                 break
@@ -826,6 +827,19 @@ def ends_of_contractions(
                 heapq.heappush(pending, place[id(other)])
         found.add(last)
     return frozenset(found)
+
+
+def multiplied_once(
+    eqn: JaxprEqn, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> bool:
+    """Whether one product alone reads a result, perhaps in another order: that computes it, instead of what made it."""
+    while eqn.outvars[0] not in ends and len(readers := users.get(eqn.outvars[0], ())) == 1:
+        (eqn,) = readers
+        if shapes[id(eqn)] is Shape.CONTRACTED:
+            return True
+        if shapes[id(eqn)] not in (Shape.SAME, Shape.MOVED):
+            return False
+    return False
 
 
 def looks_up(of: OperatorDescription | None) -> bool:
