@@ -254,7 +254,11 @@ class Buffers:
         return max((now for _, now, _ in self.held(order)), default=0)
 
     def overlapped(
-        self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]
+        self,
+        order: Sequence[int],
+        seconds: Mapping[int, float],
+        beside: Collection[int],
+        waits: Mapping[int, float] = MappingProxyType({}),
     ) -> tuple[list[int], dict[int, int]]:
         """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
 
@@ -277,16 +281,18 @@ class Buffers:
             for n in needs:
                 missing[n] += 1
         depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
+        path: dict[int, float] = {}
         for k in order:
             own = seconds.get(k, 0.0) if k in beside else 0.0
             depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
-        ready: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []  # what can run, transfers that can end
+            path[k] = max((path[n] for n in self.after[k]), default=0.0) + waits.get(k, seconds.get(k, 0.0))
+        ready: tuple[list[tuple[float, float, int]], list[tuple[float, float, int]]] = [], []  # what can run, transfers that can end
         backwards, started = list[int](), dict[int, int]()
 
         def free(several: Collection[int]) -> None:
             for k in several:
                 if not missing[k]:
-                    heapq.heappush(ready[k in beside], (-depth[k], -place[k]))
+                    heapq.heappush(ready[k in beside], (-depth[k], -path[k], -place[k]))
 
         def done(k: int) -> None:
             for n in self.after[k]:
@@ -298,7 +304,7 @@ class Buffers:
         left = 0.0
         while True:
             if flying is None and ready[1]:
-                flying = order[-heapq.heappop(ready[1])[1]]
+                flying = order[-heapq.heappop(ready[1])[-1]]
                 left = seconds.get(flying, 0.0)
                 backwards.append(flying)
             elif flying is not None and (left <= 0 or not ready[0]):
@@ -306,7 +312,7 @@ class Buffers:
                 done(flying)
                 flying = None
             elif ready[0]:
-                k = order[-heapq.heappop(ready[0])[1]]
+                k = order[-heapq.heappop(ready[0])[-1]]
                 backwards.append(k)
                 left -= seconds.get(k, 0.0)
                 done(k)
@@ -518,7 +524,9 @@ def beside_computation(
     own = [kernels.kernels[k] for k in buffers.of]
     gathers = [k for k in order if is_gather(own[k])]
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
-    return buffers.overlapped(order, lengths, {*gathers})
+    if not gathers:
+        return [*order], {}
+    return buffers.overlapped(order, lengths, {*gathers}, {k: seconds[buffers.of[k]] for k in order})
 
 
 def begun_empty(kernels: Kernels) -> set[Var]:
