@@ -27,7 +27,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -281,40 +281,57 @@ class Buffers:
             for n in needs:
                 missing[n] += 1
         depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
-        path: dict[int, float] = {}
+        path: dict[int, float] = {}  # and of all that comes before it
         for k in order:
             own = seconds.get(k, 0.0) if k in beside else 0.0
             depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
             path[k] = max((path[n] for n in self.after[k]), default=0.0) + waits.get(k, seconds.get(k, 0.0))
-        ready: tuple[list[tuple[float, float, int]], list[tuple[float, float, int]]] = [], []  # what can run, transfers that can end
-        backwards, started = list[int](), dict[int, int]()
+        sizes = {var: need for written in self.written for var, need in written}
+        ready: list[tuple[float, float, int, int]] = []  # what can run, by when that is wanted
+        ending: list[tuple[float, float, int, int]] = []  # transfers that can end
+        live, backwards, started = set[Var](), list[int](), dict[int, int]()
 
-        def free(several: Collection[int]) -> None:
+        def free(several: Iterable[int]) -> None:
             for k in several:
                 if not missing[k]:
-                    heapq.heappush(ready[k in beside], (-depth[k], -path[k], -place[k]))
+                    heapq.heappush(ending if k in beside else ready, (-depth[k], -path[k], -place[k], k))
 
         def done(k: int) -> None:
             for n in self.after[k]:
                 missing[n] -= 1
-            free([n for n in self.after[k] if not missing[n]])
+            free(n for n in self.after[k] if not missing[n])
+
+        def raises(k: int) -> bool:
+            """Whether more is held before a kernel than after it."""
+            return sum(sizes.get(v, 0) for v in self.read[k] - live) > sum(need for _, need in self.written[k])
+
+        def wanted() -> int:
+            """Of what can run, what follows most transfers, raises nothing, follows most of all."""
+            equal = [heapq.heappop(ready)]
+            while ready and raises(equal[-1][-1]) and ready[0][0] == equal[0][0]:
+                equal.append(heapq.heappop(ready))
+            best = equal.pop() if not raises(equal[-1][-1]) else equal.pop(0)
+            for each in equal:
+                heapq.heappush(ready, each)
+            return best[-1]
 
         free(order)
         flying: int | None = None
         left = 0.0
         while True:
-            if flying is None and ready[1]:
-                flying = order[-heapq.heappop(ready[1])[-1]]
+            if flying is None and ending:
+                flying = heapq.heappop(ending)[-1]
                 left = seconds.get(flying, 0.0)
                 backwards.append(flying)
-            elif flying is not None and (left <= 0 or not ready[0]):
+            elif flying is not None and (left <= 0 or not ready):
                 started[flying] = len(backwards)
                 done(flying)
                 flying = None
-            elif ready[0]:
-                k = order[-heapq.heappop(ready[0])[-1]]
+            elif ready:
+                k = wanted()
                 backwards.append(k)
                 left -= seconds.get(k, 0.0)
+                live.update(self.read[k])
                 done(k)
             else:
                 break
