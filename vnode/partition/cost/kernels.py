@@ -530,10 +530,10 @@ def worth_writing(
 ) -> frozenset[int]:
     """Element-wise equations, by id, whose several readers would read more than is moved if the result is written once.
 
-    Written, it costs its own operands, itself, and itself again for each kernel that reads it; computed in each, its
-    operands as often. That is settled from the results on, as compilers fuse; its operands are those that it has, or
-    the arrays that all of that is made of element by element, if these are fewer bytes. So a sum of two arrays that two
-    products read (a residual) is written, a function of one is not, however it is put.
+    Written, it costs the arrays that it is made of element by element, itself, and itself again for each kernel that
+    reads it; computed in each, those arrays as often. That is settled from the results on, as compilers fuse, and only
+    for what has several operands as large as itself: a function of one array is computed where it is read, however
+    many arrays that one is made of, and a sum of two arrays that two products read (a residual) is written.
     """
     inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
     borders: dict[Var, frozenset[Var]] = {}  # the arrays that element-wise results are made of
@@ -541,6 +541,10 @@ def worth_writing(
     @functools.cache
     def bytes_of(var: Var) -> int:
         return nbytes(var.aval) // (2 if multiplied(var, program, shapes, users, ends) else 1)
+
+    def repeated(var: Var) -> bool:
+        maker = program.definitions.get(var)
+        return maker is not None and all(atom.aval.size < var.aval.size for atom in maker.invars)
 
     for eqn in program.equations:
         if shapes[id(eqn)] in inner:
@@ -560,10 +564,10 @@ def worth_writing(
         if shapes[id(eqn)] is not Shape.EACH:
             continue
         (out,) = eqn.outvars
-        times, own = len(sinks[out]), bytes_of(out)
-        read = dict.fromkeys(a for a in eqn.invars if isinstance(a, Var))
-        each = [min(bytes_of(var), sum(map(bytes_of, borders.get(var, {var})))) for var in read]
-        operands = min(sum(each), sum(map(bytes_of, borders[out])))
+        large = {a for a in eqn.invars if isinstance(a, Var) and a.aval.size >= out.aval.size and not repeated(a)}
+        if len(large) < 2:
+            continue
+        times, own, operands = len(sinks[out]), bytes_of(out), sum(map(bytes_of, borders[out]))
         if times * operands > MUCH * (operands + own + times * own):
             found.add(id(eqn))
     return frozenset(found)
