@@ -50,6 +50,7 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, OperatorDescription, Role, describe
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
+from vnode.operators.monoid import Monoid
 from vnode.operators.spaces import crosses
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
@@ -336,6 +337,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
+    rows = of_whole_rows(program, shapes, users, ends) if target.weighs else {}
+    kept |= {*rows.values()}
     last = ends_of_contractions(program, shapes, users, ends) if target.contractions else frozenset[int]()
     masks = packed_masks(program, shapes, users, ends) if target.packs else frozenset[int]()
     takes: dict[int, int] = {}
@@ -358,6 +361,10 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if id(eqn) in masks:
             continue
         readers = users[eqn.outvars[0]]
+        if id(eqn) in rows:
+            inside.add(id(eqn))
+            sinks[id(eqn)] = frozenset({rows[id(eqn)]})
+            continue
         into = {sums.get(id(reader), 0) for reader in readers}
         if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED, Shape.CONTRACTED):
             if len(into) == 1 and by_library(eqn, program):
@@ -571,6 +578,61 @@ def worth_writing(
         if times * operands > MUCH * (operands + own + times * own):
             found.add(id(eqn))
     return frozenset(found)
+
+
+def of_whole_rows(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> dict[int, int]:
+    """Maxima of rows, by id, that one kernel finds and goes on with, with the equation, by id, whose result it writes.
+
+    All that reads such a maximum puts it beside the row that it is of, as a softmax does; what becomes of that element
+    by element is written (an exponential), so that no kernel after that one reads the row. Not so where a product makes
+    the rows: its kernel gives the maxima with them.
+    """
+    inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
+    borders: dict[Var, frozenset[Var]] = {}  # the arrays that element-wise results are made of
+    found: dict[int, int] = {}
+    for eqn in program.equations:
+        of = program.describe(eqn)
+        if shapes[id(eqn)] in inner:
+            read = [a for a in eqn.invars if isinstance(a, Var)]
+            borders[eqn.outvars[0]] = frozenset[Var]().union(*(borders.get(a, {a}) for a in read))
+        elif shapes[id(eqn)] is Shape.REDUCED and of is not None and isinstance(eqn.invars[0], Var):
+            (row,) = (eqn.invars[0],)
+            last = {*of.operands[0][-1]} == {*of.reduced} and {*of.reduced.values()} == {Monoid.MAX}
+            makers = [program.definitions.get(var) for var in borders.get(row, {row})]
+            products = any(maker is not None and shapes[id(maker)] is Shape.CONTRACTED for maker in makers)
+            end = None if products or not last else beside_its_row(eqn, row, shapes, users, ends)
+            if end is not None:
+                found[id(eqn)] = id(end)
+    return found
+
+
+def beside_its_row(
+    eqn: JaxprEqn, row: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> JaxprEqn | None:
+    """What becomes, element by element, of a row and of what it is reduced to, up to where several read it."""
+    pending, together = [*eqn.outvars], dict[int, JaxprEqn]()
+    while pending:
+        var = pending.pop()
+        if var in ends:
+            return None
+        for reader in users.get(var, ()):
+            if shapes[id(reader)] not in (Shape.EACH, Shape.SAME):
+                return None
+            if row in reader.invars:
+                together[id(reader)] = reader
+            elif reader.outvars[0].aval.size <= row.aval.size:
+                pending.append(reader.outvars[0])
+    if len(together) != 1:
+        return None
+    (end,) = together.values()
+    while end.outvars[0] not in ends and len(readers := users.get(end.outvars[0], ())) == 1:
+        (reader,) = readers
+        if shapes[id(reader)] not in (Shape.EACH, Shape.SAME) or reader.outvars[0].aval.size != row.aval.size:
+            break
+        end = reader
+    return end if shapes[id(end)] is Shape.EACH else None
 
 
 def with_narrow(kernels: Kernels, more: Set[Var]) -> Kernels:
