@@ -861,7 +861,11 @@ def buffers_of(
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
-        more = copied(kernel, readers, target, kernels) if region is None else inside_of(kernel.root, region, target, kernels)
+        more = (
+            copied(kernel, readers, target, kernels)
+            if region is None
+            else inside_of(kernel.root, region, target, kernels)
+        )
         if more and region is None and "scatter_dimension" not in kernel.root.params:
             pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
             if "split_axis" in kernel.root.params:
