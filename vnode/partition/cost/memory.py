@@ -168,6 +168,7 @@ class Buffers:
     ends: tuple[int, ...] = ()
     operands: tuple[tuple[int, ...], ...] = ()
     made: tuple[int, ...] = ()
+    results: tuple[tuple[tuple[Var, int], ...], ...] = ()
     early: frozenset[Var] = frozenset()
     vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
@@ -451,7 +452,19 @@ class Buffers:
         if target.breadth:
             return self.breadth_first()
         several = self.freeing(), self.depth_first(), self.post_order()
-        return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
+        ordered = (sorted(order, key=lambda k: k not in self.first) for order in several)
+        return min(ordered, key=self.before_places().peak)
+
+    def before_places(self) -> Buffers:
+        """The same as it is when orders are chosen: results are not yet where arguments are, nor arguments copied."""
+        if not any(self.results) and not self.early:
+            return self
+        written = [
+            (*(each for each in own if each[0] not in self.early), *results)
+            for own, results in itertools.zip_longest(self.written, self.results, fillvalue=())
+        ]
+        kept = self.kept | {var for results in self.results for var, _ in results}
+        return dataclasses.replace(self, written=tuple(written), kept=kept)
 
 
 def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = ()) -> Memory:
@@ -896,6 +909,10 @@ def buffers_of(
     several = [[maker[v] for v in map(kernels.memory_of, each.piece.reads) if v in maker] for each in kernels.kernels]
     operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
     results = [kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)]
+    there = [
+        tuple((var, kernels.nbytes(var)) for var in each.piece.writes if var in results and var not in counted)
+        for each in kernels.kernels
+    ]
     after = [*map(frozenset, operands)]
     sent = [kernel for kernel in kernels.kernels if kernel.shape is Shape.AWAY and on_host(kernel.root.outvars[0].aval)]
     last_read = {var for kernel in sent for var in map(kernels.memory_of, kernel.piece.reads) if var in counted}
@@ -916,6 +933,7 @@ def buffers_of(
         ends=tuple(dict.fromkeys(maker[var] for var in results if var in maker)),
         operands=tuple(operands),
         made=tuple(made),
+        results=tuple(there),
     )
 
 
