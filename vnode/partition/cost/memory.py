@@ -15,9 +15,10 @@ goes there is held to the end of the turn, when that is waited for (seen of the 
 TPUs hold temporary arrays in memory on the chip as far as they fit there (`Target.on_chip`), short-lived ones first.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
-(``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
-runs next what frees most; of the first two where gathers are hidden (`Target.hides_gathers`). On CPUs kernels run as
-soon as they can (`Target.breadth`).
+(``hlo_memory_scheduler.cc``): one that runs next what frees most, and two that follow operands from the results on, in
+the order of operands, or those first that most others read. They are compared as XLA compares them: results have room
+of their own, and arguments are not copied yet. Where gathers are hidden (`Target.hides_gathers`), another order is
+found from that one. On CPUs kernels run as soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -152,6 +153,11 @@ class Buffers:
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
       first: kernels that are begun before all others: what comes from the host's memory.
+      ends: kernels of which the program's results are, in the order of these.
+      operands: for each kernel those that it needs, in the order in which it reads their results.
+      made: for each kernel the bytes of all that it makes, wherever that is.
+      results: for each kernel the results that it brings where arguments are, with their bytes.
+      early: copies of arguments that are made before all else.
       vacant: arguments of which there is a copy: their bytes, who reads them themselves, and the kernel that brings a
         result there, if it is not the last. In between others may be where they were.
     """
@@ -266,12 +272,14 @@ class Buffers:
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
         as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
-        for transfers that take longest, so that those of arguments come early in the program.
+        for transfers that take longest, so that those of arguments come early in the program; then what does not need
+        more in memory before it than it brings there, then what has most time before it.
 
         Args:
           order: of the kernels, by which it is settled what else is not.
           seconds: how long each takes; what is not among them hides nothing.
           beside: those that are such transfers.
+          waits: how long each takes if it is waited for, exchanges too; of what is not among them, `seconds`.
 
         Returns:
           The order, and for transfers that begin before their place in it, where that is.
