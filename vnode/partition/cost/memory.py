@@ -261,11 +261,7 @@ class Buffers:
         return max((now for _, now, _ in self.held(order)), default=0)
 
     def overlapped(
-        self,
-        order: Sequence[int],
-        seconds: Mapping[int, float],
-        beside: Collection[int],
-        waits: Mapping[int, float] = MappingProxyType({}),
+        self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]
     ) -> tuple[list[int], dict[int, int]]:
         """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
 
@@ -279,7 +275,6 @@ class Buffers:
           order: of the kernels, by which it is settled what else is not.
           seconds: how long each takes; what is not among them hides nothing.
           beside: those that are such transfers.
-          waits: how long each takes if it is waited for, exchanges too; of what is not among them, `seconds`.
 
         Returns:
           The order, and for transfers that begin before their place in it, where that is.
@@ -290,11 +285,11 @@ class Buffers:
             for n in needs:
                 missing[n] += 1
         depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
-        path: dict[int, float] = {}  # and of all that comes before it
+        path: dict[int, float] = {}  # and of all of these that come before it
         for k in order:
             own = seconds.get(k, 0.0) if k in beside else 0.0
             depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
-            path[k] = max((path[n] for n in self.after[k]), default=0.0) + waits.get(k, seconds.get(k, 0.0))
+            path[k] = max((path[n] for n in self.after[k]), default=0.0) + seconds.get(k, 0.0)
         sizes = {var: need for written in self.written for var, need in written}
         ready: list[tuple[float, float, int, int]] = []  # what can run, by when that is wanted
         ending: list[tuple[float, float, int, int]] = []  # transfers that can end
@@ -312,7 +307,7 @@ class Buffers:
 
         def raises(k: int) -> bool:
             """Whether more is held before a kernel than after it."""
-            return sum(sizes.get(v, 0) for v in self.read[k] - live) > sum(need for _, need in self.written[k])
+            return sum(sizes.get(v, 0) for v in self.read[k] - live) > self.made_by(k)
 
         def wanted() -> int:
             """Of what can run, what follows most transfers, raises nothing, follows most of all."""
@@ -564,7 +559,7 @@ def beside_computation(
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
     if not gathers:
         return [*order], {}
-    return buffers.overlapped(order, lengths, {*gathers}, {k: seconds[buffers.of[k]] for k in order})
+    return buffers.overlapped(order, lengths, {*gathers})
 
 
 def begun_empty(kernels: Kernels) -> set[Var]:
