@@ -6,8 +6,9 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 
 - An equation whose factors are all free (element by element), or that shifts, repeats or looks up elements, is computed
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
-  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: it is
-  written once if all that read it would otherwise read more, and is computed in each of them if not.
+  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: what has
+  several operands as large as itself is written once if all that read it would otherwise read more; anything else is
+  computed in each of them. A maximum of rows is found in the kernel that goes on with it beside the rows.
 - A reduction takes in what it reads, and is computed once: its result is in memory. On CPUs a library computes large
   ones (`Target.library`), together with what nobody else reads; what others read too is in memory for it.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
@@ -133,8 +134,8 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
-      weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
-        than are moved if it is written once; otherwise unless it is dear.
+      weighs: whether what several read is computed in each of them, however dear, unless it has several large operands
+        and these then read more bytes than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
       turns_updates: whether an update in the order of a transposed gradient has a copy of what it updates.
