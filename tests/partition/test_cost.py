@@ -983,6 +983,24 @@ def test_transfers_run_beside_computation_one_at_a_time() -> None:
     assert begun == {2: place[4]}
 
 
+def test_beside_transfers_what_raises_nothing_comes_later() -> None:
+    """By hand: 1 and 3 bring as much as they need, 2 less, after most: it is later only than what needs the same."""
+    var = variables(4)
+    buffers = bare([[(var[k], need)] for k, need in enumerate((4, 4, 1, 4))], [set(), {0}, {0}, {0}])
+    assert buffers.overlapped(range(4), {0: 1.0, 1: 1.0, 2: 5.0, 3: 2.0}, ())[0] == [0, 1, 2, 3]
+    assert buffers.overlapped(range(4), {0: 1.0, 1: 2.0, 2: 5.0, 3: 1.0}, ())[0] == [0, 3, 2, 1]
+
+
+def test_orders_are_compared_with_room_for_results() -> None:
+    """By hand: what 1 brings where an argument is counts until the end, when orders are compared, and not otherwise."""
+    import dataclasses
+
+    var = variables(3)
+    buffers = bare([[(var[0], 3)], [], [(var[2], 2)]], [set(), {0}, {0}])
+    there = dataclasses.replace(buffers, results=((), ((var[1], 3),), ()))
+    assert [buffers.peak(range(3)), there.peak(range(3)), there.before_places().peak(range(3))] == [5, 5, 8]
+
+
 def test_who_is_where_an_argument_was_is_there_all_the_time() -> None:
     a, b, c, d = variables(4)
     buffers = bare([[(a, 4)], [(b, 3)], [(c, 4)], [(d, 2)], []], [set(), {0}, set(), {1, 2}, {3}])

@@ -5,6 +5,7 @@ the compiler's own analysis of memory.
 """
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 
@@ -273,3 +274,60 @@ def test_what_the_compiler_holds() -> None:
     assert taken == predicted
     assert found["planned sums"] == found["compiled sums"] and len(found["compiled sums"]) > 1
     assert found["planned arrays"] == found["compiled arrays"] == {"bf16": True, "pred": True, "f32": False}
+
+
+WRITTEN = """
+import json
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from benchmarks import tpu
+from benchmarks.partition import build, compared, models, plans
+from pathlib import Path
+from vnode.analysis.program import inline
+from vnode.partition import Machine, program_cost
+from vnode.partition.cost import DeviceProgram, Target
+from vnode.partition.cost.device import compiled_as
+from vnode.placement.temporary import temporary_of
+
+axes, machine = {"x": 8}, Machine.tpu("v5e:2x4")
+mesh = Mesh(np.array(tpu.topology("v5e:2x4")), ("x",))
+found = {}
+
+def both(function, shape):
+    x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
+    traced = jax.make_jaxpr(function, axis_env=[("x", 8)])(x)
+    device = DeviceProgram(compiled_as(inline(traced.jaxpr, traced.consts), Target.on("tpu")), axes)
+    run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
+    predicted = program_cost(device, machine, machine.mesh(axes)).memory.temporaries
+    return predicted, temporary_of(run.lower(x).compile()).held
+
+# What is exchanged in pieces of the dimension along which its tiles lie: in other tiles, which are not filled.
+def pieces(x):
+    return jnp.sum(jnp.sin(lax.all_to_all(jnp.tanh(x), "x", 0, 3, tiled=True)))
+
+found["pieces"] = both(pieces, (1024, 27, 27, 96))
+
+# A softmax of a slice of what is gathered: going back, only its exponentials are there.
+def attended(x):
+    def loss(x):
+        whole = lax.all_gather(jnp.tanh(x), "x", axis=1, tiled=True)
+        part = lax.dynamic_slice_in_dim(whole, lax.axis_index("x") * 64, 64, axis=2)
+        return jnp.sum(jnp.sin(jax.nn.softmax(part)))
+    return jax.grad(loss)(x)
+
+found["rows"] = both(attended, (32, 2, 512, 512))
+
+# Residuals of several arrays are written, and the loss's gradient is not; updates come after products, or at once.
+for plan in plans(models("tpu")["mlp"]()):
+    if plan.name in ("Megatron over x, y on 2x4", "state at random 7 on 8"):
+        found[plan.name] = compared(plan, build(Path(FOLDER), "mlp", plan, "tpu"), "tpu").memory
+print(json.dumps(found))
+"""
+
+
+def test_what_is_written_and_when(tmp_path: Path) -> None:
+    found = said(WRITTEN.replace("FOLDER", repr(str(tmp_path))))
+    assert len(found) == 4
+    for name, (predicted, held) in found.items():
+        assert abs(predicted / held - 1) <= 0.05, (name, predicted, held)

@@ -6,8 +6,9 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 
 - An equation whose factors are all free (element by element), or that shifts, repeats or looks up elements, is computed
   inside of each equation that reads it, if all of these can take it in; one that is dear (an exponential, a root) only
-  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: it is
-  written once if all that read it would otherwise read more, and is computed in each of them if not.
+  if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: what has
+  several operands as large as itself is written once if all that read it would otherwise read more; anything else is
+  computed in each of them. A maximum of rows is found in the kernel that goes on with it beside the rows.
 - A reduction takes in what it reads, and is computed once: its result is in memory. On CPUs a library computes large
   ones (`Target.library`), together with what nobody else reads; what others read too is in memory for it.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there
@@ -50,6 +51,7 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, OperatorDescription, Role, describe
 from vnode.operators.control import region_of
 from vnode.operators.cost import nbytes
+from vnode.operators.monoid import Monoid
 from vnode.operators.spaces import crosses
 from vnode.operators.splits import Free, LookedUp, Reduced, Shifted, Windowed
 from vnode.partition.cost.collectives import KINDS
@@ -90,7 +92,7 @@ LEAST = 4096
 """Elements from which XLA leaves reductions on CPUs to a library."""
 
 
-MUCH = 1.25
+MUCH = 1.05
 """How often as many bytes several readers move on TPUs before what they read is written once."""
 
 
@@ -132,8 +134,8 @@ class Target:
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
       sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
-      weighs: whether what several read is computed in each of them, however dear, unless these then read more bytes
-        than are moved if it is written once; otherwise unless it is dear.
+      weighs: whether what several read is computed in each of them, however dear, unless it has several large operands
+        and these then read more bytes than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
       turns: whether what is exchanged in pieces of another dimension than the first is copied to that order, and back.
       turns_updates: whether an update in the order of a transposed gradient has a copy of what it updates.
@@ -336,6 +338,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()
+    rows = of_whole_rows(program, shapes, users, ends) if target.weighs else {}
+    kept |= {*rows.values()}
     last = ends_of_contractions(program, shapes, users, ends) if target.contractions else frozenset[int]()
     masks = packed_masks(program, shapes, users, ends) if target.packs else frozenset[int]()
     takes: dict[int, int] = {}
@@ -358,6 +362,10 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if id(eqn) in masks:
             continue
         readers = users[eqn.outvars[0]]
+        if id(eqn) in rows:
+            inside.add(id(eqn))
+            sinks[id(eqn)] = frozenset({rows[id(eqn)]})
+            continue
         into = {sums.get(id(reader), 0) for reader in readers}
         if into != {0} and shape in (Shape.EACH, Shape.SAME, Shape.MOVED, Shape.CONTRACTED):
             if len(into) == 1 and by_library(eqn, program):
@@ -530,37 +538,102 @@ def worth_writing(
 ) -> frozenset[int]:
     """Element-wise equations, by id, whose several readers would read more than is moved if the result is written once.
 
-    Written, it costs its own operands, itself, and itself again for each that reads it; computed in each reader, its
-    operands as often. A sum of many arrays that many read (the gradient of a residual) is written, a function of one
-    array is not.
+    Written, it costs the arrays that it is made of element by element, itself, and itself again for each kernel that
+    reads it; computed in each, those arrays as often. That is settled from the results on, as compilers fuse, and only
+    for what has several operands as large as itself: a function of one array is computed where it is read, however
+    many arrays that one is made of, and a sum of two arrays that two products read (a residual) is written.
     """
     inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
-    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result would be computed in
+    borders: dict[Var, frozenset[Var]] = {}  # the arrays that element-wise results are made of
+
+    @functools.cache
+    def bytes_of(var: Var) -> int:
+        return nbytes(var.aval) // (2 if multiplied(var, program, shapes, users, ends) else 1)
+
+    def repeated(var: Var) -> bool:
+        maker = program.definitions.get(var)
+        return maker is not None and all(atom.aval.size < var.aval.size for atom in maker.invars)
+
+    for eqn in program.equations:
+        if shapes[id(eqn)] in inner:
+            read = [a for a in eqn.invars if isinstance(a, Var)]
+            borders[eqn.outvars[0]] = frozenset[Var]().union(*(borders.get(a, {a}) for a in read))
+    sinks: dict[Var, frozenset[object]] = {}  # kernels that a result is computed in, or that read it
+    found = set[int]()
     for eqn in reversed(program.equations):
         for var in eqn.outvars:
             into: set[object] = {var} if var in ends else set()
             for reader in users.get(var, ()):
-                if shapes[id(reader)] in inner:
+                if shapes[id(reader)] in inner and id(reader) not in found:
                     into |= sinks[reader.outvars[0]]
                 else:
                     into.add(id(reader))
             sinks[var] = frozenset(into)
-    reads: dict[Var, frozenset[Var]] = {}  # what has to be in memory for a result
-    found = set[int]()
-    for eqn in program.equations:
-        if shapes[id(eqn)] not in inner:
-            continue
-        (out,) = eqn.outvars
-        border = frozenset[Var]().union(*(reads.get(a, {a}) for a in eqn.invars if isinstance(a, Var)))
-        reads[out] = border
         if shapes[id(eqn)] is not Shape.EACH:
             continue
-        times, operands, own = len(sinks[out]), sum(nbytes(var.aval) for var in border), nbytes(out.aval)
-        own //= 2 if multiplied(out, program, shapes, users, ends) else 1
+        (out,) = eqn.outvars
+        large = {a for a in eqn.invars if isinstance(a, Var) and a.aval.size >= out.aval.size and not repeated(a)}
+        if len(large) < 2:
+            continue
+        times, own, operands = len(sinks[out]), bytes_of(out), sum(map(bytes_of, borders[out]))
         if times * operands > MUCH * (operands + own + times * own):
             found.add(id(eqn))
-            reads[out] = frozenset({out})
     return frozenset(found)
+
+
+def of_whole_rows(
+    program: Program, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> dict[int, int]:
+    """Maxima of rows, by id, that one kernel finds and goes on with, with the equation, by id, whose result it writes.
+
+    All that reads such a maximum puts it beside the row that it is of, as a softmax does; what becomes of that element
+    by element is written (an exponential), so that no kernel after that one reads the row. Not so where a product makes
+    the rows: its kernel gives the maxima with them.
+    """
+    inner = (Shape.EACH, Shape.SAME, Shape.MOVED)
+    borders: dict[Var, frozenset[Var]] = {}  # the arrays that element-wise results are made of
+    found: dict[int, int] = {}
+    for eqn in program.equations:
+        of = program.describe(eqn)
+        if shapes[id(eqn)] in inner:
+            read = [a for a in eqn.invars if isinstance(a, Var)]
+            borders[eqn.outvars[0]] = frozenset[Var]().union(*(borders.get(a, {a}) for a in read))
+        elif shapes[id(eqn)] is Shape.REDUCED and of is not None and isinstance(eqn.invars[0], Var):
+            (row,) = (eqn.invars[0],)
+            last = {*of.operands[0][-1]} == {*of.reduced} and {*of.reduced.values()} == {Monoid.MAX}
+            makers = [program.definitions.get(var) for var in borders.get(row, {row})]
+            products = any(maker is not None and shapes[id(maker)] is Shape.CONTRACTED for maker in makers)
+            end = None if products or not last else beside_its_row(eqn, row, shapes, users, ends)
+            if end is not None:
+                found[id(eqn)] = id(end)
+    return found
+
+
+def beside_its_row(
+    eqn: JaxprEqn, row: Var, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> JaxprEqn | None:
+    """What becomes, element by element, of a row and of what it is reduced to, up to where several read it."""
+    pending, together = [*eqn.outvars], dict[int, JaxprEqn]()
+    while pending:
+        var = pending.pop()
+        if var in ends:
+            return None
+        for reader in users.get(var, ()):
+            if shapes[id(reader)] not in (Shape.EACH, Shape.SAME):
+                return None
+            if row in reader.invars:
+                together[id(reader)] = reader
+            elif reader.outvars[0].aval.size <= row.aval.size:
+                pending.append(reader.outvars[0])
+    if len(together) != 1:
+        return None
+    (end,) = together.values()
+    while end.outvars[0] not in ends and len(readers := users.get(end.outvars[0], ())) == 1:
+        (reader,) = readers
+        if shapes[id(reader)] not in (Shape.EACH, Shape.SAME) or reader.outvars[0].aval.size != row.aval.size:
+            break
+        end = reader
+    return end if shapes[id(end)] is Shape.EACH else None
 
 
 def with_narrow(kernels: Kernels, more: Set[Var]) -> Kernels:
@@ -812,7 +885,8 @@ def ends_of_contractions(
             reader = program.equations[at]
             if shapes[id(reader)] not in (Shape.EACH, Shape.SAME) or reader.outvars[0].aval.size != size:
                 break
-            if all(other in done for other in pending) and shapes[id(reader)] is Shape.EACH:
+            alone = all(other in done for other in pending) and shapes[id(reader)] is Shape.EACH
+            if alone and not multiplied_once(reader, shapes, users, ends):
                 last = id(reader)
             if reader.outvars[0] in ends:
                 break
@@ -820,6 +894,19 @@ def ends_of_contractions(
                 heapq.heappush(pending, place[id(other)])
         found.add(last)
     return frozenset(found)
+
+
+def multiplied_once(
+    eqn: JaxprEqn, shapes: Mapping[int, Shape], users: Mapping[Var, Sequence[JaxprEqn]], ends: Set[Var]
+) -> bool:
+    """Whether one product alone reads a result, perhaps in another order: that computes it, instead of what made it."""
+    while eqn.outvars[0] not in ends and len(readers := users.get(eqn.outvars[0], ())) == 1:
+        (eqn,) = readers
+        if shapes[id(eqn)] is Shape.CONTRACTED:
+            return True
+        if shapes[id(eqn)] not in (Shape.SAME, Shape.MOVED):
+            return False
+    return False
 
 
 def looks_up(of: OperatorDescription | None) -> bool:

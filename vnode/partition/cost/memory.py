@@ -15,9 +15,10 @@ goes there is held to the end of the turn, when that is waited for (seen of the 
 TPUs hold temporary arrays in memory on the chip as far as they fit there (`Target.on_chip`), short-lived ones first.
 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
-(``hlo_memory_scheduler.cc``): the program's own, one that follows operands depth first from the results, and one that
-runs next what frees most; of the first two where gathers are hidden (`Target.hides_gathers`). On CPUs kernels run as
-soon as they can (`Target.breadth`).
+(``hlo_memory_scheduler.cc``): one that runs next what frees most, and two that follow operands from the results on, in
+the order of operands, or those first that most others read. They are compared as XLA compares them: results have room
+of their own, and arguments are not copied yet. Where gathers are hidden (`Target.hides_gathers`), another order is
+found from that one. On CPUs kernels run as soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import heapq
+import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
@@ -53,6 +56,7 @@ from vnode.partition.cost.kernels import (
     sums_last,
 )
 from vnode.partition.cost.sums import adds
+from vnode.partition.cost.tiles import in_tiles
 from vnode.show.units import size
 
 IN_PLACE = {Shape.EACH, Shape.UPDATED, Shape.SAME}
@@ -149,6 +153,11 @@ class Buffers:
       of: for each kernel, which of the program's it is, or is a part of.
       last: kernels that run after others that could run as soon.
       first: kernels that are begun before all others: what comes from the host's memory.
+      ends: kernels of which the program's results are, in the order of these.
+      operands: for each kernel those that it needs, in the order in which it reads their results.
+      made: for each kernel the bytes of all that it makes, wherever that is.
+      results: for each kernel the results that it brings where arguments are, with their bytes.
+      early: copies of arguments that are made before all else.
       vacant: arguments of which there is a copy: their bytes, who reads them themselves, and the kernel that brings a
         result there, if it is not the last. In between others may be where they were.
     """
@@ -162,6 +171,11 @@ class Buffers:
     of: tuple[int, ...]
     last: frozenset[int] = frozenset()
     first: frozenset[int] = frozenset()
+    ends: tuple[int, ...] = ()
+    operands: tuple[tuple[int, ...], ...] = ()
+    made: tuple[int, ...] = ()
+    results: tuple[tuple[tuple[Var, int], ...], ...] = ()
+    early: frozenset[Var] = frozenset()
     vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
 
     def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
@@ -181,7 +195,7 @@ class Buffers:
         spans: dict[Var, list[int]] = {}
         for i, (_, sizes) in enumerate(moments):
             for var, need in sizes.items():
-                if need and var not in away[i] and var not in self.kept:
+                if need and var not in away[i] and var not in self.kept and var not in self.early:
                     spans.setdefault(var, [i, i, need])[1] = i
         found = set[Var]()
         taken: list[list[tuple[int, int]]] = [[] for _ in places]
@@ -254,7 +268,8 @@ class Buffers:
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
         as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
-        for transfers that take longest, so that those of arguments come early in the program.
+        for transfers that take longest, so that those of arguments come early in the program; then what does not need
+        more in memory before it than it brings there, then what has most time before it.
 
         Args:
           order: of the kernels, by which it is settled what else is not.
@@ -270,38 +285,57 @@ class Buffers:
             for n in needs:
                 missing[n] += 1
         depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
+        path: dict[int, float] = {}  # and of all of these that come before it
         for k in order:
             own = seconds.get(k, 0.0) if k in beside else 0.0
             depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
-        ready: tuple[list[tuple[float, int]], list[tuple[float, int]]] = [], []  # what can run, transfers that can end
-        backwards, started = list[int](), dict[int, int]()
+            path[k] = max((path[n] for n in self.after[k]), default=0.0) + seconds.get(k, 0.0)
+        sizes = {var: need for written in self.written for var, need in written}
+        ready: list[tuple[float, float, int, int]] = []  # what can run, by when that is wanted
+        ending: list[tuple[float, float, int, int]] = []  # transfers that can end
+        live, backwards, started = set[Var](), list[int](), dict[int, int]()
 
-        def free(several: Collection[int]) -> None:
+        def free(several: Iterable[int]) -> None:
             for k in several:
                 if not missing[k]:
-                    heapq.heappush(ready[k in beside], (-depth[k], -place[k]))
+                    heapq.heappush(ending if k in beside else ready, (-depth[k], -path[k], -place[k], k))
 
         def done(k: int) -> None:
             for n in self.after[k]:
                 missing[n] -= 1
-            free([n for n in self.after[k] if not missing[n]])
+            free(n for n in self.after[k] if not missing[n])
+
+        def raises(k: int) -> bool:
+            """Whether more is held before a kernel than after it."""
+            return sum(sizes.get(v, 0) for v in self.read[k] - live) > self.made_by(k)
+
+        def wanted() -> int:
+            """Of what can run, what follows most transfers, raises nothing, follows most of all."""
+            equal = [heapq.heappop(ready)]
+            while ready and raises(equal[-1][-1]) and ready[0][0] == equal[0][0]:
+                equal.append(heapq.heappop(ready))
+            best = equal.pop() if not raises(equal[-1][-1]) else equal.pop(0)
+            for each in equal:
+                heapq.heappush(ready, each)
+            return best[-1]
 
         free(order)
         flying: int | None = None
         left = 0.0
         while True:
-            if flying is None and ready[1]:
-                flying = order[-heapq.heappop(ready[1])[1]]
+            if flying is None and ending:
+                flying = heapq.heappop(ending)[-1]
                 left = seconds.get(flying, 0.0)
                 backwards.append(flying)
-            elif flying is not None and (left <= 0 or not ready[0]):
+            elif flying is not None and (left <= 0 or not ready):
                 started[flying] = len(backwards)
                 done(flying)
                 flying = None
-            elif ready[0]:
-                k = order[-heapq.heappop(ready[0])[1]]
+            elif ready:
+                k = wanted()
                 backwards.append(k)
                 left -= seconds.get(k, 0.0)
+                live.update(self.read[k])
                 done(k)
             else:
                 break
@@ -310,66 +344,95 @@ class Buffers:
         places = {k: i for i, k in enumerate(found)}
         return found, {k: count - n for k, n in started.items() if count - n < places[k]}
 
-    def depth_first(self) -> list[int]:
-        """Kernels after those they need, from the last on, operands that hold most first."""
-        wanted = set(range(len(self.after)))
-        for needs in self.after:
-            wanted -= needs
-        size_of = [sum(need for _, need in written) for written in self.written]
-        done, order = set[int](), list[int]()
-        for end in sorted(wanted):
+    def visited(self, order: Callable[[int], Sequence[int]]) -> list[int]:
+        """Kernels after those they need, from the results on, with those they need in an order of their own."""
+        wanted = set(range(len(self.after))).difference(*self.after)
+        done, found = set[int](), list[int]()
+        for end in dict.fromkeys((*self.ends, *sorted(wanted))):
             pending = [(end, False)]
             while pending:
                 k, ready = pending.pop()
                 if ready:
-                    order.append(k)
+                    found.append(k)
                 elif k not in done:
                     done.add(k)
                     pending.append((k, True))
-                    pending += [(n, False) for n in sorted(self.after[k], key=lambda n: (size_of[n], -n))]
-        return order
+                    pending += [(n, False) for n in reversed(order(k))]
+        return found
+
+    def needed(self, k: int) -> Sequence[int]:
+        """The kernels that one needs, in the order in which it reads their results."""
+        return self.operands[k] if self.operands else sorted(self.after[k])
+
+    def made_by(self, k: int) -> int:
+        """Bytes of what a kernel makes, wherever it is."""
+        return self.made[k] if self.made else sum(need for _, need in self.written[k])
+
+    def post_order(self) -> list[int]:
+        """Kernels after those they need, from the results on, first operands first."""
+        return self.visited(self.needed)
+
+    def depth_first(self) -> list[int]:
+        """Kernels after those they need, from the results on: first those with most other readers above, or bytes."""
+        users = [0] * len(self.after)
+        for needs in self.after:
+            for n in needs:
+                users[n] += 1
+        bytes_ = [self.made_by(k) for k in range(len(self.after))]
+        most = sum(bytes_)
+        weight: dict[int, tuple[int, int]] = {}
+        for k in self.post_order():
+            above = [weight[n] for n in self.after[k]]
+            others = max(users[k] - 1, 0) + sum(each for each, _ in above)
+            weight[k] = min(others, len(users)), min(bytes_[k] + sum(each for _, each in above), most)
+        return self.visited(lambda k: sorted(self.needed(k), key=weight.__getitem__, reverse=True))
 
     def freeing(self) -> list[int]:
-        """Of the kernels that can run, always the one after which least more is held."""
+        """Of the kernels that can run, always the one after which least more is held, single numbers before all."""
         left: dict[Var, int] = {}
-        for reads in self.read:
-            for var in reads:
-                left[var] = left.get(var, 0) + 1
-        sizes = {var: need for written in self.written for var, need in written}
         readers: dict[Var, list[int]] = {}
         for k, reads in enumerate(self.read):
             for var in reads:
+                left[var] = left.get(var, 0) + 1
                 readers.setdefault(var, []).append(k)
+        sizes = {var: need for written in self.written for var, need in written}
         following: list[list[int]] = [[] for _ in self.after]
         missing = [len(needs) for needs in self.after]
         for k, needs in enumerate(self.after):
             for n in needs:
                 following[n].append(k)
+        ready: list[tuple[float, int, int, int]] = []
+        known: dict[int, tuple[float, int]] = {}
+        turn = itertools.count()
 
-        def growth(k: int) -> int:
+        def offer(k: int) -> None:
             freed = sum(sizes.get(v, 0) for v in self.read[k] if left[v] == 1 and v not in self.kept)
-            return sum(need for _, need in self.written[k]) - freed
+            alone = len(self.written[k]) == 1 and self.written[k][0][0].aval.size == 1
+            key = (-math.inf if alone else self.made_by(k) - freed), -len(following[k])
+            if known.get(k) != key:
+                known[k] = key
+                heapq.heappush(ready, (*key, -next(turn), k))
 
-        ready = [(growth(k), k) for k, n in enumerate(missing) if n == 0]
-        heapq.heapify(ready)
+        for k in reversed(range(len(missing))):
+            if not missing[k]:
+                offer(k)
         order, ran = list[int](), set[int]()
         while ready:
-            _, k = heapq.heappop(ready)
-            if k in ran:
+            *key, _, k = heapq.heappop(ready)
+            if k in ran or known[k] != tuple(key):
                 continue
             ran.add(k)
             order.append(k)
-            touched = set[int]()
+            for n in following[k]:
+                missing[n] -= 1
+                if not missing[n]:
+                    offer(n)
             for var in self.read[k]:
                 left[var] -= 1
                 if left[var] == 1:
-                    touched.update(r for r in readers[var] if r not in ran)
-            for n in following[k]:
-                missing[n] -= 1
-                touched.add(n)
-            for n in touched:
-                if missing[n] == 0 and n not in ran:
-                    heapq.heappush(ready, (growth(n), n))
+                    for n in readers[var]:
+                        if n not in ran and not missing[n]:
+                            offer(n)
         return order
 
     def breadth_first(self) -> list[int]:
@@ -391,10 +454,20 @@ class Buffers:
         """The order of a compiler, or the best that is tried."""
         if target.breadth:
             return self.breadth_first()
-        several = [sorted(range(len(self.after)), key=lambda k: (self.of[k], k)), self.depth_first()]
-        if not target.hides_gathers:
-            several.append(self.freeing())
-        return min((sorted(order, key=lambda k: k not in self.first) for order in several), key=self.peak)
+        several = self.freeing(), self.depth_first(), self.post_order()
+        ordered = (sorted(order, key=lambda k: k not in self.first) for order in several)
+        return min(ordered, key=self.before_places().peak)
+
+    def before_places(self) -> Buffers:
+        """The same as it is when orders are chosen: results are not yet where arguments are, nor arguments copied."""
+        if not any(self.results) and not self.early:
+            return self
+        written = [
+            (*(each for each in own if each[0] not in self.early), *results)
+            for own, results in itertools.zip_longest(self.written, self.results, fillvalue=())
+        ]
+        kept = self.kept | {var for results in self.results for var, _ in results}
+        return dataclasses.replace(self, written=tuple(written), kept=kept)
 
 
 def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = ()) -> Memory:
@@ -484,6 +557,8 @@ def beside_computation(
     own = [kernels.kernels[k] for k in buffers.of]
     gathers = [k for k in order if is_gather(own[k])]
     lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
+    if not gathers:
+        return [*order], {}
     return buffers.overlapped(order, lengths, {*gathers})
 
 
@@ -669,6 +744,7 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
       matched: the results in place of arguments, with these.
     """
     written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
+    early = set[Var]()
     for k, kernel in enumerate(kernels.kernels):
         results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
         given = results[0] if len(results) == 1 else None
@@ -680,8 +756,11 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
         copy = Var(given.aval)
         written[min(readers, default=k)] += ((copy, kernels.nbytes(given)),)
         read[k] |= {copy}
+        early.add(copy)
         vacant.append((kernels.nbytes(given), readers, k))
-    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
+    return dataclasses.replace(
+        buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant), early=frozenset(early)
+    )
 
 
 def turns_another(kernel: Kernel, given: Var) -> bool:
@@ -790,13 +869,19 @@ def buffers_of(
     for k, kernel in enumerate(kernels.kernels):
         if kernel.root.primitive is BESIDE:
             beside.setdefault(maker.get(kernels.memory_of(kernel.piece.reads[0]), k), []).extend(kernel.piece.writes)
+    made = list[int]()
     for k, kernel in enumerate(kernels.kernels):
+        made.append(sum(kernels.nbytes(var) for var in kernel.piece.writes))
         wrote = [] if kernel.root.primitive is BESIDE else kernel.piece.writes
         outs = [var for var in (*wrote, *beside.get(k, ())) if type(var) is Var]
         reads = dict.fromkeys(map(kernels.memory_of, kernel.piece.reads))  # in order, so that peaks do not vary
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         own = tuple((var, kernels.nbytes(var)) for var in outs if var in counted)
-        more = copied(kernel, readers, target) if region is None else inside_of(kernel.root, region, target, kernels)
+        more = (
+            copied(kernel, readers, target, kernels)
+            if region is None
+            else inside_of(kernel.root, region, target, kernels)
+        )
         if more and region is None and "scatter_dimension" not in kernel.root.params:
             pieces = [Var(outs[0].aval)]  # as they come; if there are others, also as they are sent
             if "split_axis" in kernel.root.params:
@@ -812,7 +897,7 @@ def buffers_of(
         own_copies = {*rounded.values()}
         read.append(frozenset(v for v in reads if v in counted or v in written_over or v in own_copies))
         inside.append(more)
-        moved = moved_within(kernel, kernels) if target.ordered else set[Var]()
+        moved = moved_within(kernel, kernels) if target.ordered else multiplied_within(kernel, kernels)
         pairs = overwritten(kernel, region, kernels, [var for var in reads if var not in moved], target)
         over.append(tuple(sorted(pairs, key=lambda pair: pair[1] not in written_over)))  # where it is wanted, if it can
     of = list(range(len(written)))
@@ -820,21 +905,39 @@ def buffers_of(
     for k, pieces, results in later:
         for place, (var, own) in enumerate(zip(pieces, results, strict=True)):
             before.append(len(written) - 1 if place else k)
+            made.append(sum(need for _, need in own))
             for entries, entry in ((written, own), (read, frozenset({var})), (inside, 0), (over, ()), (of, k)):
                 entries.append(entry)  # type: ignore[arg-type]
         maker.update((var, len(written) - 1) for var, _ in results[-1])
-    needs = [
-        {maker[var] for var in map(kernels.memory_of, kernel.piece.reads) if var in maker} for kernel in kernels.kernels
+    several = [[maker[v] for v in map(kernels.memory_of, each.piece.reads) if v in maker] for each in kernels.kernels]
+    operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
+    results = [kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)]
+    there = [
+        tuple((var, kernels.nbytes(var)) for var in each.piece.writes if var in results and var not in counted)
+        for each in kernels.kernels
     ]
-    after = [*map(frozenset, needs), *(frozenset({k}) for k in before)]
+    after = [*map(frozenset, operands)]
     sent = [kernel for kernel in kernels.kernels if kernel.shape is Shape.AWAY and on_host(kernel.root.outvars[0].aval)]
     last_read = {var for kernel in sent for var in map(kernels.memory_of, kernel.piece.reads) if var in counted}
     ends = frozenset(kernels.memory_of(var) for var in kept) | last_read
     last = {k for k, kernel in enumerate(kernels.kernels) if target.library and by_itself(kernel, kernels.program)}
     fetches = [kernel.shape is Shape.AWAY and not on_host(kernel.root.outvars[0].aval) for kernel in kernels.kernels]
     first = {k for k, fetch in enumerate(fetches) if fetch and not after[k]}
-    several = map(tuple, (written, read, inside, over))
-    return Buffers(*several, ends, tuple(after), tuple(of), frozenset(last), frozenset(first))  # type: ignore[arg-type]
+    return Buffers(
+        tuple(written),
+        tuple(read),
+        tuple(inside),
+        tuple(over),
+        ends,
+        tuple(after),
+        tuple(of),
+        frozenset(last),
+        frozenset(first),
+        ends=tuple(dict.fromkeys(maker[var] for var in results if var in maker)),
+        operands=tuple(operands),
+        made=tuple(made),
+        results=tuple(there),
+    )
 
 
 def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> list[Var]:
@@ -887,11 +990,11 @@ def made_in_loops(kernels: Kernels) -> set[Var]:
     return found
 
 
-def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target) -> int:
+def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Target, kernels: Kernels) -> int:
     """The bytes that collectives copy where arrays are exchanged along their first dimension only, in pieces.
 
     On CPUs; what is gathered along another is put in order by those who read it, if these go element by element. On
-    TPUs (`Target.turns`) only what everybody exchanges pieces of.
+    TPUs (`Target.turns`) only what everybody exchanges pieces of: the pieces are then outside of whole tiles.
     """
     if kernel.shape is not Shape.COLLECTIVE or not (target.ordered or target.turns):
         return 0
@@ -901,10 +1004,19 @@ def copied(kernel: Kernel, readers: Mapping[Var, Collection[Shape]], target: Tar
         if place is None or ("split_axis" not in eqn.params and not target.ordered):
             continue
         held = max(sum(nbytes(var.aval) for var in several) for several in (eqn.invars, eqn.outvars))
+        if target.tiles:
+            held = sum(in_pieces(atom.aval, place) for atom in eqn.invars)
+            held //= 2 if kernels.narrow.issuperset(eqn.outvars) else 1
         fused = "all_gather_dimension" in eqn.params and {*readers.get(eqn.outvars[0], ())} <= GOES_BY_EACH
         first = fused or math.prod(eqn.outvars[0].aval.shape[:place]) == 1
         total += held if "split_axis" in eqn.params or not first else 0
     return total
+
+
+def in_pieces(aval: Any, place: int) -> int:
+    """Bytes of an array in whole tiles of which none reaches over several indices of one dimension."""
+    pieces, rest = aval.shape[place], (*aval.shape[:place], *aval.shape[place + 1 :])
+    return pieces * in_tiles(rest) * (nbytes(aval) // max(aval.size, 1))
 
 
 ALONG = "all_gather_dimension", "scatter_dimension", "split_axis"
@@ -937,6 +1049,16 @@ def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
         moves = of is not None and of.has(Algebra.MOVES) and len(sizes) > 1
         turns = shape_of(eqn, of) is Shape.MOVED
         if not there and (moves or turns or found.intersection(eqn.outvars)):
+            found.update(atom for atom in eqn.invars if isinstance(atom, Var))
+    return {kernels.memory_of(var) for var in found}
+
+
+def multiplied_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
+    """What a kernel multiplies, all of it for each element that it writes, so that it cannot write over it."""
+    found = set[Var]()
+    for eqn in reversed(kernel.piece.equations):
+        of = kernels.program.describe(eqn)
+        if (of is not None and of.has(Algebra.CONTRACTS)) or found.intersection(eqn.outvars):
             found.update(atom for atom in eqn.invars if isinstance(atom, Var))
     return {kernels.memory_of(var) for var in found}
 
