@@ -34,7 +34,7 @@ from vnode.operators.aside import aside_p
 from vnode.operators.control import region_of
 from vnode.operators.spaces import on_host
 from vnode.partition import Machine, Plan, search
-from vnode.partition.cost.kernels import Target
+from vnode.partition.cost.target import Target
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.keep import Keeping, Place, Programme, Stacked, stacked_of
 from vnode.partition.plan.search import plan_of

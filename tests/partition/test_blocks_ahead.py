@@ -22,7 +22,7 @@ from benchmarks import tpu
 from vnode.partition import Machine, blocked, program_cost
 from vnode.partition.cost.compiler import CLOCKS
 from vnode.partition.cost.device import device_program
-from vnode.partition.cost.kernels import Target
+from vnode.partition.cost.target import Target
 from vnode.partition.hlo import parse
 from vnode.partition.plan.unequal import seen_with
 

@@ -43,12 +43,14 @@ from vnode.partition.cost import (
     transfer_of,
     transfers_of_route,
 )
+from vnode.partition.cost.buffers import Buffers
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import bodies_of, compiled_as, simplified
-from vnode.partition.cost.kernels import Shape, kernels_of, rounded_ends
+from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.loops import after_loops, before_loops
-from vnode.partition.cost.memory import Buffers
+from vnode.partition.cost.narrow import rounded_ends
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
+from vnode.partition.cost.shapes import Shape
 from vnode.partition.cost.sums import added_before, parts_first
 from vnode.partition.cost.windows import COUNTS, counted
 from vnode.partition.machine import Kind

@@ -201,7 +201,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from benchmarks import tpu
 from vnode.analysis.program import inline
 from vnode.partition.cost import Target, device_program
-from vnode.partition.cost.kernels import Shape, kernels_of
+from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.shapes import Shape
 from vnode.partition.cost.tiles import in_tiles
 from vnode.spmd.flow import follow
 from vnode.spmd.layout import from_spec

@@ -15,7 +15,7 @@ from vnode.analysis.program import Program, inline
 from vnode.errors import PartitionError
 from vnode.operators import Monoid
 from vnode.partition.cost import Piece, Roofline, Time, Times, program_cost
-from vnode.partition.cost.kernels import Target
+from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import LAUNCH, TRANSCENDENTAL
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.searches.costs import Estimate, fetched, of_machine

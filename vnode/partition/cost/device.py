@@ -21,10 +21,11 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
-from vnode.partition.cost.kernels import Shape, Target, shape_of
 from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
 from vnode.partition.cost.lowered import lowered
+from vnode.partition.cost.shapes import Shape, shape_of
 from vnode.partition.cost.sums import added_before, parts_first
+from vnode.partition.cost.target import Target
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes

@@ -30,18 +30,12 @@ from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import crosses, on_host
 from vnode.partition.cost.collectives import KINDS, Transfer, transfer_of
 from vnode.partition.cost.device import DeviceProgram, bodies_of, device_program
-from vnode.partition.cost.kernels import (
-    BESIDE,
-    Kernels,
-    Shape,
-    Target,
-    kernels_of,
-    multiplied_inside,
-    rounded_ends,
-    with_narrow,
-)
+from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.memory import Memory, memory_of, near_of
+from vnode.partition.cost.narrow import multiplied_inside, rounded_ends, with_narrow
 from vnode.partition.cost.pieces import Piece, traced_piece
+from vnode.partition.cost.shapes import BESIDE, Kernels, Shape
+from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Time, by_source
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh

@@ -33,8 +33,8 @@ from jax.extend.core import JaxprEqn, Literal, Var
 from vnode.operators import Algebra, OperatorDescription, describe
 from vnode.operators.control import region_of
 from vnode.operators.splits import Windowed
-from vnode.partition.cost.kernels import AT_WORK
 from vnode.partition.cost.pieces import Piece, cost_of
+from vnode.partition.cost.target import AT_WORK
 from vnode.partition.cost.time import Time
 from vnode.partition.machine import Kind
 from vnode.partition.machine.table import KINDS

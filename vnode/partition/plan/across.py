@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from vnode.analysis.program import Program
-from vnode.partition.cost.kernels import BESIDE
+from vnode.partition.cost.shapes import BESIDE
 from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan

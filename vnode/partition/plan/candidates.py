@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.branches import Branches
 from vnode.errors import MemoryLimitError
-from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.pieces import piece_of
+from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Roofline
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Device, Machine

@@ -34,7 +34,9 @@ from vnode.analysis.away import is_movable
 from vnode.analysis.late import Late
 from vnode.analysis.program import Made
 from vnode.operators.cost import all_bytes
-from vnode.partition.cost.kernels import Kernel, Kernels, Target, kernels_of
+from vnode.partition.cost.kernels import kernels_of
+from vnode.partition.cost.shapes import Kernel, Kernels
+from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Roofline
 from vnode.partition.machine import Kind, Machine
 from vnode.partition.plan.subject import Subject

@@ -23,9 +23,9 @@ from vnode.analysis.program import Program
 from vnode.partition.accept import Exchange, counted_plan, exchanges
 from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.device import DeviceProgram, device_program
-from vnode.partition.cost.kernels import Target
 from vnode.partition.cost.memory import Level, levels_over_time
 from vnode.partition.cost.program import program_cost
+from vnode.partition.cost.target import Target
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.across import Across, added
