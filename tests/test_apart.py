@@ -94,7 +94,7 @@ def test_values_come_back_as_they_were():
     shapes = [(5, 2, 3), (5, 4), (5, 2, 3), (5, 4), (5, 2)]
     values = [rng.standard_normal(shape).astype(np.float32) for shape in shapes]
     packing = Packing.of([jax.ShapeDtypeStruct(v.shape[1:], v.dtype) for v in values], 5)
-    arrays = packing.packed(values)
+    arrays = packing.packed(values.__getitem__)
     for node in range(5):
         parts = packing.apart([values[i][node] for i in packing.alone], packing.taken(arrays, jnp.int32(node)))
         for part, value in zip(parts, values, strict=True):

@@ -260,8 +260,13 @@ def test_contrastive_loss_holds_activations_per_node() -> None:
 
 
 def carried(loop: Any) -> list[tuple[Any, tuple[int, ...]]]:
-    """Dtype and shape of what a loop over nodes carries, for a step that returns nothing per example."""
-    return [(var.aval.dtype, var.aval.shape) for var in loop.outvars]
+    """Dtype and shape of what a loop over nodes carries, for a step that returns nothing per example.
+
+    Its turns are counted, besides.
+    """
+    turns, *totals = loop.outvars
+    assert (turns.aval.dtype, turns.aval.shape) == (np.int32, ())
+    return [(var.aval.dtype, var.aval.shape) for var in totals]
 
 
 @pytest.mark.parametrize(

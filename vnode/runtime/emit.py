@@ -232,7 +232,7 @@ class Emission:
         given = [self.away[var][0] if var in self.away else self.as_stored(var) for var in together.reads]
         shapes = [self.type_of(var, value) for var, value in zip(together.reads, given, strict=True)]
         layouts = [self.layout(var) for var in together.reads]
-        alike = Alike({self.placement.axis}, loops.in_memory) if self.mode is Mode.INVARIANT else None
+        alike = Alike({self.placement.axis}, self.in_memory) if self.mode is Mode.INVARIANT else None
         batched = [i for i, (_, form) in enumerate(together.wanted) if isinstance(form, Slice)]
         rooms = self.rooms_of(together.reads)
         divided = divided_once(together, shapes, layouts, self.once_axes, self.exact, alike, rooms, batched)
@@ -367,7 +367,7 @@ class Emission:
             value = self.batched[atom] if atom in self.batched else self.in_order(atom)
             value = self.everywhere(value)
             if self.mode is Mode.INVARIANT and atom not in self.arguments:
-                value = loops.in_memory(value)
+                value = self.in_memory(value)
             self.whole[atom] = value
         return self.whole[atom]
 
@@ -412,7 +412,7 @@ class Emission:
             values = bounded(flow.program.inputs, inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
-            division = dataclasses.replace(self.division, layouts=layouts, rooms=None)
+            division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.program.outputs, outputs)
 
@@ -487,6 +487,10 @@ class Emission:
         if rooms is None or var not in self.dims:
             return value
         return self.in_one_piece(value, self.dims[var] + 1, rooms.share)
+
+    def in_memory(self, value: Any) -> Any:
+        """A value that what reads it finds in memory; see `vnode.runtime.loops.in_memory`."""
+        return loops.in_memory(value, self.platform in loops.KEEP_BARRIERS)
 
     def everywhere(self, value: Any) -> Any:
         """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
@@ -601,14 +605,14 @@ class Emission:
         evaluate = functools.partial(self.as_node, nodes, wholes, sliced)
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
         own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in sliced]
-        packs = barriers and one_axis and placement.virtual_nodes > 1
+        packs = barriers and one_axis and divided is None and placement.virtual_nodes > 1
         packing = Packing.of(own, placement.virtual_nodes) if packs else Packing((), len(own))
 
         def device_program(
             first: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
         ) -> tuple[Any, list[Any]]:
             origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
-            packed = packing.packed([self.by_node(*each) for each in zip(shard, sliced, shards, slots, strict=True)])
+            packed = packing.packed(lambda i: self.by_node(shard[i], sliced[i], shards[i], slots[i]))
             whole = [
                 convert(value, start, end, self.shape(var), mesh_axes)
                 for var, value, start, end in zip(wholes, whole, given, lying[1 + len(sliced) :], strict=True)

@@ -427,33 +427,21 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.A
 
 
 def materialized(places: Sequence[BufferPart]) -> list[Any]:
-    """Copies of values, so that what reads them is compiled apart from what made them.
+    """Copies values in a loop of one turn, so that what reads them is compiled apart from what made them."""
 
-    They are made in a loop of one turn, but where a barrier does the same, of the values themselves.
-    """
-
-    def parts(buffers: Sequence[Any], turn: jax.Array | int) -> list[Any]:
+    def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
         return [
-            buffer
+            place.buffer
             if place.start is None
-            else lax.dynamic_slice_in_dim(buffer, place.start + turn, math.prod(place.shape)).reshape(place.shape)
-            for place, buffer in zip(places, buffers, strict=True)
+            else lax.dynamic_slice_in_dim(place.buffer, place.start + turn, math.prod(place.shape)).reshape(place.shape)
+            for place in places
         ]
 
-    def in_loop(*buffers: Any) -> list[Any]:
-        def body(turn: jax.Array, _: list[Any]) -> list[Any]:  # the turn is zero, which the compiler does not know
-            return parts(buffers, turn)
-
-        begun = [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
-        return named_loop("materialized", 0, opaque(1), body, begun)
-
-    def by_barrier(*buffers: Any) -> list[Any]:
-        return lax.optimization_barrier(parts(buffers, 0))
-
-    barriers = dict.fromkeys(KEEP_BARRIERS, by_barrier)
-    return lax.platform_dependent(*(place.buffer for place in places), default=in_loop, **barriers)
+    return named_loop(
+        "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
+    )
 
 
-def in_memory(value: jax.Array) -> jax.Array:
+def in_memory(value: jax.Array, barriers: bool = False) -> jax.Array:
     """A value that what reads it finds in memory."""
-    return materialized([BufferPart(value, value.shape)])[0]
+    return lax.optimization_barrier(value) if barriers else materialized([BufferPart(value, value.shape)])[0]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -57,9 +57,9 @@ class Packing:
         packed = {i for group in self.groups for i in group}
         return [i for i in range(self.count) if i not in packed]
 
-    def packed(self, values: Sequence[Any]) -> list[Any]:
-        """Values ``[nodes, *part]``, of which only those of groups are needed, as arrays ``[nodes, values, *part]``."""
-        return [jnp.stack([values[i] for i in group], 1) for group in self.groups]
+    def packed(self, value: Callable[[int], Any]) -> list[Any]:
+        """The arrays ``[nodes, values, *part]``, of what gives the value at a position, ``[nodes, *part]``."""
+        return [jnp.stack([value(i) for i in group], 1) for group in self.groups]
 
     def taken(self, arrays: Sequence[Any], index: jax.Array) -> list[Any]:
         """Of each array what one node reads, ``[values, *part]``."""
