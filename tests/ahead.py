@@ -25,12 +25,17 @@ everything is compiled as users compile it.
 
 def said(program: str, *arguments: str, hasty: bool = False) -> Any:
     """What the last line that a program prints is as JSON; `hasty`: with `HASTY`."""
+    return json.loads(printed("-c", program, *arguments, hasty=hasty)[-1])
+
+
+def printed(*command: str, hasty: bool = False) -> list[str]:
+    """The lines that Python prints, called so; `hasty`: with `HASTY`."""
     done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[1],
         env={**os.environ, **tpu.ENVIRONMENT, **(HASTY if hasty else {})},
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout.splitlines()

@@ -6,11 +6,7 @@ The reference is arithmetic: the gradient of every parameter crosses the devices
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import pytest
@@ -18,7 +14,8 @@ import pytest
 if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
 
-from benchmarks import contenders, models, tpu
+from benchmarks import contenders, models
+from tests.ahead import printed
 
 pytestmark = pytest.mark.thorough
 
@@ -27,14 +24,10 @@ NODES_PER_DEVICE = 4
 
 def compile_for(topology: str, contender: str, layers: int) -> dict:
     """What the TPU compiler says about one contender's step."""
-    command = [sys.executable, "-m", "benchmarks.tpu", topology, "--contenders", contender]
+    command = ["-m", "benchmarks.tpu", topology, "--contenders", contender]
     command += ["--layers", str(layers), "--width", "64", "--length", "32", "--vocabulary", "512"]
     command += ["--nodes-per-device", str(NODES_PER_DEVICE), "--examples-per-node", "2"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parents[1], env={**os.environ, **tpu.ENVIRONMENT}
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads("\n".join(printed(*command)))
 
 
 def bytes_of_gradient(layers: int) -> int:
@@ -125,23 +118,20 @@ print(json.dumps(hlo.additions(hlo.parse(text), 3)))
 """
 
 
+MOVING = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
+"""What only moves elements: a single node's examples come by a select, in place of a slice."""
+
+
+def arithmetic(fusions: list[str]) -> list[str]:
+    """Those that compute something."""
+    return sorted(text for text in fusions if any(not MOVING.search(line) for line in text.splitlines()))
+
+
 def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     """All arithmetic of a node, and of adding two blocks of the tree; only buffers differ in size."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAME_PROGRAM],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    said = printed("-c", SAME_PROGRAM)
+    found = [json.loads(line) for line in said if line.startswith("{")]
     assert [row["devices"] for row in found] == [1, 2, 8]
-    # A single node's examples come by a select, in place of a slice.
-    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
-
-    def arithmetic(fusions: list[str]) -> list[str]:
-        return sorted(text for text in fusions if any(not moving.search(line) for line in text.splitlines()))
 
     nodes = [arithmetic(row["node"]) for row in found]
     assert any("convolution" in text for text in nodes[0])
@@ -161,7 +151,7 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     # Across devices, each of which holds a block.
     four, other = "(((0 + 1) + 2) + 3)", "(((4 + 5) + 6) + 7)"
     assert [row["across"] for row in found] == [[], ["(0 + 1)"] * 2, [f"({four} + {other})"] * 2]
-    assert json.loads(done.stdout.splitlines()[-1]) == ["((0 + 1) + 2)"] * 2  # one of them by an all-to-all
+    assert json.loads(said[-1]) == ["((0 + 1) + 2)"] * 2  # one of them by an all-to-all
 
 
 SAME_NODE = """
@@ -194,27 +184,15 @@ for count in (1, 2, 8):
 
 def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_values():
     """Two inputs are packed, and barriers are all that is between a node and the buffers of its device."""
-    done = subprocess.run(
-        [sys.executable, "-c", SAME_NODE],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    found = [json.loads(line)["node"] for line in done.stdout.splitlines() if line.startswith("{")]
+    found = [json.loads(line)["node"] for line in printed("-c", SAME_NODE) if line.startswith("{")]
     assert len(found) == 3
-    moving = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
 
     def plain(fusion: str) -> str:
         """Without the order of parameters, and of the operands of what commutes."""
         fusion = re.sub(r"parameter\(\d+\)", "parameter()", fusion)
         return re.sub(r"(add|maximum|multiply)\((v\d+), (v\d+)\)", lambda m: f"{m[1]}{sorted(m.group(2, 3))}", fusion)
 
-    def arithmetic(fusions: list[str]) -> list[str]:
-        return sorted(plain(text) for text in fusions if any(not moving.search(line) for line in text.splitlines()))
-
-    nodes = [arithmetic(each) for each in found]
+    nodes = [sorted(map(plain, arithmetic(each))) for each in found]
     for word in ("convolution", "tanh", "exponential"):
         assert any(word in text for text in nodes[0])
     assert any("slice={[1:2]" in text for text in nodes[0])  # the second of two inputs
@@ -226,15 +204,8 @@ def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_valu
 def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
     """A contrastive step on one device: beside gradient caching by hand half a gradient, a twentieth of its time."""
     ways = "by hand,fast,invariant in one lane,invariant on the host"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[1],
-        env={**os.environ, **tpu.ENVIRONMENT},
-    )
-    assert done.returncode == 0, done.stderr
-    rows = {row["way"]: row for row in map(json.loads, done.stdout.splitlines())}
+    lines = printed("-m", "benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways)
+    rows = {row["way"]: row for row in map(json.loads, lines)}
     hand, lane = rows["by hand"], rows["invariant in one lane"]
     assert hand["cycles"] > 0
     assert lane["cycles"] <= 1.05 * hand["cycles"]

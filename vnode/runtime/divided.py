@@ -88,7 +88,7 @@ class Divided:
       others: the same function as other platforms would have it: what was decided for one of them holds as well.
       rooms: which arguments are given in blocks; then what is tied to them is computed, and returned, in blocks.
       whole: results, by number, that are returned in one piece even so.
-      ends: for each result how it shall lie, None where that is left open; nothing if it is for all of them.
+      ends: for each result how it shall lie; see `followed`.
 
     Attributes:
       inputs: how the arguments have to lie.
@@ -127,10 +127,10 @@ class Divided:
         flow = recorded(program, records, axes) if records is not None else followed(program, given, axes, exact, ends)
         self.inputs = list(flow.inputs[: len(shapes)])
         allowed = [*pieces, *[None] * (len(flow.ends) - len(pieces))]
-        self.results = [result(end, monoid, axes) for end, monoid in zip(flow.ends, allowed, strict=True)]
+        asked = ends or [None] * len(flow.ends)
         self.results = [
-            at_the_border(end, axes) if end is not None else own
-            for own, end in zip(self.results, ends or [None] * len(self.results), strict=True)
+            result(end, monoid, axes) if want is None else at_the_border(handed_on, axes)
+            for end, handed_on, monoid, want in zip(flow.ends, flow.outputs, allowed, asked, strict=True)
         ]
         self.flow: Flow = dataclasses.replace(flow, outputs=tuple(self.results))
         self.shapes = [atom.aval.shape for atom in program.outputs]
@@ -187,9 +187,11 @@ def followed(
       given: how its inputs lie.
       axes: of the mesh, those longer than one.
       exact: of these, those whose size must not show in bits.
-      ends: for each output how it shall lie, None where that is left open; nothing if it is for all of them.
+      ends: for each output how it shall lie, perhaps over further axes as well; None where that is left open, and
+        nothing if it is for all of them.
     """
-    outputs = ends or [None] * len(program.outputs)
+    several = zip(program.outputs, ends or [None] * len(program.outputs), strict=True)
+    outputs = [None if end is None else over(axes, end, shape(a)) for a, end in several]
     asked = {a: end for a, end in zip(program.outputs, outputs, strict=True) if isinstance(a, Var) and end is not None}
 
     def through(wishes: Mapping[Var, Layout]) -> Flow:
@@ -203,7 +205,7 @@ def followed(
             program,
             [over(inner, layout, shape(var)) for layout, var in zip(given, program.inputs, strict=True)],
             inner,
-            ends=[end and over(inner, end, shape(a)) for end, a in zip(outputs, program.outputs, strict=True)],
+            ends=ends,
         )
     flow = through(asked)
     wishes = wished(flow, axes, frozenset(exact))

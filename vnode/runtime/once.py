@@ -25,7 +25,7 @@ from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.handed import Lying
 from vnode.runtime.node import Once
 from vnode.spmd.flow import Flow
-from vnode.spmd.layout import Axes, Layout, over, replicated
+from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.run import Alike
 
 
@@ -130,7 +130,7 @@ def divided_once(
     """
     try:
         platform = fun.place.platform
-        ends = [over(axes, fun.ends[var], var.aval.shape) if var in fun.ends else None for var, _ in fun.wanted]
+        ends = [fun.ends.get(var) for var, _ in fun.wanted]
         return Divided(
             fun, shapes, layouts, axes, platform, exact=exact, alike=alike, rooms=rooms, whole=whole, ends=ends
         )

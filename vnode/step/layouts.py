@@ -105,9 +105,8 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
 
 def specs_after(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
     """For each leaf of a step's results how it will be laid out, as `laid_out` has it; None where nobody says."""
-    said = [*specs, *[None] * (len(jax.tree.leaves(tuple(args), is_leaf=is_sharded_batch)) - len(specs))]
-    before = successors(results, args, [spec is not None for spec in said])
-    return [None if i is None else said[i] for i in before]
+    before = successors(results, args, [spec is not None for spec in specs])
+    return [None if i is None else specs[i] for i in before]
 
 
 def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> list[int | None]:

@@ -25,7 +25,7 @@ from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
 from vnode.spmd.flow import Flow, Step
-from vnode.spmd.layout import Axes, Layout, from_spec, over, replicated
+from vnode.spmd.layout import Axes, Layout, from_spec, replicated
 
 
 def in_pieces(flow: Flow, axes: Axes) -> Flow:
@@ -171,12 +171,7 @@ class Leading:
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""
-        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.cut(axes))
-
-    def cut(self, axes: Axes) -> list[Layout | None]:
-        """How its outputs shall lie over some axes."""
-        several = zip(self.ends, self.program.outputs, strict=False)
-        return [end and over(axes, end, getattr(a.aval, "shape", ())) for end, a in several]
+        return followed(self.program, list(map(lying, self.program.inputs)), axes, exact, self.ends)
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
         """In which layouts each variable is read, each time."""
