@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 import traceback
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.errors import layout_message
-from vnode.operators import OperatorDescription, describe, kind
+from vnode.operators import OperatorDescription, describe
 from vnode.operators.control import Body, call_of, implementation_of, region_of
 from vnode.operators.indexing import with_batching_dims
 
@@ -51,24 +51,22 @@ class Program:
     custom_derivatives: bool = False
     reverse_only: bool = False
     _descriptions: dict[int, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
-    _kinds: dict[Hashable, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
-    _bodies: dict[int, tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
+    _bodies: dict[int, tuple[JaxprEqn, tuple[Program, ...]]] = dataclasses.field(default_factory=dict, repr=False)
 
     def with_equations(self, equations: list[JaxprEqn]) -> Program:
         """A program of the same inputs and outputs that computes them otherwise."""
-        return Program(self.inputs, self.constants, equations, self.outputs, self.custom_derivatives, self.reverse_only)
+        return self.derived(self.inputs, equations, self.outputs)
+
+    def derived(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
+        """A program made of this one; loops and branches that are in both have the same bodies."""
+        derivatives = self.custom_derivatives, self.reverse_only
+        return Program(inputs, self.constants, equations, outputs, *derivatives, _bodies=self._bodies)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
-        """The description of one of the program's equations, made once for all of its kind."""
+        """The description of one of the program's equations, made once."""
         key = id(eqn)
         if key not in self._descriptions:
-            of = kind(eqn)
-            if of is None:
-                self._descriptions[key] = describe(eqn)
-            else:
-                if of not in self._kinds:
-                    self._kinds[of] = describe(eqn)
-                self._descriptions[key] = self._kinds[of]
+            self._descriptions[key] = describe(eqn)
         return self._descriptions[key]
 
     def bodies(self, eqn: JaxprEqn) -> tuple[Program, ...]:
@@ -77,8 +75,9 @@ class Program:
         if key not in self._bodies:
             region = region_of(eqn)
             found = () if region is None else region.bodies
-            self._bodies[key] = tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
-        return self._bodies[key]
+            bodies = tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
+            self._bodies[key] = eqn, bodies  # the equation lives as long, so that no other gets its number
+        return self._bodies[key][1]
 
     def closed(self, like: Jaxpr) -> ClosedJaxpr:
         """The program as the body of a loop or branch, in the place of another one."""
@@ -91,6 +90,15 @@ class Program:
     def definitions(self) -> dict[Var, JaxprEqn]:
         """The equation that defines a variable; inputs and constants have none."""
         return {var: eqn for eqn in self.equations for var in eqn.outvars}
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, list[JaxprEqn]]:
+        """The equations that read a variable, each once; no entry if there are none."""
+        found: dict[Var, list[JaxprEqn]] = {}
+        for eqn in self.equations:
+            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
+                found.setdefault(var, []).append(eqn)
+        return found
 
 
 @functools.lru_cache(maxsize=1)

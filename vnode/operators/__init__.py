@@ -29,7 +29,7 @@ from vnode.operators.description import (
 )
 from vnode.operators.evaluate import cast, evaluate, evaluate_wide
 from vnode.operators.monoid import Monoid
-from vnode.operators.registry import advice, describe, kind, register
+from vnode.operators.registry import advice, describe, kind, kind_to_keep, register
 from vnode.operators.splits import Free, LookedUp, Move, Prefix, Reduced, Shifted, Whole, Windowed
 
 __all__ = [
@@ -54,5 +54,6 @@ __all__ = [
     "evaluate",
     "evaluate_wide",
     "kind",
+    "kind_to_keep",
     "register",
 ]

@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -194,6 +194,11 @@ class OperatorDescription:
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
     replaced_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
+
+    @functools.cached_property
+    def answers(self) -> dict[Hashable, Any]:
+        """What was asked of it, and found: whoever asks again of an equation of its kind need not find it again."""
+        return {}
 
     @functools.cached_property
     def sizes(self) -> Sizes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-from jax.extend.core import JaxprEqn, Primitive
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.description import OperatorDescription
 
@@ -89,6 +89,8 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
 def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     """The description of an equation, or None if its primitive has none.
 
+    Equations of a kind are given the same description; layers, and the plans of a search, have many of few kinds.
+
     Args:
       eqn: an equation of any jaxpr.
 
@@ -96,7 +98,23 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
       The description.
     """
     fun = _rules.get(eqn.primitive.name)
-    return None if fun is None else fun(eqn)
+    if fun is None:
+        return None
+    of = kind_to_keep(eqn)
+    if of is None:
+        return fun(eqn)
+    if of not in _known:
+        if len(_known) >= MANY:
+            _known.clear()
+        _known[of] = fun(eqn)
+    return _known[of]
+
+
+_known: dict[Hashable, OperatorDescription | None] = {}
+"""Descriptions that were made, by kind."""
+
+MANY = 20_000
+"""Entries beyond which those that are known are forgotten."""
 
 
 def described(eqn: JaxprEqn) -> bool:
@@ -137,3 +155,9 @@ def kind(eqn: JaxprEqn) -> Hashable | None:
     except TypeError:
         return None
     return made
+
+
+def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
+    """The kind of an equation; None also of one with a program or function, lest what is known keep its constants."""
+    programs = any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values())
+    return None if programs else kind(eqn)

@@ -405,7 +405,6 @@ class _Builder:
             equations=equations,
             outputs=outputs,
             _descriptions={},
-            _kinds={},
             _bodies={},
         )
         return InBlocks(program, self.share, tuple(inputs), tuple(self.outputs), tuple(self.gathered))

@@ -11,9 +11,11 @@ already divided by are looked at, and of them the one is taken that moves the fe
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -88,6 +90,24 @@ class Given:
     settled: bool = False
 
 
+def remembered(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of an equation, its description and more, that reads nothing of the equation but types.
+
+    What it found for an equation of the same kind, with the same arguments, it does not look for again: repeated layers
+    are many equations of few kinds, and a search asks for each of them in plan after plan.
+    """
+
+    @functools.wraps(fun)
+    def found(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
+        key = (fun.__name__, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
+        if key not in description.answers:
+            description.answers[key] = fun(eqn, description, *args)
+        return description.answers[key]
+
+    return found
+
+
+@remembered
 def choose(
     eqn: JaxprEqn,
     description: OperatorDescription,
@@ -253,6 +273,7 @@ def is_narrow(dtype: object) -> bool:
     return bool(jnp.issubdtype(dtype, np.floating)) and jnp.finfo(dtype).bits < 32  # type: ignore[arg-type]
 
 
+@remembered
 def carried_out(
     eqn: JaxprEqn,
     description: OperatorDescription,
@@ -319,6 +340,7 @@ def wanted_layout(
     return Layout(tuple(found))
 
 
+@remembered
 def total_cost(
     eqn: JaxprEqn,
     description: OperatorDescription,

@@ -236,7 +236,7 @@ class _Follower:
 
     def is_combined(self, var: Var, layout: Layout) -> bool:
         """Whether some equation that reads a variable needs its pieces combined."""
-        for eqn in self.readers.get(var, ()):
+        for eqn in self.program.readers.get(var, ()):
             description = None if region_of(eqn) is not None else self.program.describe(eqn)
             having = {i for i, atom in enumerate(eqn.invars) if atom is var}
             if description is None or not all(
@@ -252,7 +252,7 @@ class _Follower:
         asked: dict[Var, Layout] = {}
 
         def ask(atom: Atom, layout: Layout) -> None:
-            if isinstance(atom, Var) and len(self.readers[atom]) == 1 and atom not in self.returned:
+            if isinstance(atom, Var) and len(self.program.readers[atom]) == 1 and atom not in self.returned:
                 asked[atom] = layout
 
         for eqn in reversed(self.program.equations):
@@ -277,15 +277,6 @@ class _Follower:
     def returned(self) -> set[Var]:
         """The variables that are outputs."""
         return {atom for atom in self.program.outputs if isinstance(atom, Var)}
-
-    @functools.cached_property
-    def readers(self) -> dict[Var, list[JaxprEqn]]:
-        """The equations that read a variable."""
-        readers: dict[Var, list[JaxprEqn]] = {}
-        for eqn in self.program.equations:
-            for var in dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var)):
-                readers.setdefault(var, []).append(eqn)
-        return readers
 
     def asked_step(self, eqn: JaxprEqn, description: OperatorDescription, given: Sequence[Given], asked: Asked) -> Step:
         """What shall be cut in some ways is cut in these, or refused."""

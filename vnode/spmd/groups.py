@@ -141,7 +141,7 @@ def grouped(program: Program, groups: Iterable[Group]) -> Program:
     equations = [
         program.equations[node] if node >= 0 else together(program, groups[-1 - node]) for node in ordered(reads, whose)
     ]
-    return dataclasses.replace(program, equations=equations, _descriptions={}, _kinds={})
+    return dataclasses.replace(program, equations=equations, _descriptions={})
 
 
 def branch_of_each(program: Program, groups: Sequence[Group]) -> dict[int, tuple[int, int]]:

@@ -16,9 +16,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, barrier_equation, inline
+from vnode.operators import kind_to_keep
 from vnode.operators.control import region_of
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
@@ -33,7 +35,7 @@ from vnode.spmd.program import at_the_border
 from vnode.spmd.run import run
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class DeviceProgram:
     """What one device of a mesh runs.
 
@@ -123,7 +125,8 @@ def simplified(program: Program) -> Program:
     for eqn in reshaped_after(program):
         eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
         if region_of(eqn) is None and eqn.primitive is not barrier:
-            key = eqn.primitive, tuple(map(said, eqn.invars)), repr(sorted(eqn.params.items(), key=str))
+            of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
+            key = eqn.primitive, tuple(map(said, eqn.invars)), of
             other = known.setdefault(key, eqn)
             if other is not eqn:
                 same.update(zip(eqn.outvars, other.outvars, strict=True))
@@ -143,7 +146,7 @@ def simplified(program: Program) -> Program:
         if wanted.intersection(eqn.outvars):
             kept.append(eqn)
             wanted.update(atom for atom in eqn.invars if not isinstance(atom, Literal))
-    return Program(program.inputs, program.constants, kept[::-1], outputs)
+    return program.derived(program.inputs, kept[::-1], outputs)
 
 
 def reshaped_after(program: Program) -> Iterator[JaxprEqn]:
@@ -173,7 +176,7 @@ def exchanged_first(program: Program) -> Program:
             equations.append(eqn)
         else:
             equations += [exchanged, reshaped(eqn, exchanged.outvars[0], eqn.outvars[0])]
-    return Program(program.inputs, program.constants, equations, program.outputs)
+    return program.with_equations(equations)
 
 
 def in_fewer_dimensions(eqn: JaxprEqn, source: Any) -> JaxprEqn | None:
@@ -191,7 +194,7 @@ def in_fewer_dimensions(eqn: JaxprEqn, source: Any) -> JaxprEqn | None:
 
 def said(atom: Any) -> object:
     """What tells operands apart: literals are the same if their values and types are."""
-    return (repr(atom.val), atom.aval) if isinstance(atom, Literal) else atom
+    return (np.asarray(atom.val).tobytes(), atom.aval) if isinstance(atom, Literal) else atom
 
 
 def bodies_of(eqn: JaxprEqn) -> Sequence[Program]:

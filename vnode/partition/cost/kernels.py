@@ -56,7 +56,7 @@ from vnode.partition.cost.shapes import (
     only_sliced,
     pools,
     puts_a_block,
-    shape_of,
+    shapes_of,
     slides,
     stacked,
     sums_last,
@@ -92,14 +92,11 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
       The kernels, in an order in which they can run.
     """
     equations, definitions = program.equations, program.definitions
-    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in equations}
+    shapes = {**shapes_of(program)}
     updates = [eqn for eqn in equations if target.weighs and shapes[id(eqn)] is Shape.UPDATED]
     chosen = {id(eqn): Shape.EACH for eqn in updates if chosen_in_each(eqn)}
     shapes.update(chosen)
-    users: dict[Var, list[JaxprEqn]] = {}
-    for eqn in equations:
-        for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            users.setdefault(atom, []).append(eqn)
+    users = program.readers
     ends = {atom for atom in program.outputs if isinstance(atom, Var)}
     rigid = {id(eqn) for eqn in equations if target.ordered and (slides(eqn, program) or joins_apart(eqn, program))}
     kept = worth_writing(program, shapes, users, ends) if target.weighs else frozenset[int]()

@@ -93,7 +93,7 @@ def before_loops(program: Program, growing: bool = True) -> Program:
             equations += hoisted(eqn, region, growing)
         else:
             equations.append(eqn)
-    return Program(program.inputs, program.constants, equations, program.outputs)
+    return program.with_equations(equations)
 
 
 def grows(eqn: JaxprEqn) -> bool:
@@ -182,7 +182,7 @@ def after_loops(program: Program) -> Program:
     for eqn in program.equations:
         region = region_of(eqn)
         equations += summed_after(eqn, region, makers) if isinstance(region, Loop) else [eqn]
-    return Program(program.inputs, program.constants, equations, program.outputs)
+    return program.with_equations(equations)
 
 
 def turns(eqn: JaxprEqn) -> bool:

@@ -55,7 +55,7 @@ def lowered(program: Program) -> Program:
             equations.append(rebuilt(eqn, region, inner, inner.equations, [], [], inner.outputs))
         else:
             equations.append(eqn)
-    return Program(program.inputs, program.constants, equations, program.outputs)
+    return program.with_equations(equations)
 
 
 def in_order(eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
@@ -326,7 +327,8 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
     return levels
 
 
-def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffers, set[Var], int]:
+@functools.lru_cache(maxsize=2)  # what is on the chip and what is held are asked for one after the other
+def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffers, frozenset[Var], int]:
     """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
     program = device.program
     kernels = kernels_of(program, target)
@@ -345,7 +347,8 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
                 break
     moved = brought_in_place(kernels, program, matched) if target.copies_gathered else {}
     elsewhere -= moved.keys()
-    own = {kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var)} - elsewhere - moved.keys()
+    results = frozenset(kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var))
+    own = results - elsewhere - moved.keys()
     buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
     buffers = with_copies(buffers, kernels, moved.values())
     return kernels, turned_first(buffers, kernels, matched) if target.turns_updates else buffers, own, aliased

@@ -19,7 +19,7 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra
 from vnode.operators.control import region_of
 from vnode.operators.splits import Windowed
-from vnode.partition.cost.shapes import Kernel, Kernels, Shape, in_memory, shape_of, slides
+from vnode.partition.cost.shapes import Kernel, Kernels, Shape, in_memory, shapes_of, slides
 from vnode.partition.cost.target import Target
 
 
@@ -192,10 +192,6 @@ def multiplied_inside(program: Program, rounded: Set[Var] = frozenset()) -> set[
       program: of the body.
       rounded: what it gives that only contractions read.
     """
-    shapes = {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
-    users: dict[Var, list[JaxprEqn]] = {}
-    for eqn in program.equations:
-        for atom in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
-            users.setdefault(atom, []).append(eqn)
+    shapes, users = shapes_of(program), program.readers
     ends = {atom for atom in program.outputs if isinstance(atom, Var)} - rounded
     return {var for var in program.inputs if multiplied(var, program, shapes, users, ends, rounded)}

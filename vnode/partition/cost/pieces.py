@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, bind, context_of, inline
-from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind
+from vnode.operators import Algebra, OperatorDescription, describe, evaluate, kind_to_keep
 from vnode.operators.control import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.program_cost import equation_cost
@@ -177,12 +177,6 @@ KNOWN: dict[Hashable, OfOne] = {}
 
 MANY = 20_000
 """Entries beyond which those that are known are forgotten."""
-
-
-def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
-    """The kind of an equation; None also of one with a program or function, lest what is known keep its constants."""
-    programs = any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values())
-    return None if programs else kind(eqn)
 
 
 def of_one(eqn: JaxprEqn) -> OfOne:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -93,10 +94,17 @@ class Kernels:
     aligned: int = 1
     tiles: bool = False
 
+    @functools.cached_property
+    def _needs(self) -> dict[Var, int]:
+        """What `nbytes` said; it is asked of the same variables again and again."""
+        return {}
+
     def nbytes(self, var: Var) -> int:
         """Bytes of a variable in memory."""
-        need = room_for(var.aval, self.tiles) // (2 if var in self.narrow else 1)
-        return -(-need // self.aligned) * self.aligned
+        if var not in self._needs:
+            need = room_for(var.aval, self.tiles) // (2 if var in self.narrow else 1)
+            self._needs[var] = -(-need // self.aligned) * self.aligned
+        return self._needs[var]
 
     def memory_of(self, var: Var) -> Var:
         """The variable whose memory a variable has."""
@@ -109,6 +117,12 @@ def room_for(aval: Any, tiles: bool) -> int:
     """Bytes that an array takes on the device, in whole tiles or as they are."""
     need = nbytes(aval)
     return need // aval.size * in_tiles(aval.shape) if tiles and need else need
+
+
+@functools.lru_cache(maxsize=16)  # whoever makes kernels asks for it several times
+def shapes_of(program: Program) -> Mapping[int, Shape]:
+    """What each equation of a program looks like, by its number as an object."""
+    return {id(eqn): shape_of(eqn, program.describe(eqn)) for eqn in program.equations}
 
 
 def shape_of(eqn: JaxprEqn, description: OperatorDescription | None) -> Shape:

@@ -55,7 +55,7 @@ def added_before(program: Program) -> Program:
         for each in (pending, *reversed(after)):
             kept[id(each)] = each
             makers.update(dict.fromkeys(each.outvars, each))
-    return Program(program.inputs, program.constants, list(kept.values()), program.outputs)
+    return program.with_equations(list(kept.values()))
 
 
 def parts_first(program: Program) -> Program:
@@ -88,7 +88,7 @@ def parts_first(program: Program) -> Program:
     if not instead:
         return program
     equations = [other for eqn in program.equations for other in instead.get(id(eqn), [eqn])]
-    return Program(program.inputs, program.constants, equations, program.outputs)
+    return program.with_equations(equations)
 
 
 def scatters(eqn: JaxprEqn) -> bool:
@@ -109,7 +109,7 @@ def without_zeros(program: Program) -> Program:
         else:
             equations.append(eqn)
     outputs = [same.get(a, a) if isinstance(a, Var) else a for a in program.outputs]
-    return Program(program.inputs, program.constants, equations, outputs)
+    return program.derived(program.inputs, equations, outputs)
 
 
 def summed(

@@ -258,7 +258,10 @@ def overwritten(
         return [(out, var) for out, var in pairs if var in reads and kernels.nbytes(var) == kernels.nbytes(out)]
     if kernel.shape not in IN_PLACE:
         return []
-    return [(out, var) for out in kernel.piece.writes for var in reads if kernels.nbytes(var) == kernels.nbytes(out)]
+    by_size: dict[int, list[Var]] = {}
+    for var in reads:
+        by_size.setdefault(kernels.nbytes(var), []).append(var)
+    return [(out, var) for out in kernel.piece.writes for var in by_size.get(kernels.nbytes(out), ())]
 
 
 def moved_within(kernel: Kernel, kernels: Kernels) -> set[Var]:

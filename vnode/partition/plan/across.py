@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Primitive
 
-from vnode.analysis.program import Program
 from vnode.partition.cost.shapes import BESIDE
 from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime import collectives, loops
@@ -143,7 +142,7 @@ def added(flow: Flow, across: Across) -> Flow:
             steps += [dataclasses.replace(s, bodies=tuple(added(b, inner) for b in s.bodies)) for s in several]
     program = flow.program
     equations = [step.eqn for step in steps]
-    made = Program(program.inputs, program.constants, equations, program.outputs)
+    made = program.derived(program.inputs, equations, program.outputs)
     return dataclasses.replace(flow, program=made, steps=tuple(steps))
 
 

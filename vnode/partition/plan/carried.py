@@ -147,7 +147,7 @@ def once_followed(
     following = rest.flow(lies.__getitem__, axes, exact)
     outputs = [own if end is None else end for own, end in zip(following.outputs, kept, strict=True)]
     steps = (*passes, *following.steps)
-    ordered = Program(program.inputs, program.constants, [step.eqn for step in steps], program.outputs)
+    ordered = program.derived(program.inputs, [step.eqn for step in steps], program.outputs)
     return Flow(ordered, inputs, steps, tuple(outputs), following.ends)
 
 
@@ -167,7 +167,7 @@ class Leading:
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys(a for a in (*(a for eqn in eqns for a in eqn.invars), *outputs) if isinstance(a, Var))
         given = [var for var in read if var not in made and var not in program.constants]
-        return Leading(Program(given, program.constants, eqns, [*outputs]), ends)
+        return Leading(program.derived(given, eqns, [*outputs]), ends)
 
     def flow(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Flow:
         """Layouts through it, of which those over some axes must not show in bits."""

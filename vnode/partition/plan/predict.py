@@ -19,7 +19,6 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
-from vnode.analysis.program import Program
 from vnode.partition.accept import Exchange, counted_plan, exchanges
 from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.device import DeviceProgram, device_program
@@ -233,7 +232,7 @@ def with_parts(device: DeviceProgram, batch: Collection[int]) -> DeviceProgram:
             (inputs[i],) = readers[0].outvars
             gone.add(id(readers[0]))
     equations = [eqn for eqn in program.equations if id(eqn) not in gone]
-    made = Program(inputs, program.constants, equations, program.outputs)
+    made = program.derived(inputs, equations, program.outputs)
     return dataclasses.replace(device, program=made)
 
 
