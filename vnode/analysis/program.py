@@ -12,7 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -28,6 +28,10 @@ Atom = Var | Literal
 
 Made = tuple[int, int]
 """A result of an equation: the number of the equation in a program, and of the result."""
+
+T = TypeVar("T")
+Known = dict[int, tuple[JaxprEqn, T]]
+"""What is known of equations, by their numbers as objects; with them, so that no other equation gets such a number."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,24 +54,24 @@ class Program:
     outputs: list[Atom]
     custom_derivatives: bool = False
     reverse_only: bool = False
-    _descriptions: dict[int, OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
-    _bodies: dict[int, tuple[JaxprEqn, tuple[Program, ...]]] = dataclasses.field(default_factory=dict, repr=False)
+    _descriptions: Known[OperatorDescription | None] = dataclasses.field(default_factory=dict, repr=False)
+    _bodies: Known[tuple[Program, ...]] = dataclasses.field(default_factory=dict, repr=False)
 
     def with_equations(self, equations: list[JaxprEqn]) -> Program:
         """A program of the same inputs and outputs that computes them otherwise."""
         return self.derived(self.inputs, equations, self.outputs)
 
     def derived(self, inputs: list[Var], equations: list[JaxprEqn], outputs: list[Atom]) -> Program:
-        """A program made of this one; loops and branches that are in both have the same bodies."""
-        derivatives = self.custom_derivatives, self.reverse_only
-        return Program(inputs, self.constants, equations, outputs, *derivatives, _bodies=self._bodies)
+        """A program made of this one: equations that are in both have the same descriptions, and the same bodies."""
+        known = self.custom_derivatives, self.reverse_only, self._descriptions, self._bodies
+        return Program(inputs, self.constants, equations, outputs, *known)
 
     def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
         """The description of one of the program's equations, made once."""
         key = id(eqn)
         if key not in self._descriptions:
-            self._descriptions[key] = describe(eqn)
-        return self._descriptions[key]
+            self._descriptions[key] = eqn, describe(eqn)
+        return self._descriptions[key][1]
 
     def bodies(self, eqn: JaxprEqn) -> tuple[Program, ...]:
         """The bodies of one of the program's loops or branches, always the same programs with the same variables."""
@@ -75,8 +79,7 @@ class Program:
         if key not in self._bodies:
             region = region_of(eqn)
             found = () if region is None else region.bodies
-            bodies = tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
-            self._bodies[key] = eqn, bodies  # the equation lives as long, so that no other gets its number
+            self._bodies[key] = eqn, tuple(inline(body.jaxpr, body.constants, eqn) for body in found)
         return self._bodies[key][1]
 
     def closed(self, like: Jaxpr) -> ClosedJaxpr:

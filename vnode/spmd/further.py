@@ -15,12 +15,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom
 from vnode.operators import OperatorDescription
 from vnode.operators.control import Region
-from vnode.spmd.choice import Given, Way, candidates, carried_out, reached, total_cost
+from vnode.spmd.choice import Choice, Given, Way, candidates, carried_out, reached, remembered, total_cost
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, over, replicated
 
@@ -106,13 +106,7 @@ class _Further:
         if id(base) in self.kept or base.asks or partial or description is None or not description.by_element:
             return base
         wishes = [self.wishes.get(var) for var in eqn.outvars]
-        found, best = ways, total_cost(eqn, description, ways, given, self.axes, (), wishes)
-        for axis in (name for name in self.axes if name not in self.inner):
-            for more in self.with_axis(description, given, wishes, found, axis, self.axes):
-                cost = total_cost(eqn, description, more, given, self.axes, (), wishes)
-                if cost is not None and (best is None or cost < best):
-                    found, best = more, cost
-        choice = carried_out(eqn, description, found, given, self.axes, ()) if found != ways else None
+        choice = chosen_further(eqn, description, ways, given, wishes, self.inner, self.axes)
         if choice is None:
             return base
         made = reached(eqn, choice)
@@ -125,24 +119,6 @@ class _Further:
         shape = getattr(atom.aval, "shape", ())
         fitting = (each for each in several if each is not None and over(self.inner, each, shape) == base)
         return next(fitting, base)
-
-    @staticmethod
-    def with_axis(
-        description: OperatorDescription,
-        given: Sequence[Given],
-        wishes: Sequence[Layout | None],
-        ways: tuple[Way, ...],
-        axis: str,
-        axes: Axes,
-    ) -> Iterator[tuple[Way, ...]]:
-        """Ways with one more axis, as the minor one of those that divide the same, or as the major one."""
-        layouts = [each.layout for each in given]
-        for more in candidates(description, layouts, given, wishes, ways, axis, axes):
-            yield more
-            for k, way in enumerate(more):
-                if axis in way.axes and len(way.axes) > 1:
-                    others = tuple(name for name in way.axes if name != axis)
-                    yield (*more[:k], dataclasses.replace(way, axes=(axis, *others)), *more[k + 1 :])
 
     # Loops and branches
 
@@ -194,6 +170,54 @@ class _Further:
             given = [Given(Layout(operands[i].dims[1:]) if i in region.scanned else operands[i]) for i in inputs]
             flows.append(_Further(self.inner, self.axes, self.wishes).follow(flow, given))
         return flows
+
+
+@remembered
+def chosen_further(
+    eqn: JaxprEqn,
+    description: OperatorDescription,
+    ways: tuple[Way, ...],
+    given: Sequence[Given],
+    wishes: Sequence[Layout | None],
+    inner: Axes,
+    axes: Axes,
+) -> Choice | None:
+    """How an equation that is cut in some ways is cut along further axes as well; None if it is not.
+
+    Args:
+      eqn: the equation.
+      description: of it.
+      ways: how it is cut over `inner`.
+      given: what is known of each operand.
+      wishes: for each result the layout that it should have, if somebody says so.
+      inner: the axes that were there before.
+      axes: all of them.
+    """
+    found, best = ways, total_cost(eqn, description, ways, given, axes, (), wishes)
+    for axis in (name for name in axes if name not in inner):
+        for more in with_axis(description, given, wishes, found, axis, axes):
+            cost = total_cost(eqn, description, more, given, axes, (), wishes)
+            if cost is not None and (best is None or cost < best):
+                found, best = more, cost
+    return carried_out(eqn, description, found, given, axes, ()) if found != ways else None
+
+
+def with_axis(
+    description: OperatorDescription,
+    given: Sequence[Given],
+    wishes: Sequence[Layout | None],
+    ways: tuple[Way, ...],
+    axis: str,
+    axes: Axes,
+) -> Iterator[tuple[Way, ...]]:
+    """Ways with one more axis, as the minor one of those that divide the same, or as the major one."""
+    layouts = [each.layout for each in given]
+    for more in candidates(description, layouts, given, wishes, ways, axis, axes):
+        yield more
+        for k, way in enumerate(more):
+            if axis in way.axes and len(way.axes) > 1:
+                others = tuple(name for name in way.axes if name != axis)
+                yield (*more[:k], dataclasses.replace(way, axes=(axis, *others)), *more[k + 1 :])
 
 
 def inside(made: Sequence[Layout], region: Region) -> tuple[Layout, ...]:

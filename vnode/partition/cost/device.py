@@ -123,7 +123,8 @@ def simplified(program: Program) -> Program:
         return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
     for eqn in reshaped_after(program):
-        eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
+        if any(isinstance(atom, Var) and atom in same for atom in eqn.invars):
+            eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
         if region_of(eqn) is None and eqn.primitive is not barrier:
             of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
             key = eqn.primitive, tuple(map(said, eqn.invars)), of

@@ -52,6 +52,9 @@ UNEQUAL = "unequal shares"
 BESIDE = "searched + branches"
 """What a candidate is called that has branches of what a node computes on devices of their own."""
 
+MEGATRON, SEARCHED = "Megatron-style", "searched"
+"""What candidates are called that are divided as experts do it, and as is found to be best."""
+
 HOPELESS = 2.0
 """So many times the best time of what is even, or has no branches: what is slower is not looked at further."""
 
@@ -78,6 +81,7 @@ class Candidate:
       host: names of leaves that lie in the host's memory.
       far: how many of the sums that wait are in the host's memory.
       farther: the same with others, and how many there may be.
+      estimate: seconds by the search's own cost; infinite if it was not asked for them.
     """
 
     name: str
@@ -93,6 +97,7 @@ class Candidate:
     host: tuple[str, ...] = ()
     far: int = 0
     farther: tuple[Callable[..., Candidate], int] | None = None
+    estimate: float = math.inf
 
     @property
     def uses_host(self) -> bool:
@@ -306,7 +311,8 @@ class OnMesh:
 
     def over_rows(self, candidate: Candidate) -> Candidate:
         """A candidate with its state sharded over the rows as well."""
-        return self.candidate(f"{candidate.name} + ZeRO", candidate.flow, over_rows=True, gap=candidate.gap)
+        made = self.candidate(f"{candidate.name} + ZeRO", candidate.flow, over_rows=True, gap=candidate.gap)
+        return dataclasses.replace(made, estimate=candidate.estimate)
 
     def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
         """How the leaves of the state lie that rows can divide among themselves."""
@@ -319,10 +325,22 @@ class OnMesh:
                 found[i] = further
         return found
 
-    def megatron(self) -> list[Candidate]:
-        """Megatron's splits over all axes; nothing where there are none to divide so."""
+    def estimated(self, name: str, strategies: Array, below: float, gap: float | None = None) -> Candidate | None:
+        """What an assignment of the search makes of the step; None if its own cost is above so many seconds."""
+        estimate = self.search.problem.cost(strategies)
+        if estimate > below:
+            return None
+        return dataclasses.replace(self.candidate(name, self.search.flow(strategies), gap=gap), estimate=estimate)
+
+    def megatron(self, below: float = math.inf) -> list[Candidate]:
+        """Megatron's splits over all axes; nothing where there are none to divide so, or that takes too many seconds.
+
+        Args:
+          below: how many are too many, by the search's own cost.
+        """
         names = [name for name in self.by_experts if name.startswith("Megatron")]
-        return [self.candidate("Megatron-style", self.search.flow(self.by_experts[name])) for name in names[-1:]]
+        several = [self.estimated(MEGATRON, self.by_experts[name], below) for name in names[-1:]]
+        return [each for each in several if each is not None]
 
     @collector_paused()
     def unequal(
@@ -375,10 +393,13 @@ class OnMesh:
         )
 
     @collector_paused()
-    def searched(self, memory: float, budget: float, gap: float) -> tuple[Candidate | None, bool]:
+    def searched(
+        self, memory: float, budget: float, gap: float, below: float = math.inf
+    ) -> tuple[Candidate | None, bool]:
         """What the exact search finds within a memory limit, and whether Ctrl-C ended it.
 
-        Where it finds nothing, what takes least memory by its own account, called so; None if that is not known.
+        Where it finds nothing, what takes least memory by its own account, called so; None if that is not known, or if
+        what it finds takes more seconds than `below`, by its own cost.
         """
         problem = dataclasses.replace(self.search.problem, limit=memory)
         grouped = any(node.groups for node in self.row.nodes)
@@ -388,10 +409,9 @@ class OnMesh:
         except MemoryLimitError:
             least = least_memory(problem, budget, lambda: None).strategies
             return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
-        flow = self.search.flow(solution.strategies)
         if grouped:  # the search has added up what branches take: that is no bound
-            return self.candidate(BESIDE, flow), solution.interrupted
-        return self.candidate("searched", flow, gap=solution.gap), solution.interrupted
+            return self.candidate(BESIDE, self.search.flow(solution.strategies)), solution.interrupted
+        return self.estimated(SEARCHED, solution.strategies, below, solution.gap), solution.interrupted
 
 
 def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:

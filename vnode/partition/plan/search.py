@@ -15,7 +15,17 @@ from typing import Any, SupportsFloat, TypeVar
 from vnode.errors import MemoryLimitError, PartitionError, UnsupportedPrimitiveError, layout_message, with_remedies
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
-from vnode.partition.plan.candidates import BESIDE, HOPELESS, UNEQUAL, Candidate, OnMesh, fitting, pace_of
+from vnode.partition.plan.candidates import (
+    BESIDE,
+    HOPELESS,
+    MEGATRON,
+    SEARCHED,
+    UNEQUAL,
+    Candidate,
+    OnMesh,
+    fitting,
+    pace_of,
+)
 from vnode.partition.plan.compiled import fits_as_compiled
 from vnode.partition.plan.keep import SOLVING, Keeping, Less
 from vnode.partition.plan.meshes import meshes
@@ -38,6 +48,10 @@ TRIES = 3
 
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
+
+SLOWER = 1.5
+"""So many times the seconds of a candidate on another mesh are too many: the ratio of what is predicted to the search's
+own cost varied by 1.4 over the meshes of a machine (a transformer on v5e and P100)."""
 
 MORE = 0.5
 """So much of the budget is spent once more, where nothing fits, on what would."""
@@ -291,7 +305,7 @@ class _Search:
                 self.say(sizes, found)
                 try:
                     on, *others = self.on_mesh(subject, sizes, pace)
-                    experts = on.megatron() if inner else []
+                    experts = on.megatron(self.most(MEGATRON, found)) if inner else []
                 except UnsupportedPrimitiveError as error:
                     if not found:  # fewer nodes than devices: there is no mesh of nodes alone
                         devices = len(self.machine.devices)
@@ -351,7 +365,8 @@ class _Search:
             if again and time.monotonic() > self.until:
                 self.cut_short = True
                 break
-            candidate, interrupted = on.searched(allowed, max(self.until - time.monotonic(), 1.0), GAP)
+            left = max(self.until - time.monotonic(), 1.0)
+            candidate, interrupted = on.searched(allowed, left, GAP, self.most(SEARCHED, found))
             if candidate is not None:
                 self.add(on, candidate, found)
             if interrupted:
@@ -363,6 +378,15 @@ class _Search:
                 break
             allowed -= less
         return False
+
+    def most(self, name: str, found: Sequence[Candidate]) -> float:
+        """Seconds by searches' own cost beyond which a candidate is not predicted: one of its name that fits is faster.
+
+        Predictions know of more, and take longer, but do not turn such an order round.
+        """
+        return SLOWER * min(
+            (c.estimate for c in fitting(found, self.limit) if c.name.startswith(name)), default=math.inf
+        )
 
     def unequally(self, on: OnMesh, found: list[Candidate], pace: Mapping[str, float]) -> None:
         """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
@@ -419,8 +443,8 @@ class _Search:
     def made(self, subject: Subject, chosen: Candidate, found: Sequence[Candidate]) -> Plan:
         """The plan."""
         beside: dict[str, Figures] = {}
-        others = ("searched",) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
-        for name in ("data parallel", "FSDP", "Megatron-style", "Megatron-style + ZeRO", *others):
+        others = (SEARCHED,) if BESIDE in chosen.name or UNEQUAL in chosen.name else ()
+        for name in ("data parallel", "FSDP", MEGATRON, f"{MEGATRON} + ZeRO", *others):
             alike = sorted((c for c in found if c.name == name), key=lambda c: c.figures.seconds)
             fits = fitting(alike, self.limit) or alike
             if fits and fits[0] is not chosen:
