@@ -58,6 +58,7 @@ def combined(
     group_of: list[int] = []
     masks: list[int] = []  # for each group, as bits, its members
     waits: list[int] = []  # and what they wait for
+    brought: list[int] = []  # and bytes of what they read
     offered: dict[object, list[int]] = {}
     for k, kernel in enumerate(kernels):
         above.append(0)
@@ -67,14 +68,13 @@ def combined(
         wanted, offers = keys_of(kernel, reads[k], target, multiply[k], halved)
         chosen = None
         for g in dict.fromkeys(g for key in wanted for g in offered.get(key, [])):
+            if collective and brought[g] + size > target.together:
+                continue
             inside = needs[k] & {*groups[g]}
-            held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
             if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
                 continue
             written = {var for n in inside if multiply[n] for var in kernels[n].piece.writes}
             if cut_out(kernel, written, memory_of):
-                continue
-            if held + size * collective > target.together:
                 continue
             bits = 0
             for n in needs[k] - inside:
@@ -87,6 +87,8 @@ def combined(
             groups.append([])
             masks.append(0)
             waits.append(0)
+            brought.append(0)
+        brought[chosen] += size
         groups[chosen].append(k)
         masks[chosen] |= 1 << k
         waits[chosen] |= above[k]

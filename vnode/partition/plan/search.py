@@ -362,7 +362,7 @@ class _Search:
         """
         allowed = float(self.limit)
         for again in range(TRIES):
-            if again and time.monotonic() > self.until:
+            if (again or fitting(found, self.limit)) and time.monotonic() > self.until:
                 self.cut_short = True
                 break
             left = max(self.until - time.monotonic(), 1.0)
