@@ -103,11 +103,14 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     of = kind_to_keep(eqn)
     if of is None:
         return fun(eqn)
-    if of not in _known:
-        if len(_known) >= MANY:
-            _known.clear()
-        _known[of] = fun(eqn)
-    return _known[of]
+    try:
+        return _known[of]
+    except KeyError:
+        description = fun(eqn)
+    if len(_known) >= MANY:
+        _known.clear()
+    _known[of] = description
+    return description
 
 
 _known: dict[Hashable, OperatorDescription | None] = {}

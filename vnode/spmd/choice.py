@@ -90,6 +90,10 @@ class Given:
     settled: bool = False
 
 
+MANY = 2_000
+"""Answers about the equations of a kind beyond which they are forgotten."""
+
+
 def remembered(fun: Callable[..., Any]) -> Callable[..., Any]:
     """A function of an equation, its description and more, that reads nothing of the equation but types.
 
@@ -100,9 +104,15 @@ def remembered(fun: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(fun)
     def found(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
         key = (fun.__name__, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
-        if key not in description.answers:
-            description.answers[key] = fun(eqn, description, *args)
-        return description.answers[key]
+        answers = description.answers
+        try:
+            return answers[key]
+        except KeyError:
+            answer = fun(eqn, description, *args)
+        if len(answers) >= MANY:
+            answers.clear()
+        answers[key] = answer
+        return answer
 
     return found
 
