@@ -286,7 +286,10 @@ class _Paths:
         return [d for d, (cut, target) in several if cut is not None and extends(cut, target, self.axes) is None]
 
     def is_straight(self, at: Layout) -> bool:
-        """Whether nothing is left but to put together what is cut too far: in any order the same is sent."""
+        """Whether nothing is left but to put together what is cut too far: in any order the same is sent.
+
+        The last dimension is the first, as with XLA's partitioner, by which some results of programs become whole.
+        """
         firsts = [(next(self.shorter(at, d)), self.end.dims[d]) for d in self.leaving(at)]
         wanted = self.end.cut_axes.keys()
         return all(rest == target and not wanted & {*names} for (names, rest), target in firsts)
@@ -326,7 +329,7 @@ class _Paths:
         yield self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
 
     def gathers(self, at: Layout) -> Iterator[Move]:
-        for d in self.leaving(at):
+        for d in reversed(self.leaving(at)):
             for names, rest in self.shorter(at, d):
                 yield self.move("all-gather", names, at, {d: rest}, dim=d)
 
