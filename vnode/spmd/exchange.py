@@ -9,7 +9,8 @@ import contextlib
 import contextvars
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -46,13 +47,34 @@ def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
         BRANCHES.reset(before[1])
 
 
+PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar("places", default=MappingProxyType({}))
+"""This device's index along axes, where a program has asked for it outside of its loops."""
+
+
+@contextlib.contextmanager
+def placed(axes: Axes) -> Iterator[None]:
+    """Asks for this device's index along axes here, for what follows, loops within it too.
+
+    XLA takes what does not change from turn to turn out of several loops, one within the other, but not where it
+    depends on which device it is and the inner one has asked for that (0.10).
+    """
+    known = PLACES.get()
+    before = PLACES.set({name: known[name] if name in known else lax.axis_index(name) for name in axes})
+    try:
+        yield
+    finally:
+        PLACES.reset(before)
+
+
 def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
     """Which part this device has of something that axes divide, int32; `axes`: of the mesh, if some are parts."""
-    parts = parts_of(axes) if axes is not None else {}
-    if not any(name in parts for name in names):
-        return lax.axis_index(tuple(names))
-    whole = {name: lax.axis_index(name) for name in axes_of(names, axes or {})}
-    return index_at(whole, names, axes or {})
+    places, parts = PLACES.get(), parts_of(axes) if axes is not None else {}
+    if axes is None or not parts.keys() & {*names}:
+        if not places.keys() >= {*names}:
+            return lax.axis_index(tuple(names))
+        axes = {name: lax.axis_size(name) for name in names}
+    whole = axes_of(names, axes)
+    return index_at({name: places[name] if name in places else lax.axis_index(name) for name in whole}, names, axes)
 
 
 def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> Any:

@@ -127,12 +127,12 @@ def axes_of(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
 
 def index_at(place: Mapping[str, Any], names: Sequence[str], axes: Axes) -> Any:
     """The number along some axes and parts of a device, given its index along each axis."""
-    parts, index = parts_of(axes), 0
+    parts, index = parts_of(axes), None
     for name in names:
         part = parts.get(name)
         own, size = (place[name], axes[name]) if part is None else (part.index(place[part.axis]), part.size)
-        index = index * size + own
-    return index
+        index = own if index is None else index * size + own
+    return 0 if index is None else index
 
 
 def groups(names: Sequence[str], axes: Axes) -> tuple[tuple[int, ...], ...]:

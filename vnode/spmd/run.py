@@ -37,7 +37,7 @@ from vnode.operators.postponed import behind
 from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
-from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along, moves
+from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along, moves, placed
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
@@ -101,7 +101,7 @@ def run(
     """
     made = _Run(flow, axes, platform, alike)
     made.latest = latest
-    with in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
+    with placed(axes), in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
         return made.all(values)
 
 
