@@ -151,6 +151,8 @@ class _Run:
                 self.renamed[var] = step
             if layout != made:
                 self.held[var][layout] = self.converted(var, made, layout)
+                if step.leaves:
+                    del self.held[var][made]
             self.computed += nbytes(value)
             if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
                 self.latest = value
