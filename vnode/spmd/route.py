@@ -212,16 +212,16 @@ class _Paths:
         """The path by which least is sent, with at most one permute: two are another one.
 
         At least what a device lacks is sent (A*: Hart, Nilsson, Raphael, "A formal basis for the heuristic
-        determination of minimum cost paths", 1968). Of several the one with fewest collectives, then
-        that without a permute, then the first that is found.
+        determination of minimum cost paths", 1968). Of several the one with fewest collectives, then that
+        by which a device holds least, then that without a permute, then the first that is found.
         """
         devices, numbers = math.prod(self.axes.values()), itertools.count()
-        waiting: list[tuple[int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
-            (0, 0, False, next(numbers), 0, start, ())
+        waiting: list[tuple[int, int, int, bool, int, int, Layout, tuple[Move, ...]]] = [
+            (0, 0, 0, False, next(numbers), 0, start, ())
         ]
         done: set[tuple[Layout, bool]] = set()
         while True:
-            _, collectives, permuted, _, sent, layout, path = heapq.heappop(waiting)
+            _, collectives, most, permuted, _, sent, layout, path = heapq.heappop(waiting)
             if layout == self.end:
                 return path
             if (layout, permuted) in done:
@@ -230,7 +230,8 @@ class _Paths:
             for move in self.moves(layout, self.in_pairs and not permuted):
                 more = sent + round(move.sent(self.axes) * devices)  # a whole number
                 permutes = permuted or move.kind == "permute"
-                key = more + self.lacks(move.after) * devices, collectives + (move.kind != "cut"), permutes
+                lacks, held = self.lacks(move.after), max(most, math.prod(move.after.local(self.shape, self.axes)))
+                key = more + lacks * devices, collectives + (move.kind != "cut"), held, permutes
                 heapq.heappush(waiting, (*key, next(numbers), more, move.after, (*path, move)))
 
     def lacks(self, at: Layout) -> int:
