@@ -150,10 +150,58 @@ def route(
     if start == end:
         return ()
     together = tuple(in_one(monoid, dtype) for _, monoid in start.partial)
-    return _found(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
+    return _of_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # searches ask for the same routes very often
+def _of_shape(
+    start: Layout,
+    end: Layout,
+    shape: tuple[int, ...],
+    axes: tuple[tuple[str, int], ...],
+    together: tuple[bool, ...],
+    in_pairs: bool,
+) -> tuple[Move, ...]:
+    """A route, from that of an array with only the dimensions that are cut, as short as they may be."""
+    devices = math.prod(size for _, size in axes)
+    several = list(zip(start.dims, end.dims, shape, strict=True))
+    kept = [d for d, (before, after, _) in enumerate(several) if before is not None or after is not None]
+    short = [devices if n and n % devices == 0 and is_plain(a, n) and is_plain(b, n) else n for a, b, n in several]
+    times = math.prod(n for d, n in enumerate(shape) if d not in kept)
+    times *= math.prod(shape[d] // short[d] for d in kept if shape[d] != short[d])
+
+    def resized(cut: Cut | None, n: int, size: int) -> Cut | None:
+        return cut if cut is None or n == size else Cut(cut.axes, 1, size)
+
+    def narrow(layout: Layout) -> Layout:
+        return Layout(tuple(resized(layout.dims[d], shape[d], short[d]) for d in kept), layout.partial)
+
+    def wide(layout: Layout) -> Layout:
+        dims: list[Cut | None] = [None] * len(shape)
+        for d, cut in zip(kept, layout.dims, strict=True):
+            dims[d] = resized(cut, short[d], shape[d])
+        return Layout(tuple(dims), layout.partial)
+
+    def widened(move: Move) -> Move:
+        parts: list[tuple[int, ...] | None] = [None] * len(shape)
+        for d, each in zip(kept, move.parts, strict=False):
+            parts[d] = each
+        dim, other = (kept[d] if kept else 0 for d in (move.dim, move.other))
+        elements, parts_of_all = move.elements * times, tuple(parts) if move.parts else ()
+        return dataclasses.replace(
+            move, after=wide(move.after), elements=elements, dim=dim, other=other, parts=parts_of_all
+        )
+
+    moves = _found(narrow(start), narrow(end), tuple(short[d] for d in kept), axes, together, in_pairs)
+    return tuple(map(widened, moves))
+
+
+def is_plain(cut: Cut | None, n: int) -> bool:
+    """Whether a cut of a dimension of `n` divides all of it, if it is cut."""
+    return cut is None or (cut.outer, cut.size) == (1, n)
+
+
+@functools.lru_cache(maxsize=1 << 14)
 def _found(
     start: Layout,
     end: Layout,
