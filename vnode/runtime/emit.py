@@ -40,7 +40,7 @@ from vnode.runtime.node import Node, Once, arrange
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.packed import Packing
 from vnode.runtime.waiting import stacked_far
-from vnode.spmd.exchange import convert, in_step
+from vnode.spmd.exchange import convert, in_step, placed
 from vnode.spmd.layout import Layout, over, replicated
 from vnode.spmd.program import long_axes, spec_of
 from vnode.spmd.run import Alike, Later
@@ -688,7 +688,7 @@ class Emission:
             [sharded(layout, 0, axis) for layout in kept_in] if kept_in is not None else spec(axis),
         )
         run = jax.shard_map(
-            device_program,
+            placed(mesh_axes if self.divides else {})(device_program),
             mesh=placement.mesh,
             in_specs=in_specs,
             out_specs=out_specs,

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jax import lax
 from vnode.operators import Monoid
 from vnode.operators.splits import Interval
 from vnode.spmd.layout import Axes, Cut, Layout, count
+from vnode.spmd.parts import axes_of, index_at, parts_of, with_parts
 from vnode.spmd.route import ORDERED, Move, in_one, route
 
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
@@ -44,9 +47,34 @@ def in_step(*, everywhere: bool, in_branches: bool) -> Iterator[None]:
         BRANCHES.reset(before[1])
 
 
-def index_along(names: Sequence[str]) -> jax.Array:
-    """Which part this device has of something that axes divide, int32."""
-    return lax.axis_index(tuple(names))
+PLACES: contextvars.ContextVar[Mapping[str, jax.Array]] = contextvars.ContextVar("places", default=MappingProxyType({}))
+"""This device's index along axes, where a program has asked for it outside of its loops."""
+
+
+@contextlib.contextmanager
+def placed(axes: Axes) -> Iterator[None]:
+    """Asks for this device's index along axes here, for what follows, loops within it too.
+
+    XLA takes what does not change from turn to turn out of several loops, one within the other, but not where it
+    depends on which device it is and the inner one has asked for that (0.10).
+    """
+    known = PLACES.get()
+    before = PLACES.set({name: known[name] if name in known else lax.axis_index(name) for name in axes})
+    try:
+        yield
+    finally:
+        PLACES.reset(before)
+
+
+def index_along(names: Sequence[str], axes: Axes | None = None) -> jax.Array:
+    """Which part this device has of something that axes divide, int32; `axes`: of the mesh, if some are parts."""
+    places, parts = PLACES.get(), parts_of(axes) if axes is not None else {}
+    if axes is None or not parts.keys() & {*names}:
+        if not places.keys() >= {*names}:
+            return lax.axis_index(tuple(names))
+        axes = {name: lax.axis_size(name) for name in names}
+    whole = axes_of(names, axes)
+    return index_at({name: places[name] if name in places else lax.axis_index(name) for name in whole}, names, axes)
 
 
 def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes) -> Any:
@@ -60,28 +88,49 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
       axes: of the mesh.
     """
     before = start
-    for move in route(start, end, shape, axes, jnp.result_type(value)):
+    for move in moves(start, end, shape, axes, jnp.result_type(value)):
         value = carry_out(value, before, move, shape, axes)
         before = move.after
     return value
 
 
+def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:
+    """The route between two layouts here: without permutes where devices may not send to single others."""
+    return route(start, end, shape, axes, dtype, in_pairs=not APART.get())
+
+
 def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
     """One move."""
+    axes, mesh = with_parts(axes), axes
+    among = [list(group) for group in move.among] or None
     match move.kind:
         case "all-reduce" | "all-gather" if move.monoid is not None:
             return combine(value, move.axes, move.monoid)
         case "reduce-scatter":
             return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
         case "all-to-all":
-            return lax.all_to_all(value, move.axes, split_axis=move.other, concat_axis=move.dim, tiled=True)
+            return lax.all_to_all(value, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
         case "all-gather":
             cut = before.dims[move.dim]
             assert cut is not None
-            return gather(value, move.dim, cut, move.after.dims[move.dim], shape[move.dim], axes)
+            together = functools.partial(lax.all_gather, axis_name=move.axes, axis_index_groups=among, tiled=True)
+            return gather(value, move.dim, cut, move.after.dims[move.dim], shape[move.dim], axes, together)
+        case "permute":
+            return permute(part_to_send(value, before, move, shape, axes), move.axes, {*move.pairs}, mesh)
     after = move.after.dims[move.dim]
     assert after is not None
-    return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes)
+    part = index_along(move.axes, mesh)
+    return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes, part)
+
+
+def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
+    """What this device sends by a permute: the part of its block that another is to have."""
+    for d, (parts, after) in enumerate(zip(move.parts, move.after.dims, strict=True)):
+        if parts is not None:
+            assert after is not None
+            part = jnp.asarray(parts, jnp.int32)[index_along(move.axes)]
+            value = take_block(value, d, before.dims[d], after, shape[d], axes, part)
+    return value
 
 
 def combine(value: Any, names: tuple[str, ...], monoid: Monoid) -> Any:
@@ -126,27 +175,28 @@ def closed(value: Any, dim: int) -> Any:
     return value.reshape(*shape[:dim], math.prod(shape[dim : dim + 3]), *shape[dim + 3 :])
 
 
-def gather(value: Any, dim: int, cut: Cut, rest: Cut | None, n: int, axes: Axes) -> Any:
+def gather(
+    value: Any, dim: int, cut: Cut, rest: Cut | None, n: int, axes: Axes, put_together: Callable[..., Any]
+) -> Any:
     """Puts the blocks of a dimension together, all of them or those over the minor axes."""
-    names = cut.axes[len(rest.axes) if rest is not None else 0 :]
     size = cut.size if rest is None else rest.block(axes)
     if cut.outer == 1 and n == cut.size:
-        together = lax.all_gather(value, names, axis=dim, tiled=True)
+        together = put_together(value, axis=dim)
         return lax.slice_in_dim(together, 0, size, axis=dim) if together.shape[dim] != size else together
-    parts = lax.all_gather(opened(value, dim, cut, n, axes), names, axis=dim + 1, tiled=True)
+    parts = put_together(opened(value, dim, cut, n, axes), axis=dim + 1)
     return closed(lax.slice_in_dim(parts, 0, size, axis=dim + 1), dim)
 
 
-def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes) -> Any:
-    """One device's block of what it has more of."""
-    names = after.axes[len(before.axes) if before is not None else 0 :]
-    block, parts = after.block(axes), count(names, axes)
+def take_block(value: Any, dim: int, before: Cut | None, after: Cut, n: int, axes: Axes, part: jax.Array) -> Any:
+    """One of the blocks of what a device has more of."""
+    block = after.block(axes)
+    parts = count(after.axes, axes) // (count(before.axes, axes) if before is not None else 1)
     have, inner = after.size if before is None else before.block(axes), n // (after.outer * after.size)
     whole = value.reshape(*value.shape[:dim], after.outer, have, inner, *value.shape[dim + 1 :])
     missing = block * parts - have
     if missing:
         whole = extended(whole, dim + 1, 0, missing)
-    start = index_along(names) * block
+    start = part * block
     return closed(lax.dynamic_slice_in_dim(whole, start, block, axis=dim + 1), dim)
 
 
@@ -171,7 +221,6 @@ def fetch(
     intervals: Sequence[Interval],
     fill: Any,
     axes: Axes,
-    in_pairs: bool = True,
 ) -> Any:
     """The indices of a dimension that each device needs, wherever they lie.
 
@@ -184,7 +233,6 @@ def fetch(
       intervals: which indices each part needs, one interval behind the other.
       fill: what stands where there is no such index, a scalar; None for anything.
       axes: of the mesh.
-      in_pairs: whether devices may send to single others, as `permute` says.
 
     Returns:
       The device's array with what it needs along the dimension.
@@ -194,13 +242,11 @@ def fetch(
     inner = n // (cut.outer * cut.size)
     value = value.reshape(*shape[:dim], cut.outer, block, inner, *shape[dim + 1 :])
     have = block if lies_cut else None
-    pieces = [_fetch_one(value, dim + 1, cut, have, each, fill, axes, in_pairs) for each in intervals]
+    pieces = [_fetch_one(value, dim + 1, cut, have, each, fill, axes) for each in intervals]
     return closed(pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim + 1), dim)
 
 
-def _fetch_one(
-    value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes, in_pairs: bool
-) -> Any:
+def _fetch_one(value: Any, dim: int, cut: Cut, block: int | None, interval: Interval, fill: Any, axes: Axes) -> Any:
     parts = len(interval.starts)
     index = np.stack([interval.indices(i, cut.size) for i in range(parts)])  # [part, element], -1 for none
     there = index >= 0
@@ -208,7 +254,7 @@ def _fetch_one(
         base = np.zeros(parts, int)
         near = value
     else:
-        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes, in_pairs)
+        near, base = _neighbourhood(value, dim, cut.axes, block, index, axes)
     me = index_along(cut.axes)
     own = np.where(there, index - base[:, None], 0)
     result = _select(near, dim, own, there, me)
@@ -220,7 +266,7 @@ def _fetch_one(
 
 
 def _neighbourhood(
-    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes, in_pairs: bool
+    value: Any, dim: int, names: tuple[str, ...], block: int, index: np.ndarray, axes: Axes
 ) -> tuple[Any, np.ndarray]:
     """A run of indices around a device's own block that has all that it needs, and where each part's run begins.
 
@@ -239,7 +285,7 @@ def _neighbourhood(
             begin = low
         piece = lax.slice_in_dim(value, low, high + 1, axis=dim)
         if distance and distance in pairs:  # others only lie between, and may be anything
-            piece = permute(piece, names, pairs[distance], axes, in_pairs)
+            piece = permute(piece, names, pairs[distance], axes)
         pieces.append(piece)
     near = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, axis=dim)
     return near, (np.arange(parts) + first) * block + begin
@@ -265,8 +311,11 @@ def neighbours(index: np.ndarray, block: int) -> tuple[dict[int, tuple[int, int]
     return needed, pairs
 
 
-def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes, in_pairs: bool = True) -> Any:
+def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axes: Axes) -> Any:
     """Sends values from parts to parts, ``(source, destination)``; to each part from one.
+
+    Where devices are at different places of the program (`APART`) all parts are given all there, and take what is
+    theirs: XLA's CPU runtime waits for all devices of the program when single ones send to single others (0.10).
 
     Unlike other collectives, a permutation along several axes numbers devices in the order of the mesh's axes, whatever
     the order in which these are given.
@@ -276,10 +325,8 @@ def permute(value: Any, names: tuple[str, ...], pairs: Set[tuple[int, int]], axe
       names: the axes that number the parts.
       pairs: who sends to whom; other parts may be given anything.
       axes: of the mesh.
-      in_pairs: whether to send to single devices. XLA's CPU runtime waits for all devices of the program then (0.10),
-        so that it must not be where some do something else: all parts are given all there, and take what is theirs.
     """
-    if not in_pairs or APART.get():
+    if APART.get():
         sources = np.zeros(count(names, axes), np.int32)
         for source, destination in pairs:
             sources[destination] = source

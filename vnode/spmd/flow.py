@@ -80,6 +80,7 @@ class Step:
       loop: the loop over blocks that it is, if each device has a number of them of its own.
       anyhow: it is evaluated wherever its result is needed, in that layout.
       asks: it asks for a layout, and computes nothing.
+      leaves: its results leave a program: only what is handed on is there afterwards.
     """
 
     eqn: JaxprEqn
@@ -93,6 +94,7 @@ class Step:
     loop: Loop | None = None
     anyhow: bool = False
     asks: bool = False
+    leaves: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,11 +37,10 @@ from vnode.operators.postponed import behind
 from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
-from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along
+from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along, moves, placed
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
-from vnode.spmd.route import route
 
 FAR = 4
 """So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
@@ -100,16 +99,17 @@ def run(
     Returns:
       This device's arrays of the outputs, as `flow.outputs` says.
     """
-    made = _Run(flow, axes, platform, everywhere, alike)
+    made = _Run(flow, axes, platform, alike)
     made.latest = latest
-    return made.all(values)
+    with placed(axes), in_step(everywhere=everywhere or platform != "cpu", in_branches=True):
+        return made.all(values)
 
 
 class _Run:
     """One evaluation of a program; holds each value in the layouts in which it was needed so far."""
 
-    def __init__(self, flow: Flow, axes: Axes, platform: str, everywhere: bool, alike: Alike | None) -> None:
-        self.flow, self.axes, self.platform, self.everywhere = flow, axes, platform, everywhere
+    def __init__(self, flow: Flow, axes: Axes, platform: str, alike: Alike | None) -> None:
+        self.flow, self.axes, self.platform = flow, axes, platform
         self.alike = alike
         self.held: dict[Var, dict[Layout, Any]] = {}
         self.anyhow: dict[Var, JaxprEqn] = {}
@@ -151,6 +151,8 @@ class _Run:
                 self.renamed[var] = step
             if layout != made:
                 self.held[var][layout] = self.converted(var, made, layout)
+                if step.leaves:
+                    del self.held[var][made]
             self.computed += nbytes(value)
             if nbytes(value) and jnp.issubdtype(value.dtype, np.floating):
                 self.latest = value
@@ -185,7 +187,7 @@ class _Run:
             dtype = atom.aval.dtype
             start = min(
                 (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sum(move.sent(self.axes) for move in route(start, layout, shape, self.axes, dtype)),
+                key=lambda start: sum(move.sent(self.axes) for move in moves(start, layout, shape, self.axes, dtype)),
             )
             held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):
@@ -315,9 +317,8 @@ class _Run:
                 n, outer = atom.aval.shape[k], math.prod(d.sizes[g] for g in dim[: dim.index(f)])
                 cut = Cut(way.axes, outer, d.sizes[f])
                 if f not in way.lead:
-                    in_pairs = self.everywhere or self.platform != "cpu"
                     fill, lies_cut = around(way, i, value), want.dims[k] is not None
-                    value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes, in_pairs)
+                    value = fetch(value, k, cut, lies_cut, n, intervals, fill, self.axes)
                 elif d.sizes[f] < intervals[0].length * len(intervals[0].starts):
                     value = self.masked(value, k, cut, n, way, choice, i)
         for way in choice.ways:
@@ -489,7 +490,7 @@ class _Run:
         return jnp.zeros(shape, dtype) if returned or var in self.handed else lax.empty(shape, dtype)
 
     def body(self, flow: Flow, values: Sequence[Any]) -> list[Any]:
-        made = run(flow, values, self.axes, self.platform, self.everywhere, self.alike)
+        made = run(flow, values, self.axes, self.platform, alike=self.alike)
         return [as_array(value, atom) for value, atom in zip(made, flow.program.outputs, strict=True)]
 
 

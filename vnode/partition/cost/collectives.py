@@ -67,8 +67,7 @@ class Transfer:
     def cost(self, machine: Machine, mesh: MachineMesh) -> Cost:
         """Latency, seconds a byte and links on a machine, all groups of the mesh at once.
 
-        The latency is that of all hops one after another. Of a permute over several distances they count one after
-        another, an upper bound: `vnode.spmd` sends over one distance at a time.
+        The latency is that of all hops one after another; of a permute, of the pair that is farthest apart.
 
         Args:
           machine: which moves the bytes.
@@ -83,24 +82,7 @@ class Transfer:
         groups = mesh.groups(*self.axes)
         if self.among:
             groups = [[group[place] for place in places] for group in groups for places in self.among]
-        if self.kind != "permute":
-            return machine.collective(NAMES[self.kind], groups)
-        found = Cost(0.0, 0.0, ())
-        for offset, around in sorted(self.shifts()):
-            each = machine.collective("permute", groups, offset=offset, around=around)
-            links = tuple(sorted({*found.resources, *each.resources}))
-            found = Cost(found.latency + each.latency, found.per_byte + each.per_byte, links)
-        return found
-
-    def shifts(self) -> set[tuple[int, bool]]:
-        """The distances over which a permute sends, and whether around the end.
-
-        >>> Transfer("permute", ("x",), 4, 4, ((0, 1), (1, 2), (2, 3), (3, 0))).shifts()
-        {(1, True)}
-        """
-        plain = {target - source for source, target in self.pairs} - {0}
-        wrapped = {d for d in plain if d - self.devices in plain} | {d for d in plain if d + self.devices in plain}
-        return {(d, False) for d in plain - wrapped} | {(d, True) for d in wrapped if d > 0}
+        return machine.collective(NAMES[self.kind], groups, pairs=self.pairs)
 
     def seconds(self, machine: Machine, mesh: MachineMesh) -> float:
         """The time on a machine."""
@@ -156,7 +138,8 @@ def transfers_of_route(moves: Sequence[Move], itemsize: int, axes: Axes) -> tupl
     found = []
     for move in moves:
         if move.kind != "cut":
-            devices = count(move.axes, axes)
+            devices = len(move.among[0]) if move.among else count(move.axes, axes)
             gathered = devices if move.kind == "all-gather" else 1
-            found.append(Transfer(move.kind, move.axes, move.elements * itemsize * gathered, devices))
+            size = move.elements * itemsize * gathered
+            found.append(Transfer(move.kind, move.axes, size, devices, move.pairs, move.among))
     return tuple(found)

@@ -121,10 +121,8 @@ class Fabric:
             self.networks[home].delay(source, target), max(1 / self.resources[r].bandwidth for r in found), found
         )
 
-    def collective(self, name: str, groups: Sequence[Group], offset: int, around: bool) -> Cost:
-        """The cost of a collective by all groups at once; see `Machine.collective`."""
-        if name == "permute":
-            return self.permute(groups, offset, around)
+    def collective(self, name: str, groups: Sequence[Group]) -> Cost:
+        """The cost of a collective by all groups at once, but for a permute; see `Machine.collective`."""
         if name == "all_to_all":
             return self.cost(self.all_to_all(groups))
         phases = dict[tuple[int, int], Busy]()
@@ -160,14 +158,13 @@ class Fabric:
             loads += [(resource, (size - 1) / size) for resource in cost.resources]
         return Phase((size - 1) * slowest, tuple(loads))
 
-    def permute(self, groups: Sequence[Group], offset: int, around: bool) -> Cost:
-        """Each device sends to the one `offset` places further on; the slowest pair is waited for."""
+    def permute(self, groups: Sequence[Group], pairs: Sequence[tuple[int, int]]) -> Cost:
+        """Some devices of each group send to others, all at once; the pair that is farthest apart is waited for."""
         busy = Busy()
         for group in groups:
-            for i, source in enumerate(group):
-                if around or 0 <= i + offset < len(group):
-                    cost = self.route(source, group[(i + offset) % len(group)])
-                    busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
+            for source, target in pairs:
+                cost = self.route(group[source], group[target])
+                busy.add(Phase(cost.latency, tuple((resource, 1.0) for resource in cost.resources)), 0)
         return self.cost([busy])
 
     def all_to_all(self, groups: Sequence[Group]) -> list[Busy]:
@@ -213,4 +210,33 @@ def checked_groups(groups: Sequence[Sequence[int]], devices: int) -> tuple[Group
         raise MachineError(f"groups must be of equally many devices, each in one of them only, not {found}")
     if min(named) < 0 or max(named) >= devices:
         raise MachineError(f"groups name devices from 0 to {devices - 1} of {several(devices, 'device')}, not {found}")
+    return found
+
+
+def shifted(devices: int, offset: int, around: bool) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom if each device does to the one so many places further on.
+
+    >>> shifted(3, 1, False), shifted(3, 1, True)
+    (((0, 1), (1, 2)), ((0, 1), (1, 2), (2, 0)))
+    """
+    every = ((i, i + offset) for i in range(devices))
+    return tuple((i, j % devices) for i, j in every if around or 0 <= j < devices)
+
+
+def checked_pairs(pairs: Sequence[tuple[int, int]], devices: int) -> tuple[tuple[int, int], ...]:
+    """Who sends to whom, by place in a group.
+
+    Raises:
+      MachineError: somebody sends, or is sent, more than one thing, or is not there.
+    """
+    try:
+        found = tuple((operator.index(source), operator.index(target)) for source, target in pairs)
+    except (TypeError, ValueError):
+        raise MachineError(f"pairs are of two places in a group each, not {pairs!r}") from None
+    for ends in zip(*found, strict=True):
+        if len({*ends}) < len(ends) or min(ends) < 0 or max(ends) >= devices:
+            raise MachineError(
+                f"in pairs each place of a group of {several(devices, 'device')} is at most once the first, and the "
+                f"second, not {found}"
+            )
     return found

@@ -18,7 +18,7 @@ from vnode.partition.machine import build
 from vnode.partition.machine.build import Device, Link
 from vnode.partition.machine.checks import MOST_DEVICES, inside, text, whole, wrong
 from vnode.partition.machine.checks import several as some
-from vnode.partition.machine.collectives import COLLECTIVES, Cost, Fabric, checked_groups
+from vnode.partition.machine.collectives import COLLECTIVES, Cost, Fabric, checked_groups, checked_pairs, shifted
 from vnode.partition.machine.kinds import Kind
 from vnode.partition.machine.mesh import MachineMesh, laid_out
 from vnode.partition.machine.networks import Network, Pairs, Resource, Switch
@@ -309,7 +309,15 @@ class Machine(Drawn):
         kind = self.devices[device].kind
         return Cost(kind.host_latency, 1 / kind.host_bandwidth, (link,))
 
-    def collective(self, name: str, groups: Sequence[Sequence[int]], *, offset: int = 1, around: bool = True) -> Cost:
+    def collective(
+        self,
+        name: str,
+        groups: Sequence[Sequence[int]],
+        *,
+        offset: int = 1,
+        around: bool = True,
+        pairs: Sequence[tuple[int, int]] | None = None,
+    ) -> Cost:
         """The cost of a collective that groups of devices run at the same time.
 
         `vnode.partition.machine.collectives` has the formulas and their sources. All bytes are those of one device:
@@ -320,12 +328,13 @@ class Machine(Drawn):
           groups: of equally many devices, as `MachineMesh.groups` gives them.
           offset: of a permute: the device at place i of its group sends to that at place i + offset.
           around: of a permute: whether the last send to the first.
+          pairs: of a permute: who sends to whom instead, by place in each group.
 
         Returns:
           Its cost; with one device in a group, nothing.
 
         Raises:
-          MachineError: there is no such collective, or the groups are none.
+          MachineError: there is no such collective, or the groups, or the pairs, are none.
 
         Example:
           >>> cost = Machine.gpus("h100-sxm").collective("all_gather", [range(8)])
@@ -336,8 +345,10 @@ class Machine(Drawn):
             raise MachineError(f"collectives are {', '.join(COLLECTIVES)}, not {name!r}")
         found = checked_groups(groups, len(self.devices))
         whole(offset, "offset", "an offset", -MOST_DEVICES, MOST_DEVICES)
-        key = (name, found, offset, around) if name == "permute" else (name, found)
-        return self._cached(key, lambda: self._fabric.collective(name, found, offset, around))
+        if name != "permute":
+            return self._cached((name, found), lambda: self._fabric.collective(name, found))
+        sent = shifted(len(found[0]), offset, around) if pairs is None else checked_pairs(pairs, len(found[0]))
+        return self._cached((name, found, sent), lambda: self._fabric.permute(found, sent))
 
     def _cached(self, key: Any, make: Any) -> Cost:
         if key not in self._costs:

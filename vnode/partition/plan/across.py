@@ -158,4 +158,5 @@ def together(steps: Sequence[Step], across: Across) -> Step:
         params={"across": across, "monoids": tuple(step.eqn.params["monoid"] for step in steps), "parts": parts},
     )
     operands, results = (tuple(step.operands[0] for step in steps), tuple(step.results[0] for step in steps))
-    return Step(eqn, operands, tuple(step.made[0] for step in steps), results)
+    made = tuple(step.made[0] for step in steps)
+    return Step(eqn, operands, made, results, leaves=any(step.leaves for step in steps))

@@ -195,7 +195,7 @@ def in_parts(step: Step, end: Layout, among: Among) -> Step:
     var, (layout,) = step.eqn.outvars[0], step.made
     held = Sum(step.eqn.params["monoid"], layout.local(var.aval.shape, among.axes), var.aval.dtype)
     made = among.divided(layout, among.part(held, layout, end), var.aval.shape)
-    return dataclasses.replace(step, made=(made,), results=(end,))
+    return dataclasses.replace(step, made=(made,), results=(end,), leaves=True)
 
 
 def sums_over_rows(step: Step) -> bool:

@@ -110,10 +110,11 @@ class Estimate:
         return transfers_of_route(route(start, end, shape, self.axes, dtype), _size(dtype), self.axes)
 
     def _seconds(self, transfer: Transfer) -> float:
-        return self._transfers(transfer.kind, transfer.axes, transfer.pairs).seconds(transfer.bytes)
+        cost = self._transfers(transfer.kind, transfer.axes, transfer.devices, transfer.pairs, transfer.among)
+        return cost.seconds(transfer.bytes)
 
-    def _ask(self, name: str, axes: tuple[str, ...], pairs: tuple[tuple[int, int], ...]) -> Any:
-        return Transfer(name, axes, 0, count(axes, self.axes), pairs).cost(self.machine, self.mesh)
+    def _ask(self, name: str, axes: tuple[str, ...], devices: int, pairs: Any, among: Any) -> Any:
+        return Transfer(name, axes, 0, devices, pairs, among).cost(self.machine, self.mesh)
 
     def bytes(self, layout: Layout, shape: Sequence[int], dtype: Any) -> float:
         """The elements of a device's array, times their size."""

@@ -1,0 +1,198 @@
+"""Routes between layouts: what they send, beside gathering and slicing, and beside XLA's own resharding.
+
+The references are arithmetic on layouts, `jax.device_put`, and the collectives in what XLA compiles of an identity
+whose argument and result are sharded so. What each device holds after a route is checked in `test_exchange`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from tests import ahead
+from tests.spmd.reference import mesh_of
+from vnode.operators import Monoid
+from vnode.partition.hlo import found_collectives, parse
+from vnode.spmd.exchange import convert
+from vnode.spmd.layout import Layout, from_spec
+from vnode.spmd.parts import groups, in_parts, joined, parts_of, split_names
+from vnode.spmd.route import route
+
+P = PartitionSpec
+MESHES = {"8": {"x": 8}, "2x4": {"x": 2, "y": 4}, "2x2x2": {"x": 2, "y": 2, "z": 2}}
+SHAPE = (16, 32)
+
+
+@st.composite
+def specs(draw: st.DrawFn, axes: Mapping[str, int]) -> PartitionSpec:
+    names = draw(st.permutations(list(axes)))[: draw(st.integers(0, len(axes)))]
+    first = draw(st.integers(0, len(names)))
+    return P(tuple(names[:first]) or None, tuple(names[first:]) or None)
+
+
+def layout_of(spec: PartitionSpec, axes: Mapping[str, int]) -> Layout:
+    return from_spec(spec, SHAPE, axes)
+
+
+def sent(start: Layout, end: Layout, axes: Mapping[str, int], in_pairs: bool = True) -> float:
+    return sum(move.sent(axes) for move in route(start, end, SHAPE, axes, "float32", in_pairs))
+
+
+def gathered_and_cut(start: Layout, end: Layout, axes: Mapping[str, int]) -> float:
+    """Elements that a device sends if each dimension is put together as far as it lies otherwise, and then cut."""
+    parts = 1
+    for before, after in zip(start.dims, end.dims, strict=True):
+        names, wanted = (cut.axes if cut is not None else () for cut in (before, after))
+        same = 0
+        while names[: same + 1] == wanted[: same + 1] and same < min(len(names), len(wanted)):
+            same += 1
+        parts *= math.prod(axes[name] for name in names[same:])
+    return math.prod(start.local(SHAPE, axes)) * (parts - 1)
+
+
+def resharded(start: PartitionSpec, end: PartitionSpec, axes: Mapping[str, int]) -> float:
+    """Elements that a device sends where XLA brings an array from one sharding to the other."""
+    before, after = (NamedSharding(mesh_of(axes), spec) for spec in (start, end))
+    compiled = jax.jit(lambda x: x, in_shardings=before, out_shardings=after).lower(
+        jax.ShapeDtypeStruct(SHAPE, np.float32)
+    )
+    total = 0.0
+    for each in found_collectives(parse(compiled.compile().as_text())):
+        rest = (each.devices - 1) / each.devices if each.devices else 1.0
+        total += each.bytes / 4 * rest * (2 if each.kind == "all-reduce" else 1)
+    return total
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_never_more_than_gathering_and_slicing(mesh: str, data: st.DataObject) -> None:
+    axes = MESHES[mesh]
+    start, end = (layout_of(data.draw(specs(axes)), axes) for _ in range(2))
+    found = sent(start, end, axes)
+    assert found <= sent(start, end, axes, in_pairs=False) <= gathered_and_cut(start, end, axes)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_never_more_than_xla(mesh: str, data: st.DataObject) -> None:
+    axes = MESHES[mesh]
+    start, end = (data.draw(specs(axes)) for _ in range(2))
+    assert sent(*(layout_of(spec, axes) for spec in (start, end)), axes) <= resharded(start, end, axes) + 1e-9
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_values_are_those_of_device_put(mesh: str, data: st.DataObject) -> None:
+    axes = MESHES[mesh]
+    start, end = (data.draw(specs(axes)) for _ in range(2))
+    before, after = (NamedSharding(mesh_of(axes), spec) for spec in (start, end))
+    value = jax.device_put(np.arange(math.prod(SHAPE), dtype=np.float32).reshape(SHAPE), before)
+    moved = jax.jit(
+        jax.shard_map(
+            lambda x: convert(x, layout_of(start, axes), layout_of(end, axes), SHAPE, axes),
+            mesh=mesh_of(axes),
+            in_specs=start,
+            out_specs=end,
+            check_vma=False,
+        )
+    )(value)
+    wanted = jax.device_put(value, after)
+    for one, other in zip(moved.addressable_shards, wanted.addressable_shards, strict=True):
+        assert one.device == other.device and np.array_equal(one.data, other.data)
+
+
+SHARD = math.prod(SHAPE) // 8
+
+EXPECTED = {
+    "another order": ("2x4", P(("x", "y")), P(("y", "x")), [("permute", SHARD)]),
+    "two dimensions exchange axes": ("2x2x2", P("x", "y"), P("y", "x"), [("permute", 2 * SHARD)]),
+    "another axis": ("2x2x2", P("x"), P("z"), [("permute", 4 * SHARD)]),
+    "another axis, shorter blocks": ("2x4", P("x"), P("y"), [("permute", 2 * SHARD)]),
+    "both": ("2x4", P(("x", "y")), P("y", "x"), [("permute", SHARD), ("all-to-all", SHARD / 2)]),
+    "axes of other sizes": ("2x4", P("x", "y"), P("y", "x"), [("permute", SHARD), ("all-to-all", SHARD / 2)]),
+    "cut before it is gathered": ("2x4", P("x"), P(None, "y"), [("all-gather", SHARD)]),
+}
+"""A mesh, from where to where, and what each device sends."""
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_what_is_sent(name: str) -> None:
+    mesh, start, end, wanted = EXPECTED[name]
+    axes = MESHES[mesh]
+    moves = route(layout_of(start, axes), layout_of(end, axes), SHAPE, axes, "float32")
+    assert [(move.kind, move.sent(axes)) for move in moves if move.kind != "cut"] == wanted
+
+
+def test_pieces_are_scattered_where_they_can_be_sent_on() -> None:
+    """A quarter of the array is what each of four devices adds up; it goes where it belongs in one piece."""
+    axes = {"x": 4, "y": 4}
+    start, end = (layout_of(spec, axes) for spec in (P(None, "y"), P("x", "y")))
+    moves = route(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
+    assert [move.kind for move in moves] == ["reduce-scatter"]
+    start, end = (layout_of(spec, axes) for spec in (P("y"), P(("x", "y"))))
+    moves = route(Layout(start.dims, (("x", Monoid.SUM),)), end, SHAPE, axes, "float32")
+    assert [move.kind for move in moves] == ["reduce-scatter", "permute"]
+
+
+def test_devices_that_may_not_send_to_single_others_gather() -> None:
+    axes = MESHES["2x4"]
+    start, end = (layout_of(spec, axes) for spec in (P(("x", "y")), P(("y", "x"))))
+    moves = route(start, end, SHAPE, axes, "float32", in_pairs=False)
+    assert [move.kind for move in moves] == ["all-gather", "cut"]
+
+
+def test_parts_of_axes() -> None:
+    axes = {"x": 2, "y": 8}
+    assert {name: part.size for name, part in parts_of(axes).items()} == {"y[0]": 2, "y[1]": 4}
+    assert split_names(("y", "x"), axes) == ("y[0]", "y[1]", "x") and joined(("y[0]", "y[1]", "x"), axes) == ("y", "x")
+    assert dict(in_parts(axes, whole=("y",))) == axes
+    assert groups(("y[0]",), axes) == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert groups(("y[1]",), axes) == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert not parts_of({"x": 4, "y": 4}) and not parts_of({"a": 2, "b": 4, "c": 8})  # alike, and too many
+
+
+AHEAD = """
+import json, jax, numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, PartitionSpec as P
+from vnode.partition.hlo import found_collectives, parse
+from vnode.spmd.exchange import convert
+from vnode.spmd.layout import from_spec
+
+axes, shape = {"x": 2, "y": 4}, (1024, 2048)
+devices = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices)
+mesh = Mesh(devices.reshape(2, 4), tuple(axes))
+pairs = (P(("x", "y")), P(("y", "x"))), (P("x"), P("y")), (P(("x", "y")), P("y", "x")), (P("x", "y"), P("y", "x"))
+found = []
+for start, end in pairs:
+    def moved(x):
+        return convert(x, from_spec(start, shape, axes), from_spec(end, shape, axes), shape, axes)
+    program = jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=start, out_specs=end, check_vma=False))
+    text = program.lower(jax.ShapeDtypeStruct(shape, np.float32)).compile().as_text()
+    found.append([(each.kind, each.bytes) for each in found_collectives(parse(text))])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.thorough
+def test_on_tpus() -> None:
+    """The compiler carries out just these."""
+    pytest.importorskip("libtpu")
+    shard = 1024 * 2048 * 4 // 8
+    both = [["collective-permute", shard], ["all-to-all", shard]]
+    assert ahead.said(AHEAD, hasty=True) == [
+        [["collective-permute", shard]],
+        [["collective-permute", 2 * shard]],
+        both,
+        both,
+    ]

@@ -1,0 +1,147 @@
+"""Axes of a mesh as several, one within the other: parts, along which blocks lie on the way between layouts.
+
+Knows the sizes of axes, and layouts. Must not know moves, nor how collectives are carried out.
+
+Along an axis of four, half of the blocks may go where an axis of two is. An axis is split where the axes that there are
+besides, alone or together, have as many devices as a part of it. No layout of a program has parts: routes begin and
+end with whole axes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from vnode.spmd.layout import Axes, Layout
+
+MOST = 5
+"""Parts and axes that a route is looked for with at most: with more of them it takes long."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part of an axis.
+
+    Attributes:
+      axis: of which.
+      size: devices along it.
+      within: devices along the axis between two neighbours along the part.
+    """
+
+    axis: str
+    size: int
+    within: int
+
+    def index(self, place: Any) -> Any:
+        """The index along the part, given that along the axis."""
+        return place // self.within % self.size
+
+
+def parts_of(axes: Axes) -> Mapping[str, Part]:
+    """The parts of axes by name, major to minor; of axes that are not split there are none.
+
+    >>> parts_of({"x": 2, "y": 8})
+    {'y[0]': Part(axis='y', size=2, within=4), 'y[1]': Part(axis='y', size=4, within=1)}
+    """
+    return _parts(tuple(axes.items()))
+
+
+@functools.lru_cache(maxsize=1024)
+def _parts(axes: tuple[tuple[str, int], ...]) -> Mapping[str, Part]:
+    found: dict[str, Part] = {}
+    for name, n in axes:
+        others = [size for other, size in axes if other != name]
+        several = itertools.chain.from_iterable(itertools.combinations(others, k) for k in range(1, len(others) + 1))
+        bounds = [1]
+        for size in sorted({math.prod(each) for each in several} | {n}):
+            if 1 < size <= n and n % size == 0 and size % bounds[-1] == 0:
+                bounds.append(size)
+        if len(bounds) > 2:
+            for k, (before, bound) in enumerate(itertools.pairwise(bounds)):
+                found[f"{name}[{k}]"] = Part(name, bound // before, n // bound)
+    split = {part.axis for part in found.values()}
+    return found if len(found) + len(axes) - len(split) <= MOST else {}
+
+
+def with_parts(axes: Axes) -> Axes:
+    """The axes, and their parts."""
+    return {**axes, **{name: part.size for name, part in parts_of(axes).items()}}
+
+
+def in_parts(axes: Axes, whole: Collection[str] = ()) -> Axes:
+    """The axes, those that are split as their parts, in order; `whole`: axes that stay as they are."""
+    sizes = with_parts(axes)
+    return {name: sizes[name] for name in split_names(tuple(axes), axes, whole)}
+
+
+def split_names(names: Sequence[str], axes: Axes, whole: Collection[str] = ()) -> tuple[str, ...]:
+    """Axes as their parts, but for those that stay whole."""
+    parts = parts_of(axes)
+    own = {name: [each for each, part in parts.items() if part.axis == name and name not in whole] for name in names}
+    return tuple(itertools.chain.from_iterable(own[name] or [name] for name in names))
+
+
+def split(layout: Layout, axes: Axes, whole: Collection[str] = ()) -> Layout:
+    """A layout by the parts of axes, but for those that stay whole."""
+    dims = [
+        None if cut is None else dataclasses.replace(cut, axes=split_names(cut.axes, axes, whole))
+        for cut in layout.dims
+    ]
+    return Layout(tuple(dims), layout.partial)
+
+
+def joined(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
+    """The same axes, whole ones where all of their parts follow each other.
+
+    >>> joined(("y[1]", "y[0]", "y[1]", "x"), {"x": 2, "y": 4})
+    ('y[1]', 'y', 'x')
+    """
+    parts, left, found = parts_of(axes), list(names), list[str]()
+    while left:
+        part = parts.get(left[0])
+        own = [name for name, each in parts.items() if part is not None and each.axis == part.axis]
+        if part is not None and left[: len(own)] == own:
+            found.append(part.axis)
+            del left[: len(own)]
+        else:
+            found.append(left.pop(0))
+    return tuple(found)
+
+
+def whole_again(layout: Layout, axes: Axes) -> Layout:
+    """A layout with axes whole where all of their parts follow each other."""
+    dims = [None if cut is None else dataclasses.replace(cut, axes=joined(cut.axes, axes)) for cut in layout.dims]
+    return Layout(tuple(dims), layout.partial)
+
+
+def axes_of(names: Sequence[str], axes: Axes) -> tuple[str, ...]:
+    """The axes that some axes and parts are of, in the mesh's order."""
+    parts = parts_of(axes)
+    found = {parts[name].axis if name in parts else name for name in names}
+    return tuple(name for name in axes if name in found)
+
+
+def index_at(place: Mapping[str, Any], names: Sequence[str], axes: Axes) -> Any:
+    """The number along some axes and parts of a device, given its index along each axis."""
+    parts, index = parts_of(axes), None
+    for name in names:
+        part = parts.get(name)
+        own, size = (place[name], axes[name]) if part is None else (part.index(place[part.axis]), part.size)
+        index = own if index is None else index * size + own
+    return 0 if index is None else index
+
+
+def groups(names: Sequence[str], axes: Axes) -> tuple[tuple[int, ...], ...]:
+    """The devices that differ along some parts only, in their order, by number along the axes that these are of."""
+    whole = axes_of(names, axes)
+    parts = split_names(names, axes)
+    others = [name for name in split_names(whole, axes) if name not in parts]
+    found: dict[int, dict[int, int]] = {}
+    for number, place in enumerate(itertools.product(*(range(axes[name]) for name in whole))):
+        at = dict(zip(whole, place, strict=True))
+        found.setdefault(index_at(at, others, axes), {})[index_at(at, names, axes)] = number
+    return tuple(tuple(each[k] for k in sorted(each)) for each in found.values())
