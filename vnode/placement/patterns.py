@@ -32,7 +32,8 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Patterns as a user gives them, checked.
 
     Raises:
-      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`.
+      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`, or
+        for one that no array can have.
     """
     for pattern, spec in given.items():
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec | UnevenSpec):
@@ -43,7 +44,59 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"partition: {pattern!r} is no regular expression: {error}") from None
+        check_spec(pattern, spec)
     return tuple(given.items())
+
+
+def axes_of(spec: PartitionSpec | UnevenSpec) -> list[Any]:
+    """The axes that a spec names, one after another.
+
+    >>> axes_of(PartitionSpec(("data", "model"), None, "extra")), axes_of(UnevenSpec(0, "model", (2, 1)))
+    (['data', 'model', 'extra'], ['model'])
+    """
+    if isinstance(spec, UnevenSpec):
+        return [spec.axis]
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec.partitions]
+    return [name for entry in entries for name in entry if name not in (None, PartitionSpec.UNCONSTRAINED)]
+
+
+def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
+    """Refuses what no leaf of a state can be sharded as.
+
+    Raises:
+      ValueError: an axis is named twice, or sums are left in pieces.
+    """
+    if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
+        raise ValueError(
+            f"partition: {pattern!r} is {spec}: a state is given whole, not in pieces that are still to be added up "
+            "(unreduced, reduced); leave these out"
+        )
+    names = axes_of(spec)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"partition: {pattern!r} is {spec}: the axis {twice!r} can divide one dimension, not two")
+
+
+def check_axes(patterns: Patterns, placement: Placement) -> None:
+    """Refuses axes that a mesh with further axes than that of the nodes does not have: they would divide nothing.
+
+    A mesh of nodes alone says nothing about the axes that a model is divided over: the same patterns are for larger
+    ones, as they are after `step.on`.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    known = placement.mesh.axis_names
+    for pattern, spec in patterns if len(known) > 1 else ():
+        missing = [name for name in axes_of(spec) if name not in known]
+        if missing:
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh has not.",
+                    facts=[f"its axes are {', '.join(map(repr, known))}; nodes are spread over {placement.axis!r}"],
+                    remedies=["name one of these axes", "or leave the pattern out: the leaf is whole on every device"],
+                )
+            )
 
 
 def name_of(path: tuple[Any, ...]) -> str:
@@ -148,15 +201,36 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
                     remedies=["patterns are regular expressions, searched in these names"],
                 )
             )
-        if max(found.values()) < divided(spec):
+        if divided(spec) and max(found.values()) < rank(spec):
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} divides dimension {divided(spec) - 1}, which no leaf has whose name it is "
-                    "found in.",
+                    "found in."
+                    if max(found.values()) < divided(spec)
+                    else f"partition: {pattern!r} is {spec}, for leaves of at least {rank(spec)} dimensions, and no "
+                    "leaf has as many whose name it is found in.",
                     facts=[f"{name}: {several(n, 'dimension')}" for name, n in [*found.items()][:12]],
-                    remedies=["name another dimension; the first is 0"],
+                    remedies=["name another dimension; the first is 0", "write no more entries than a leaf has"],
                 )
             )
+        earlier = {name: next(p for p, _ in patterns if re.search(p, name)) for name in found}
+        if pattern not in earlier.values():
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} is never used: each leaf that it is found in has an earlier pattern.",
+                    facts=[f"{name}: {first!r}" for name, first in [*earlier.items()][:12]],
+                    remedies=["the first pattern that is found in a name counts: write the more special ones before"],
+                )
+            )
+
+
+def rank(spec: PartitionSpec | UnevenSpec) -> int:
+    """How many dimensions a leaf has to have at least, for a spec to say anything of it.
+
+    >>> rank(PartitionSpec("model", None)), rank(UnevenSpec(1, "model", (2, 1)))
+    (2, 2)
+    """
+    return spec.dim + 1 if isinstance(spec, UnevenSpec) else len(spec)
 
 
 def divided(spec: PartitionSpec | UnevenSpec) -> int:
