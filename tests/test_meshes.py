@@ -6,6 +6,7 @@ compared with the step as written on one device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -207,6 +208,24 @@ def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], mess
         state, x = arguments()
         placement = vnode.Placement(4, mesh=mesh(), axis="data")
         vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition)(state, x)
+
+
+def test_a_pattern_may_mean_one_of_two_leaves_of_one_name() -> None:
+    """Arguments may have leaves of one name; it was looked at the dimensions of the last of them only."""
+
+    def counting(params: Any, counts: Any, x: jax.Array) -> Any:
+        grad = jax.grad(lambda params: jnp.mean((x @ params["in"]) ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grad), {"in": counts["in"] + 1}
+
+    args = {"in": jnp.eye(8)}, {"in": jnp.zeros(())}, jnp.ones((8, 8))
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    partition = {"in": PartitionSpec(None, "model")}
+    made = vnode.virtualize(
+        counting, virtual_nodes=4, in_axes=(None, None, 0), placement=placement, partition=partition
+    )
+    result = made(*args)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), result, counting(*args))
+    assert "model" in str(result[0]["in"].sharding.spec)
 
 
 def clipped(state: Any, x: jax.Array) -> Any:

@@ -508,6 +508,26 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
         plan.step()(state, jax.tree.map(lambda x: x[:8], batch))
 
 
+def test_names_are_taken_as_they_are() -> None:
+    """Whatever they say as patterns: a name with a line's end is not the one without."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(state: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ state["w\n"]) @ state["w"] + state["(b)*"] - x) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), loss(state)
+
+    args = {"w\n": normal(1, 8, 64), "w": normal(2, 64, 8), "(b)*": normal(3, 8)}, normal(4, 16, 8)
+    subject = subject_of(on_nodes(step, 4, {}), args)
+    on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+    virtual = plan_of(subject, on.megatron()[0], V5E, 2**30, {}).step()
+    placed = virtual.put(args[0])
+    assert [placed[name].addressable_shards[0].data.shape for name in args[0]] == [(8, 16), (16, 8), (8,)]
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), virtual(placed, args[1]), step(*args)
+    )
+
+
 def test_a_plan_for_other_random_numbers_is_refused(tmp_path: Path) -> None:
     """With which setting jax draws, no equation's parameters tell; other numbers come of it, and other splits."""
 

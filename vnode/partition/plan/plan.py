@@ -35,6 +35,7 @@ from vnode.partition.plan.subject import subject_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
+from vnode.placement.patterns import Exactly
 from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
 from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.memory import refusal
@@ -76,7 +77,8 @@ class Plan(Drawn):
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
       counts: nodes of each row of it, in order; uneven where kinds of devices differ.
-      specs: how the leaves of the state lie, by name.
+      specs: how the leaves of the state lie, by name; by name and shape where arguments have leaves of one name and
+        several shapes.
       records: how what a node computes is divided, for each pass.
       prediction: what it takes; None of a plan whose file an earlier version wrote, which predicted otherwise.
       beside: the same of other plans, by name; those that do not fit too.
@@ -179,7 +181,7 @@ class Plan(Drawn):
             virtual_nodes=self.virtual_nodes,
             automatic=False,
             patterns=patterns(self.specs),
-            host=tuple(f"^{re.escape(name)}$" for name in self.host),
+            host=tuple(map(Exactly, self.host)),
             far=self.far,
             records=dict(self.records) or None,
         )

@@ -19,7 +19,7 @@ from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
-from vnode.placement.patterns import name_of
+from vnode.placement.patterns import in_full, name_of
 from vnode.placement.placement import node_count
 from vnode.step.call import OutputTree, wrap
 from vnode.step.layouts import successors
@@ -65,6 +65,24 @@ class Subject:
     @property
     def virtual_nodes(self) -> int:
         return self.step.options.virtual_nodes
+
+    @functools.cached_property
+    def leaves(self) -> tuple[str | None, ...]:
+        """The names, with their shapes where one name is of leaves of several, as of two networks."""
+        named = [(name, tuple(var.aval.shape)) for name, var in zip(self.names, self.inputs, strict=False)]
+        shapes: dict[str | None, set[tuple[int, ...]]] = {}
+        for name, shape in named:
+            shapes.setdefault(name, set()).add(shape)
+        return tuple(name if name is None or len(shapes[name]) == 1 else in_full(name, shape) for name, shape in named)
+
+    @property
+    def together(self) -> list[list[int]]:
+        """Inputs that no plan can tell apart, of one name and shape: as a network and the average of it, given apart."""
+        found: dict[str, list[int]] = {}
+        for i, name in enumerate(self.leaves):
+            if name is not None:
+                found.setdefault(name, []).append(i)
+        return [several for several in found.values() if len(several) > 1]
 
     @functools.cached_property
     def late(self) -> Late:
