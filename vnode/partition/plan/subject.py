@@ -77,7 +77,7 @@ class Subject:
 
     @property
     def together(self) -> list[list[int]]:
-        """Inputs that no plan can tell apart, of one name and shape: as a network and the average of it, given apart."""
+        """Inputs that no plan can tell apart, of one name and shape: as of a network and its average, given apart."""
         found: dict[str, list[int]] = {}
         for i, name in enumerate(self.leaves):
             if name is not None:
