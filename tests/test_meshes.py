@@ -186,6 +186,21 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
 
 
+def test_a_step_that_chooses_its_nodes_places_a_state_as_the_patterns_say(two_steps: Any) -> None:
+    """It was put whole on every device, before and after the number was chosen."""
+    state, x = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB", placement=placement, partition=PATTERNS)
+    for _ in range(2):
+        placed = auto.put(state)
+        for tree in (placed["params"], placed["slots"][0].mu):
+            for name, spec in SPECS["model"].items():
+                assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
+        compare(auto(placed, x), *two_steps[0])
+    whole = auto.get(placed)
+    jax.tree.map(np.testing.assert_array_equal, whole, state)
+
+
 @pytest.mark.parametrize(
     ("partition", "error", "message"),
     [

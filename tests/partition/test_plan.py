@@ -526,6 +526,8 @@ def test_names_are_taken_as_they_are() -> None:
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), virtual(placed, args[1]), step(*args)
     )
+    with pytest.raises(vnode.PlacementError, match=r"planned for arguments with a leaf 'w', and there is none"):
+        virtual({name: leaf for name, leaf in args[0].items() if name != "w"}, args[1])
 
 
 def test_a_plan_for_other_random_numbers_is_refused(tmp_path: Path) -> None:

@@ -237,6 +237,14 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
         found = [leaf for leaf in leaves if means(pattern, *leaf)]
         if not found:
             names = [name or "'' (an array by itself)" for name in dict(leaves)]
+            if isinstance(pattern, Exactly):
+                raise PlacementError(
+                    layout_message(
+                        f"the step is planned for arguments with a leaf {pattern!r}, and there is none.",
+                        facts=[f"leaves are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
+                        remedies=["give the arguments that the plan was made for", "or search a plan for these"],
+                    )
+                )
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} is found in the name of no leaf.",
