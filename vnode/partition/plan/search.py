@@ -82,7 +82,8 @@ def search(
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
       budget: seconds after which it ends.
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
-        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline.
+        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline. Kernels that are measured or
+        compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
       compiled_for: devices in the order of the machine's, for which plans are compiled until one fits in `memory` by
         the compiler's own account, each search allowing as much less as the prediction before was too low; `budget` is
