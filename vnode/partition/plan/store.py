@@ -115,8 +115,8 @@ def types_of(args: Sequence[Any]) -> dict[str, str]:
 
 
 def type_said(leaf: Any) -> str:
-    """Dtype and shape of an array, another leaf as it is."""
-    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else repr(leaf)
+    """Dtype and shape of an array; of another leaf its type, as it may be shown with its address."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
