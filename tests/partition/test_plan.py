@@ -508,6 +508,32 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
         plan.step()(state, jax.tree.map(lambda x: x[:8], batch))
 
 
+def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
+    """What computes the same may be another step to nodes, or hold its state twice."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    args, path = (jnp.eye(8), normal(1, 16, 8)), tmp_path / "plan.json"
+
+    def write(**options: Any) -> None:
+        subject = subject_of(on_nodes(step, 4, options), args)
+        on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+        plan_of(subject, on.megatron()[0], V5E, 2**30, {}).save(path)
+
+    write(donate_argnums=0)
+    assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
+    with pytest.raises(vnode.PartitionError, match=r"donate_argnums then: \[0\], now: \[\]"):
+        Plan.load(path, step, args)
+    write()
+    assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)  # takes less
+    with pytest.raises(vnode.PartitionError, match=r"(?s)nodes compute something else in 2 passes.*in_axes"):
+        Plan.load(path, step, args, in_axes=(None, 1))
+    with pytest.raises(vnode.PartitionError, match="args are the arguments of the step, in a tuple, not dict"):
+        Plan.load(path, step, cast(Any, {"w": args[0]}))
+
+
 def test_names_are_taken_as_they_are() -> None:
     """Whatever they say as patterns: a name with a line's end is not the one without."""
 

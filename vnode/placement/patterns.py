@@ -120,23 +120,23 @@ def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
         raise ValueError(f"partition: {pattern!r} is {spec}: the axis {twice!r} can divide one dimension, not two")
 
 
-def check_axes(patterns: Patterns, placement: Placement) -> None:
-    """Refuses axes that a mesh with further axes than that of the nodes does not have: they would divide nothing.
+def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
+    """Refuses axes that a mesh does not have: they would divide nothing.
 
-    A mesh of nodes alone says nothing about the axes that a model is divided over: the same patterns are for larger
-    ones, as they are after `step.on`.
+    Args:
+      patterns: as `patterns_of` gives them.
+      known: the axes of the mesh.
 
     Raises:
       PlacementError: there is one.
     """
-    known = placement.mesh.axis_names
-    for pattern, spec in patterns if len(known) > 1 else ():
+    for pattern, spec in patterns:
         missing = [name for name in axes_of(spec) if name not in known]
         if missing:
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh has not.",
-                    facts=[f"its axes are {', '.join(map(repr, known))}; nodes are spread over {placement.axis!r}"],
+                    facts=[f"its axes are {', '.join(map(repr, known))}"],
                     remedies=["name one of these axes", "or leave the pattern out: the leaf is whole on every device"],
                 )
             )

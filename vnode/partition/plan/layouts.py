@@ -84,6 +84,11 @@ def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Ax
     return found
 
 
+def unknown(row: RowProgram, records: Mapping[str, RecordedFlow]) -> int:
+    """Of how many passes of a row nobody has said how they are divided."""
+    return sum(digest_of(node.written) not in records for node in row.nodes)
+
+
 def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
 

@@ -22,7 +22,7 @@ from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
-from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
 from vnode.placement.placement import MOST_NODES
 from vnode.plan.nodes.memory import byte_count
@@ -119,8 +119,7 @@ def search(
     budget = float(min(budget, LONGEST))
     if not (times is None or hasattr(times, "slowest")):
         raise PartitionError(f"times: expected vnode.partition.Times, not {times!r}")
-    if not isinstance(args, tuple | list):
-        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+    check_args(args)
     try:
         limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
     except ValueError as error:

@@ -31,9 +31,10 @@ from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
-from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
 from vnode.placement.uneven import UnevenSpec
+from vnode.show.units import several
 from vnode.spmd.record import RecordedFlow
 from vnode.step.pipeline import Options
 from vnode.step.rooms import share_of
@@ -74,6 +75,7 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "memory": plan.memory,
         "virtual_nodes": plan.virtual_nodes,
         "options": said(plan.pattern.options),
+        "donate_argnums": list(plan.pattern.spec.donate_argnums),
         "name": plan.name,
         "mesh": dict(plan.mesh),
         "counts": list(plan.counts),
@@ -183,6 +185,7 @@ def prediction_of(content: Mapping[str, Any]) -> Prediction:
 @with_jit
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
+    check_args(args)
     text = files.read(path, PartitionError, [WRITTEN])
     with damaged(path):
         content = json.loads(text)
@@ -193,6 +196,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
             raise ValueError("it is not as it was written: its checksum is another")
         fingerprint = Fingerprint.from_json(content["step"])
+        donated = {int(i) for i in content.get("donate_argnums", ())}
         arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
         nodes = int(content["virtual_nodes"])
         before = content["options"] if content["version"] >= CHECKED else None
@@ -234,6 +238,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
     elif before is not None:
         now = said(step.options)
         facts += [f"{name} then: {before.get(name)}, now: {now[name]}" for name in now if before.get(name) != now[name]]
+        kept = donated - {*step.spec.donate_argnums}
+        facts += [f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}"] * bool(kept)
     if facts:
         raise PartitionError(
             layout_message(
@@ -251,7 +257,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         except PartitionError as error:
             what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
             raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
-    return Plan(
+    plan = Plan(
         step,
         subject.args,
         fingerprint,
@@ -270,6 +276,19 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         host,
         far,
     )
+    others = plan.unknown()
+    if others:
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} is for another step.",
+                facts=[f"nodes compute something else in {several(others, 'pass', 'passes')} of the same step"],
+                remedies=[
+                    "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
+                    "or search a plan for this step",
+                ],
+            )
+        )
+    return plan
 
 
 @contextlib.contextmanager

@@ -128,6 +128,16 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
 
 
+def check_args(args: Any) -> None:
+    """Refuses what are no arguments.
+
+    Raises:
+      PartitionError: it is no tuple.
+    """
+    if not isinstance(args, tuple | list):
+        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+
+
 def computing_again(step: Any, several: Collection[Made], away: Collection[Made] = ()) -> Any:
     """A step, a `VirtualStep`, that computes some values again where they are read late, and has others on the host."""
     options = dataclasses.replace(step.options, again=tuple(sorted(several)), away=tuple(sorted(away)))
