@@ -535,4 +535,8 @@ def test_shapes_without_values_are_refused_where_a_step_is_run() -> None:
     for run in (lambda: virtual(*args), lambda: vnode.check(virtual, args), lambda: vnode.profile(virtual, args)):
         with pytest.raises(vnode.VnodeError, match=r"shapes without values[\s\S]*argument 1: ShapeDtypeStruct"):
             run()
+    auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB")
+    for put in (virtual.put, auto.put):
+        with pytest.raises(vnode.VnodeError, match=r"shapes without values[\s\S]*\['w'\]: ShapeDtypeStruct"):
+            put({"w": args[1], "n": 3})
     assert len(virtual.explain(*args).passes) == 1

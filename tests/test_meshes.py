@@ -6,6 +6,7 @@ compared with the step as written on one device.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -185,12 +186,33 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
 
 
+def test_a_step_that_chooses_its_nodes_places_a_state_as_the_patterns_say(two_steps: Any) -> None:
+    """It was put whole on every device, before and after the number was chosen."""
+    state, x = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB", placement=placement, partition=PATTERNS)
+    for _ in range(2):
+        placed = auto.put(state)
+        for tree in (placed["params"], placed["slots"][0].mu):
+            for name, spec in SPECS["model"].items():
+                assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
+        compare(auto(placed, x), *two_steps[0])
+    whole = auto.get(placed)
+    jax.tree.map(np.testing.assert_array_equal, whole, state)
+
+
 @pytest.mark.parametrize(
     ("partition", "error", "message"),
     [
         ({"nowhere": PartitionSpec("model")}, vnode.PlacementError, "'nowhere' is found in the name of no leaf"),
         ({"in$": PartitionSpec(None, None, "model")}, vnode.PlacementError, r"divides dimension 2, which no leaf has"),
         ({"in$": PartitionSpec(("data", "model"))}, vnode.PlacementError, "'params/in' of shape"),
+        ({"in$": PartitionSpec(None, "modle")}, vnode.PlacementError, "'modle', which the mesh has not"),
+        ({"in$": PartitionSpec("model", "model")}, ValueError, "'model' can divide one dimension, not two"),
+        ({"in$": PartitionSpec(None, unreduced={"model"})}, ValueError, "still to be added up"),
+        ({"in$": PartitionSpec("model", None, None)}, vnode.PlacementError, "for leaves of at least 3 dimensions"),
+        ({"in$|out$": PartitionSpec(), "params/in$": PartitionSpec(None, "model")},
+         vnode.PlacementError, "never used: each leaf that it is found in has an earlier pattern"),
         ({"(": PartitionSpec()}, ValueError, "no regular expression"),
         ({"in": "model"}, ValueError, "PartitionSpec"),
         ("megatron", ValueError, "one of vnode, xla"),
@@ -201,6 +223,24 @@ def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], mess
         state, x = arguments()
         placement = vnode.Placement(4, mesh=mesh(), axis="data")
         vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition)(state, x)
+
+
+def test_a_pattern_may_mean_one_of_two_leaves_of_one_name() -> None:
+    """Arguments may have leaves of one name; it was looked at the dimensions of the last of them only."""
+
+    def counting(params: Any, counts: Any, x: jax.Array) -> Any:
+        grad = jax.grad(lambda params: jnp.mean((x @ params["in"]) ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grad), {"in": counts["in"] + 1}
+
+    args = {"in": jnp.eye(8)}, {"in": jnp.zeros(())}, jnp.ones((8, 8))
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    partition = {"in": PartitionSpec(None, "model")}
+    made = vnode.virtualize(
+        counting, virtual_nodes=4, in_axes=(None, None, 0), placement=placement, partition=partition
+    )
+    result = made(*args)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), result, counting(*args))
+    assert "model" in str(result[0]["in"].sharding.spec)
 
 
 def clipped(state: Any, x: jax.Array) -> Any:

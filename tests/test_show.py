@@ -265,6 +265,22 @@ def test_reports_show_themselves(report: Any, capsys: Any) -> None:
     assert "Nodes by device and wave" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_reports_are_printed_in_the_signs_that_there_are(
+    report: Any, encoding: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`print` of one ended in UnicodeEncodeError where standard output is not in UTF-8."""
+    for show in (print, lambda it: print(repr(it)), lambda it: it.show()):
+        out = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+        with monkeypatch.context() as patch:
+            patch.setattr("sys.stdout", out)
+            show(report)
+            out.flush()
+        shown = out.buffer.getvalue().decode(encoding)  # type: ignore[attr-defined]
+        assert report.page().title in shown
+        assert encoding != "utf-8" or show is not print or shown == f"{report}\n"
+
+
 def test_names_are_not_broken_within(report: Any) -> None:
     """A narrow page breaks paths behind slashes; breaking anywhere put a name's letters one below the other."""
     text = report._repr_html_()

@@ -388,8 +388,11 @@ class TestErrors:
                 use()
 
     @pytest.mark.parametrize(
-        "spec", [(0, "model", (1,)), (-1, "model", (4, 4)), (0, "model", (2.0, 2)), (0, 1, (2, 2))]
+        "spec", [(0, "model", (1,)), (-1, "model", (4, 4)), (0, "model", (2.0, 2)), (0, 1, (2, 2)), (0, "model", 4)]
     )
     def test_no_such_shares(self, spec: Any) -> None:
         with pytest.raises(ValueError, match="UnevenSpec takes a dimension"):
             vnode.UnevenSpec(*spec)
+
+    def test_counts_of_numpy(self) -> None:
+        assert vnode.UnevenSpec(1, "model", np.array([10, 6])) == vnode.UnevenSpec(1, "model", (10, 6))  # type: ignore[arg-type]

@@ -6,6 +6,7 @@ Knows paths, and why they cannot be read or written. Must not know what the file
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,10 +24,12 @@ def write(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> N
     Raises:
       VnodeError: of the type `error`: it cannot be written.
     """
-    target = Path(os.path.realpath(path))  # of a link, what it leads to
-    whole = not target.exists() or target.is_file()  # else a pipe, say
-    beside = target.with_name(f".{target.name}.{os.getpid()}") if whole else target
+    target = Path(path)
     try:
+        target = Path(os.path.realpath(path))  # of a link, what it leads to
+        whole = not target.exists() or target.is_file()  # else a pipe, say
+        # Its own for each write: threads, and processes of several hosts, may write the same file at once.
+        beside = target.with_name(f".{target.name[:40]}.{uuid.uuid4().hex}") if whole else target
         try:
             beside.write_text(text, encoding="utf-8")
             if whole:

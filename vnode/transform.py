@@ -17,7 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from vnode.errors import PlacementError
-from vnode.placement.patterns import patterns_of
+from vnode.placement.patterns import check_axes, patterns_of
 from vnode.placement.placement import Placement, node_count
 from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.auto import AutoStep
@@ -206,6 +206,8 @@ def virtualize(
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, or map names to specs, not {partition!r}")
     patterns = patterns_of(partition) if isinstance(partition, Mapping) else ()
     share_of(patterns)
+    if placement is not None and len(placement.mesh.axis_names) > 1:  # patterns may be for meshes that come later
+        check_axes(patterns, placement.mesh.axis_names)
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(

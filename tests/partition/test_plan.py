@@ -12,6 +12,7 @@ import os
 import re
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -494,7 +495,8 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(vnode.PartitionError, match="is for another step"):
         Plan.load(tmp_path / "plan.json", other, (state, batch))
-    with pytest.raises(vnode.PartitionError, match="is for another step"):
+    shapes = r"(?s)is for another step\.\n  argument 1\S+ then: float32\[\d+, \d+\], now: float32\[8, \d+\]"
+    with pytest.raises(vnode.PartitionError, match=shapes):
         Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
     with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
         Plan.load(tmp_path / "plan.json", vnode.virtualize(step, virtual_nodes=4), (state, batch))
@@ -504,6 +506,77 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
         assert Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=nodes).virtual_nodes == 8
     with pytest.raises(vnode.PartitionError, match="does not know one of this step's passes"):
         plan.step()(state, jax.tree.map(lambda x: x[:8], batch))
+
+
+def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
+    """What computes the same may be another step to nodes, or hold its state twice."""
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((jnp.tanh(x @ w) - x) ** 2))(w)
+        return w - 0.1 * grad, loss
+
+    args, path = (jnp.eye(8), normal(1, 16, 8)), tmp_path / "plan.json"
+
+    def write(**options: Any) -> None:
+        subject = subject_of(on_nodes(step, 4, options), args)
+        on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+        plan_of(subject, on.megatron()[0], V5E, 2**30, {}).save(path)
+
+    write(donate_argnums=0)
+    assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
+    with pytest.raises(vnode.PartitionError, match=r"donate_argnums then: \[0\], now: \[\]"):
+        Plan.load(path, step, args)
+    write()
+    assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)  # takes less
+    with pytest.raises(vnode.PartitionError, match=r"(?s)nodes compute something else in 2 passes.*in_axes"):
+        Plan.load(path, step, args, in_axes=(None, 1))
+    with pytest.raises(vnode.PartitionError, match="args are the arguments of the step, in a tuple, not dict"):
+        Plan.load(path, step, cast(Any, {"w": args[0]}))
+
+
+def test_names_are_taken_as_they_are() -> None:
+    """Whatever they say as patterns: a name with a line's end is not the one without."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(state: Any) -> Any:
+            return jnp.mean((jnp.tanh(x @ state["w\n"]) @ state["w"] + state["(b)*"] - x) ** 2)
+
+        return jax.tree.map(lambda w, g: w - 0.1 * g, state, jax.grad(loss)(state)), loss(state)
+
+    args = {"w\n": normal(1, 8, 64), "w": normal(2, 64, 8), "(b)*": normal(3, 8)}, normal(4, 16, 8)
+    subject = subject_of(on_nodes(step, 4, {}), args)
+    on = OnMesh(subject, V5E, {"vnode": 2, "model": 4}, "cpu", None)
+    virtual = plan_of(subject, on.megatron()[0], V5E, 2**30, {}).step()
+    placed = virtual.put(args[0])
+    assert [placed[name].addressable_shards[0].data.shape for name in args[0]] == [(8, 16), (16, 8), (8,)]
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6), virtual(placed, args[1]), step(*args)
+    )
+    with pytest.raises(vnode.PlacementError, match=r"planned for arguments with a leaf 'w', and there is none"):
+        virtual({name: leaf for name, leaf in args[0].items() if name != "w"}, args[1])
+
+
+def test_a_plan_for_other_random_numbers_is_refused(tmp_path: Path) -> None:
+    """With which setting jax draws, no equation's parameters tell; other numbers come of it, and other splits."""
+
+    def dropped(state: Any, x: jax.Array) -> Any:
+        key, drawn = jax.random.split(state["key"])
+        kept = jax.random.bernoulli(drawn, 0.5, x.shape)
+        grad = jax.grad(lambda w: jnp.mean(((jnp.where(kept, x, 0.0) @ w) - x) ** 2))(state["w"])
+        return {"w": state["w"] - 0.1 * grad, "key": key}, jnp.sum(kept)
+
+    args = {"w": jnp.eye(8), "key": jax.random.key(0)}, jnp.ones((16, 8))
+    path = tmp_path / "plan.json"
+    search(dropped, args, V5E, virtual_nodes=8, budget=1).save(path)
+    Plan.load(path, dropped, args)
+    with jax.threefry_partitionable(False):
+        with pytest.raises(vnode.PartitionError, match=r"now:  random numbers with jax_threefry_partitionable=False"):
+            Plan.load(path, dropped, args)
+        search(dropped, args, V5E, virtual_nodes=8, budget=1).save(path)
+        loaded = Plan.load(path, dropped, args)
+    assert loaded.virtual_nodes == 8
+    with pytest.raises(vnode.PartitionError, match=r"then: random numbers with jax_threefry_partitionable=False"):
+        Plan.load(path, dropped, args)
 
 
 def damages() -> dict[str, Any]:
@@ -524,6 +597,8 @@ def damages() -> dict[str, Any]:
         "mesh of no nodes": other("mesh", {"model": 8}),
         "mesh of other devices": other("mesh", {"vnode": 3, "model": 2}),
         "specs of numbers": other("specs", {"0/up": 3}),
+        "a gap of no number": other("gap", {"a": 1}),
+        "arguments in a list": other("arguments", ["argument 0"]),
         "figures of another kind": other("prediction", {"figures": {"speed": 1}, "exchanges": []}),
         "no prediction": without("prediction"),
         "a layout that is not there": in_pass("inputs", [10_000]),
@@ -626,6 +701,15 @@ def test_a_file_is_written_whole_and_links_stay_links(tmp_path: Path) -> None:
     V5E.save(link)
     assert link.is_symlink() and Machine.load(target) == Machine.load(link) == V5E
     assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "machine.json"]
+
+
+def test_a_file_may_be_written_by_several_threads_at_once(tmp_path: Path) -> None:
+    """Each writes a file of its own first: one that others share is gone when the second puts it in its place."""
+    path = tmp_path / f"{'a long name ' * 20}.json"
+    with ThreadPoolExecutor(8) as pool:
+        for done in [pool.submit(V5E.save, path) for _ in range(200)]:
+            done.result()
+    assert Machine.load(path) == V5E and list(tmp_path.iterdir()) == [path]
 
 
 def test_wrong_use_reads_well() -> None:

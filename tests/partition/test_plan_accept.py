@@ -112,6 +112,56 @@ def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> 
     assert abs(found.memory_error) <= 0.1
 
 
+def forward(params: Any, x: Any) -> Any:
+    return jnp.tanh(x @ params["up"]) @ params["down"]
+
+
+def adversarial(generator: Any, critic: Any, x: Any) -> Any:
+    """Two networks whose leaves have the same names, and other shapes."""
+
+    def fooled(generator: Any) -> Any:
+        return jnp.mean((forward(critic, forward(generator, x[:, :16])) - 1) ** 2)
+
+    def told(critic: Any) -> Any:
+        return jnp.mean(forward(critic, forward(generator, x[:, :16])) ** 2) + jnp.mean((forward(critic, x) - 1) ** 2)
+
+    loss, grads = jax.value_and_grad(fooled)(generator)
+    other, others = jax.value_and_grad(told)(critic)
+    descend = functools.partial(jax.tree.map, lambda w, g: w - 0.1 * g)
+    return descend(generator, grads), descend(critic, others), loss + other
+
+
+def by_a_target(params: Any, target: Any, x: Any) -> Any:
+    """A network and an earlier one of the same names and shapes, which is read only."""
+    wanted = 0.9 * forward(target, x + 1)
+    loss, grads = jax.value_and_grad(lambda params: jnp.mean((forward(params, x) - wanted) ** 2))(params)
+    return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
+
+
+@pytest.mark.parametrize("over_rows", [False, True])
+@pytest.mark.parametrize("step", [adversarial, by_a_target])
+def test_leaves_of_one_name_in_several_arguments_lie_as_planned(step: Any, over_rows: bool) -> None:
+    """They were whole on every device where they did not lie alike, and took more memory than there may be."""
+    wide = {"up": normal(1, 64, 512), "down": normal(2, 512, 64)}
+    first = {"up": normal(3, 16, 510), "down": normal(4, 510, 64)} if step is adversarial else wide
+    second = {"up": normal(5, 64, 512), "down": normal(6, 512, 1 if step is adversarial else 64)}
+    args = first, second, normal(7, 16, 64)
+    subject = subject_of(on_nodes(step, 4, {"in_axes": (None, None, 0)}), args)
+    on = OnMesh(subject, V5E, {"vnode": 2, "model": 2, "model2": 2}, "cpu", None)
+    made, _ = on.searched(GIB, 20, 0.01)
+    assert made is not None
+    plan = plan_of(subject, on.over_rows(made) if over_rows else made, V5E, GIB, {})
+    virtual = plan.step()
+    placed = virtual.put(first), virtual.put(second)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    assert held <= 1.1 * (plan.figures.arguments - args[2].nbytes // 2)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5), virtual(*placed, args[2]), step(*args)
+    )
+    found = plan.accept()
+    assert found.exchange_accepted, str(found)
+
+
 def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
     on, made = candidate("mlp", "invariant", {"vnode": 4, "model": 2}, "Megatron", nodes=6)
     plan = plan_of(on.subject, made, V5E, GIB, {})

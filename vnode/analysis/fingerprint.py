@@ -28,6 +28,9 @@ from vnode.operators.control import Region, region_of
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
 
+OTHERWISE = "random numbers with jax_threefry_partitionable=False"
+"""Said of programs that draw from keys under this setting: no equation's parameters tell, and it draws others."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
@@ -63,7 +66,7 @@ class Fingerprint:
 
     def at(self, operation: str) -> str:
         """Where an operation is in the user's code, if that is known."""
-        return f" at {self.lines[operation]}" if operation in self.lines else ""
+        return f" at {self.lines[operation]}" if self.lines.get(operation) else ""
 
 
 def times(text: str, count: int) -> str:
@@ -116,6 +119,9 @@ class Writer:
             text = f"constant {value_text(value)}"
             self.feed(text)
             self.count(text, "")
+        if any(map(draws_otherwise, program.equations)):
+            self.feed(OTHERWISE)
+            self.count(OTHERWISE, "")
         for eqn in program.equations:
             operands = [literal(atom) if isinstance(atom, Literal) else numbers[atom] for atom in eqn.invars]
             for var in eqn.outvars:
@@ -146,6 +152,12 @@ class Writer:
 
     def feed(self, text: str) -> None:
         self.hash.update(text.encode() + b"\n")
+
+
+def draws_otherwise(eqn: JaxprEqn) -> bool:
+    """Whether an equation reads keys under a setting with which jax draws other numbers from them than by default."""
+    reads = any(jnp.issubdtype(getattr(a.aval, "dtype", bool), jax.dtypes.prng_key) for a in eqn.invars)
+    return reads and not eqn.ctx.threefry_partitionable
 
 
 def facts_of(region: Region) -> list[str]:

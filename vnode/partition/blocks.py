@@ -20,7 +20,7 @@ from vnode.analysis.tracing import trace
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.context import with_jit, without_mesh
 from vnode.placement.leaves import shape_of
-from vnode.placement.patterns import name_of
+from vnode.placement.patterns import check_axes, name_of, patterns_of
 from vnode.spmd.blocks import InBlocks, in_blocks
 from vnode.spmd.flow import Flow, along, follow
 from vnode.spmd.layout import from_spec
@@ -218,9 +218,7 @@ def blocked(
       >>> bool(jax.numpy.allclose(split(split.put(params), x), layer(params, x), rtol=1e-4))
       True
     """
-    for what, numbers in (("counts", counts), ("dims", [*dims.values()])):
-        if isinstance(numbers, str) or not all(isinstance(n, int | np.integer) for n in numbers):
-            raise PartitionError(f"{what}: expected integers, not {numbers!r}")
+    check_numbers(dims, counts)
     if not isinstance(axis, str | tuple | list):
         raise PartitionError(f"axis: expected the name of an axis of the mesh, or several, not {axis!r}")
     share = Share((axis,) if isinstance(axis, str) else tuple(axis), tuple(map(int, counts)))
@@ -243,6 +241,7 @@ def blocked(
     cut = {i: dim for pattern, dim in dims.items() for i in found(pattern, names)}
     split = in_blocks(program, share, cut, names=dict(enumerate(names)))
     asked = {i: spec for pattern, spec in (partition or {}).items() for i in found(pattern, names)}
+    check_axes(patterns_of(partition or {}), mesh.axis_names)
     inputs = []
     for number, (var, dim) in enumerate(zip(split.program.inputs, split.inputs, strict=True)):
         layout = from_spec(asked.get(number, PartitionSpec()), var.aval.shape, axes)
@@ -259,6 +258,19 @@ def parts_of(tree: Any) -> list[Any]:
     """
     data = tree.node_data()
     return tree.children() if data is not None and data[0] is tuple else [tree]
+
+
+def check_numbers(dims: Any, counts: Any) -> None:
+    """Refuses what are no dimensions by name, or no numbers of blocks.
+
+    Raises:
+      PartitionError: they are not.
+    """
+    if not isinstance(dims, Mapping):
+        raise PartitionError(f"dims maps patterns of names to dimensions, as {{'params/wi': 1}}, not {dims!r}")
+    for what, numbers in (("counts", counts), ("dims", [*dims.values()])):
+        if isinstance(numbers, str) or not all(isinstance(n, int | np.integer) for n in numbers):
+            raise PartitionError(f"{what}: expected integers, not {numbers!r}")
 
 
 def found(pattern: str, names: Sequence[str]) -> list[int]:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from vnode.partition.blocks import found
+from vnode.partition.blocks import check_numbers, found
 from vnode.partition.plan.blocks import specs_in_blocks
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.placement.uneven import UnevenSpec
@@ -50,6 +50,7 @@ def uneven(
       ^down$ UnevenSpec(dim=0, axis='model', counts=(10, 6))
       ^up$ UnevenSpec(dim=1, axis='model', counts=(10, 6))
     """
+    check_numbers(dims, counts)
     subject = subject_of(on_nodes(step, 1, options), args)
     program, share = subject.schedule.flow.program, Share((axis,), tuple(counts))
     named = {number: name for number, name in enumerate(subject.names) if name is not None}

@@ -8,6 +8,7 @@ those of their parameters, so that a pattern means both.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,7 +23,24 @@ from vnode.placement.transfer import lies_on, resharding, to_placement
 from vnode.placement.uneven import UnevenSpec
 from vnode.show.units import several
 
-Patterns = tuple[tuple[str, PartitionSpec | UnevenSpec], ...]
+
+@dataclasses.dataclass(frozen=True)
+class Exactly:
+    """In the place of a pattern: the leaves of one name and no others, of one shape if that is said as well.
+
+    Attributes:
+      leaf: the name, or what `in_full` makes of it and the shape.
+    """
+
+    leaf: str
+
+    def __repr__(self) -> str:
+        return repr(self.leaf)
+
+
+Pattern = str | Exactly
+
+Patterns = tuple[tuple[Pattern, PartitionSpec | UnevenSpec], ...]
 
 HOST = "pinned_host"
 """How jax calls the part of a host's memory that devices read and write."""
@@ -32,7 +50,8 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Patterns as a user gives them, checked.
 
     Raises:
-      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`.
+      ValueError: one is no regular expression, or stands for something else than a `PartitionSpec` or `UnevenSpec`, or
+        for one that no array can have.
     """
     for pattern, spec in given.items():
         if not isinstance(pattern, str) or not isinstance(spec, PartitionSpec | UnevenSpec):
@@ -43,7 +62,84 @@ def patterns_of(given: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"partition: {pattern!r} is no regular expression: {error}") from None
+        check_spec(pattern, spec)
     return tuple(given.items())
+
+
+def in_full(name: str, shape: Sequence[int]) -> str:
+    """What a leaf is called where arguments have leaves of one name and several shapes, as two networks have.
+
+    >>> in_full("mlp/0", (4, 3))
+    'mlp/0 (4, 3)'
+    """
+    return f"{name} {tuple(shape)}"
+
+
+def means(pattern: Pattern, name: str, shape: Sequence[int]) -> bool:
+    """Whether a pattern means a leaf.
+
+    >>> [means(pattern, "mlp/0", (4, 3)) for pattern in ("0$", Exactly("0"), Exactly("mlp/0 (4, 3)"))]
+    [True, False, True]
+    """
+    if isinstance(pattern, Exactly):
+        return pattern.leaf in (name, in_full(name, shape))
+    return re.search(pattern, name) is not None
+
+
+def first_of(patterns: Patterns, name: str, shape: Sequence[int]) -> PartitionSpec | UnevenSpec | None:
+    """How a leaf lies by the first pattern that means it; None if none does."""
+    return next((spec for pattern, spec in patterns if means(pattern, name, shape)), None)
+
+
+def axes_of(spec: PartitionSpec | UnevenSpec) -> list[Any]:
+    """The axes that a spec names, one after another.
+
+    >>> axes_of(PartitionSpec(("data", "model"), None, "extra")), axes_of(UnevenSpec(0, "model", (2, 1)))
+    (['data', 'model', 'extra'], ['model'])
+    """
+    if isinstance(spec, UnevenSpec):
+        return [spec.axis]
+    entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec.partitions]
+    return [name for entry in entries for name in entry if name not in (None, PartitionSpec.UNCONSTRAINED)]
+
+
+def check_spec(pattern: str, spec: PartitionSpec | UnevenSpec) -> None:
+    """Refuses what no leaf of a state can be sharded as.
+
+    Raises:
+      ValueError: an axis is named twice, or sums are left in pieces.
+    """
+    if isinstance(spec, PartitionSpec) and (spec.unreduced or spec.reduced):
+        raise ValueError(
+            f"partition: {pattern!r} is {spec}: a state is given whole, not in pieces that are still to be added up "
+            "(unreduced, reduced); leave these out"
+        )
+    names = axes_of(spec)
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"partition: {pattern!r} is {spec}: the axis {twice!r} can divide one dimension, not two")
+
+
+def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
+    """Refuses axes that a mesh does not have: they would divide nothing.
+
+    Args:
+      patterns: as `patterns_of` gives them.
+      known: the axes of the mesh.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    for pattern, spec in patterns:
+        missing = [name for name in axes_of(spec) if name not in known]
+        if missing:
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh has not.",
+                    facts=[f"its axes are {', '.join(map(repr, known))}"],
+                    remedies=["name one of these axes", "or leave the pattern out: the leaf is whole on every device"],
+                )
+            )
 
 
 def name_of(path: tuple[Any, ...]) -> str:
@@ -55,7 +151,7 @@ def name_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[str] = ()) -> Any:
+def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
     """A tree whose leaves are sharded as the first pattern says that is found in their names.
 
     Args:
@@ -74,9 +170,9 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
         name = name_of(path)
-        spec = next((spec for pattern, spec in patterns if re.search(pattern, name)), None)
         shape = np.shape(leaf)
-        away = any(re.search(pattern, name) for pattern in host)
+        spec = first_of(patterns, name, shape)
+        away = any(means(pattern, name, shape) for pattern in host)
         spec = PartitionSpec() if away and spec is None else spec
         if spec is None or isinstance(spec, UnevenSpec) or len(spec) > len(shape) or not hasattr(leaf, "dtype"):
             return leaf
@@ -135,12 +231,20 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
     Raises:
       PlacementError: one is not.
     """
-    leaves = [each for tree in trees for each in jax.tree_util.tree_leaves_with_path(tree)]
-    dims = [(name_of(path), len(np.shape(leaf))) for path, leaf in leaves]
+    paths = [each for tree in trees for each in jax.tree_util.tree_leaves_with_path(tree)]
+    leaves = [(name_of(path), np.shape(leaf)) for path, leaf in paths]
     for pattern, spec in patterns:
-        found = {name: n for name, n in dims if re.search(pattern, name)}
+        found = [leaf for leaf in leaves if means(pattern, *leaf)]
         if not found:
-            names = [name or "'' (an array by itself)" for name in dict(dims)]
+            names = [name or "'' (an array by itself)" for name in dict(leaves)]
+            if isinstance(pattern, Exactly):
+                raise PlacementError(
+                    layout_message(
+                        f"the step is planned for arguments with a leaf {pattern!r}, and there is none.",
+                        facts=[f"leaves are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"],
+                        remedies=["give the arguments that the plan was made for", "or search a plan for these"],
+                    )
+                )
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} is found in the name of no leaf.",
@@ -148,15 +252,37 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
                     remedies=["patterns are regular expressions, searched in these names"],
                 )
             )
-        if max(found.values()) < divided(spec):
+        most = max(len(shape) for _, shape in found)
+        if divided(spec) and most < rank(spec):
             raise PlacementError(
                 layout_message(
                     f"partition: {pattern!r} divides dimension {divided(spec) - 1}, which no leaf has whose name it is "
-                    "found in.",
-                    facts=[f"{name}: {several(n, 'dimension')}" for name, n in [*found.items()][:12]],
-                    remedies=["name another dimension; the first is 0"],
+                    "found in."
+                    if most < divided(spec)
+                    else f"partition: {pattern!r} is {spec}, for leaves of at least {rank(spec)} dimensions, and no "
+                    "leaf has as many whose name it is found in.",
+                    facts=[f"{name}: {several(len(shape), 'dimension')}" for name, shape in found[:12]],
+                    remedies=["name another dimension; the first is 0", "write no more entries than a leaf has"],
                 )
             )
+        earlier = {name: next(p for p, _ in patterns if means(p, name, shape)) for name, shape in found}
+        if pattern not in earlier.values():
+            raise PlacementError(
+                layout_message(
+                    f"partition: {pattern!r} is never used: each leaf that it is found in has an earlier pattern.",
+                    facts=[f"{name}: {first!r}" for name, first in [*earlier.items()][:12]],
+                    remedies=["the first pattern that is found in a name counts: write the more special ones before"],
+                )
+            )
+
+
+def rank(spec: PartitionSpec | UnevenSpec) -> int:
+    """How many dimensions a leaf has to have at least, for a spec to say anything of it.
+
+    >>> rank(PartitionSpec("model", None)), rank(UnevenSpec(1, "model", (2, 1)))
+    (2, 2)
+    """
+    return spec.dim + 1 if isinstance(spec, UnevenSpec) else len(spec)
 
 
 def divided(spec: PartitionSpec | UnevenSpec) -> int:

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
+
+import numpy as np
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,8 @@ class UnevenSpec:
     counts: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "counts", tuple(self.counts))
+        counts = self.counts if isinstance(self.counts, Iterable) else ()
+        object.__setattr__(self, "counts", tuple(int(n) if isinstance(n, np.integer) else n for n in counts))
         whole = all(isinstance(n, int) and n >= 0 for n in (self.dim, *self.counts))
         if not whole or not isinstance(self.axis, str) or sum(self.counts) < 2:
             raise ValueError(

@@ -227,7 +227,8 @@ def recorded(program: Program, records: Records, axes: Axes) -> Flow:
     if record is None:
         raise PartitionError(
             layout_message(
-                "the plan is for another step: it does not know one of this step's passes.",
+                "the plan is for another step, for arguments of other shapes, or for other settings of jax: "
+                "it does not know one of this step's passes.",
                 facts=[f"the pass has {len(program.equations)} equations", f"the plan is of {len(records)} passes"],
                 remedies=["search a plan for this step, these shapes, and this number of virtual nodes"],
             )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rich.text import Text
 
 from vnode.show.page import Page
-from vnode.show.text import QUIET, STRONG, lines
+from vnode.show.text import QUIET, STRONG, encodable, lines
 
 COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 """Of devices, in turn."""
@@ -19,12 +19,13 @@ COLOURS = ("cyan", "green", "yellow", "magenta", "blue", "red")
 STYLES = {STRONG: "bold", QUIET: "dim"}
 
 
-def draw(page: Page, width: int) -> Iterator[Text]:
+def draw(page: Page, width: int, encoding: str | None = None) -> Iterator[Text]:
     """Draws a page.
 
     Args:
       page: what to draw.
       width: of the terminal, characters.
+      encoding: of the terminal.
 
     Yields:
       What rich can print, from top to bottom.
@@ -32,7 +33,7 @@ def draw(page: Page, width: int) -> Iterator[Text]:
     for line in lines(page, width):
         drawn = Text(no_wrap=True, overflow="ellipsis")
         for text, style in line:
-            drawn.append(text, style=rich_style(style))
+            drawn.append(encodable(text, encoding), style=rich_style(style))
         drawn.rstrip()
         yield drawn
 

@@ -29,6 +29,9 @@ CUT = re.compile(r"/|[.](?!py:)|,(?!\d)")
 PLAIN, STRONG, QUIET = "", "strong", "quiet"
 """Styles of words; those of a device are ``node 3`` and ``bar 3``."""
 
+PLAINER = str.maketrans({"…": "...", "µ": "u", "·": ".", "█": "#", "─": "-"})
+"""What stands in the place of signs that an encoding does not have."""
+
 Segment = tuple[str, str]
 """Characters, and the name of their style."""
 
@@ -53,6 +56,28 @@ def draw(page: Page, width: int = WIDTH) -> str:
         work  4 flop  all of it
     """
     return "\n".join("".join(text for text, _ in line).rstrip() for line in lines(page, width))
+
+
+def encodable(drawn: str, encoding: str | None) -> str:
+    """A text in signs that an encoding has.
+
+    Args:
+      drawn: the text.
+      encoding: of what it is written to; None if that does not say.
+
+    Example:
+      >>> encodable("12 µs ──", "utf-8"), encodable("12 µs ──", "ascii")
+      ('12 µs ──', '12 us --')
+    """
+    if encoding is None:
+        return drawn
+    try:
+        drawn.encode(encoding)
+    except LookupError:
+        return drawn
+    except UnicodeEncodeError:
+        return drawn.translate(PLAINER).encode(encoding, "backslashreplace").decode(encoding)
+    return drawn
 
 
 def lines(page: Page, width: int) -> Iterator[Line]:

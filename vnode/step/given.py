@@ -44,6 +44,31 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
       >>> check_values([jnp.ones(3), 1.0], {})
     """
     named = {**{f"argument {i}": arg for i, arg in enumerate(args)}, "argument ": kwargs}
+    ask = "or ask what needs shapes only: step.explain(...), step.lower(...)"
+    no_shapes(named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask])
+
+
+def check_placed(tree: Any) -> None:
+    """Refuses shapes without values where a state is placed.
+
+    Raises:
+      VnodeError: there are some.
+    """
+    said = "shapes without values (jax.ShapeDtypeStruct) cannot be put anywhere."
+    no_shapes({"": tree}, said, ["give arrays: of jax.eval_shape(init, ...), what init(...) returns"])
+
+
+def no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> None:
+    """Refuses shapes without values.
+
+    Args:
+      named: trees by what they are called.
+      said: what is wrong with them.
+      remedies: what to do.
+
+    Raises:
+      VnodeError: there are some.
+    """
     found = [
         f"{name}{jax.tree_util.keystr(path)}: {leaf}"
         for name, tree in named.items()
@@ -53,9 +78,9 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     if found:
         raise VnodeError(
             layout_message(
-                "the step is to be run on shapes without values (jax.ShapeDtypeStruct).",
+                said,
                 facts=[*found[:8], *([f"and {len(found) - 8} more"] if len(found) > 8 else [])],
-                remedies=["give arrays", "or ask what needs shapes only: step.explain(...), step.lower(...)"],
+                remedies=remedies,
             )
         )
 

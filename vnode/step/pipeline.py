@@ -34,7 +34,7 @@ from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.leaves import shape_of
-from vnode.placement.patterns import Patterns
+from vnode.placement.patterns import Pattern, Patterns
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
@@ -62,7 +62,7 @@ class Options:
     accumulate_dtype: Any
     automatic: bool = False
     patterns: Patterns = ()
-    host: tuple[str, ...] = ()
+    host: tuple[Pattern, ...] = ()
     again: tuple[Made, ...] = ()
     away: tuple[Made, ...] = ()
     far: int = 0

@@ -9,7 +9,6 @@ it is as it is stored; and by lying along the axis, or a dimension could be take
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.leaves import shape_of
-from vnode.placement.patterns import Patterns, by_name, name_of
+from vnode.placement.patterns import Pattern, Patterns, by_name, first_of, name_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.uneven import UnevenSpec
@@ -43,9 +42,9 @@ def share_of(patterns: Patterns) -> Share | None:
     return next(iter(found), None)
 
 
-def spec_of(name: str, patterns: Patterns) -> UnevenSpec | None:
+def spec_of(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> UnevenSpec | None:
     """How a leaf is shared out unevenly; None if it is not."""
-    spec = next((spec for pattern, spec in patterns if re.search(pattern, name)), None)
+    spec = first_of(patterns, name_of(path), np.shape(leaf))
     return spec if isinstance(spec, UnevenSpec) else None
 
 
@@ -55,7 +54,7 @@ def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | No
     Raises:
       PlacementError: it is neither.
     """
-    spec = spec_of(name_of(path), patterns)
+    spec = spec_of(path, leaf, patterns)
     shape = np.shape(leaf)
     if spec is None or spec.dim >= len(shape):
         return None
@@ -83,7 +82,7 @@ def own_shape(leaf: Any, dim: int | None, share: Share | None) -> Any:
     return jax.ShapeDtypeStruct(tuple(shape), kind.dtype, weak_type=kind.weak_type)
 
 
-def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[str] = ()) -> Any:
+def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
     """A tree whose leaves lie as patterns of their names say; see `vnode.placement.patterns.by_name`.
 
     Raises:
@@ -100,7 +99,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         raise PlacementError(f"the nodes' axis, {placement.axis!r}, shares out nodes: share a state out along another")
 
     def place(path: tuple[Any, ...], leaf: Any) -> Any:
-        spec = spec_of(name_of(path), patterns)
+        spec = spec_of(path, leaf, patterns)
         if spec is None or not hasattr(leaf, "dtype") or spec.dim >= len(np.shape(leaf)):
             return leaf
         is_stored = stored_dim(path, leaf, patterns) is not None and is_known(path, leaf, spec)
@@ -166,7 +165,7 @@ def check_known(args: Sequence[Any], wholes: Sequence[int], patterns: Patterns) 
     if share_of(patterns) is not None:
         for i in wholes:
             for path, leaf in jax.tree_util.tree_leaves_with_path(args[i], is_leaf=is_sharded_batch):
-                spec = spec_of(name_of(path), patterns)
+                spec = spec_of(path, leaf, patterns)
                 if spec is not None and stored_dim(path, leaf, patterns) is not None:
                     is_known(path, leaf, spec)
 
@@ -179,7 +178,7 @@ def taken_back(tree: Any, patterns: Patterns) -> Any:
     paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
     leaves, several = [leaf for _, leaf in paths], dict[NamedSharding, dict[int, int]]()
     for i, (path, leaf) in enumerate(paths):
-        spec = spec_of(name_of(path), patterns)
+        spec = spec_of(path, leaf, patterns)
         length = np.shape(leaf)[spec.dim : spec.dim + 1] if spec is not None else ()
         if spec is None or length != (spec.room,) or not is_known(path, leaf, spec):
             continue

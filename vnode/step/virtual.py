@@ -24,7 +24,7 @@ from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
-from vnode.step.given import check_values
+from vnode.step.given import check_placed, check_values
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.rooms import leaving, put_by_name, taken_back
@@ -185,8 +185,9 @@ class VirtualStep(Step[P, R]):
         Raises:
           PlacementError: several processes have different trees, or put them on different devices.
           ProcessError: one of them did not call it in time.
-          VnodeError: arrays were donated.
+          VnodeError: arrays were donated, or there are shapes without values.
         """
+        check_placed(tree)
         patterns, host = self.options.patterns, self.options.host
         with without_mesh():
             placed = put(leaving(tree, patterns, self.placement), self.placement)

@@ -235,7 +235,14 @@ class OnMesh:
             if i in self.subject.batch or i >= len(self.subject.names) or self.subject.names[i] is None
         }
         model = RowCost(self.machine, self.mesh, self.times, self.platform)
-        return as_problem(self.row.program, self.axes, model, carried=self.subject.carried, fixed=fixed)
+        return as_problem(
+            self.row.program,
+            self.axes,
+            model,
+            carried=self.subject.carried,
+            fixed=fixed,
+            together=self.subject.together,
+        )
 
     @functools.cached_property
     @collector_paused()
@@ -288,7 +295,7 @@ class OnMesh:
         )
         specs = specs_of(subject, flow, self.axes, sharded)
         apart = Target.on(self.platform).apart  # elsewhere what is on the host is on the device all the same
-        names = subject.names if apart else [None] * len(subject.names)
+        names = subject.leaves if apart else [None] * len(subject.names)
         slots = Slots.of(flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows))
         flows = self.row.flows(flow) if self.axes else []
         records, divisions = records_of(flows, self.axes), divisions_of(flows)
@@ -315,9 +322,16 @@ class OnMesh:
         return dataclasses.replace(made, estimate=candidate.estimate)
 
     def sharded(self, flow: Flow) -> dict[int, PartitionSpec]:
-        """How the leaves of the state lie that rows can divide among themselves."""
+        """How the leaves of the state lie that rows can divide among themselves.
+
+        Not those that a plan cannot tell from leaves of other arguments, which stay as they are.
+        """
         found: dict[int, PartitionSpec] = {}
-        for i in self.subject.state if self.rows > 1 else ():
+        leaves, state = self.subject.leaves, self.subject.state
+        others = {name for i, name in enumerate(leaves) if i not in state}
+        for i in state if self.rows > 1 else ():
+            if leaves[i] in others:
+                continue
             spec = spec_of(at_the_border(flow.inputs[i], self.axes))
             shape = tuple(self.subject.inputs[i].aval.shape)
             further = over_rows_too(spec, shape, self.rows, self.axes, NODES)

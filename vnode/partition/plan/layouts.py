@@ -6,7 +6,6 @@ Knows rows, flows and records. Must not know machines, costs, nor how flows were
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec
 from vnode.errors import PartitionError
 from vnode.partition.plan.row import NodeFlow, RowProgram
 from vnode.partition.plan.subject import Subject
-from vnode.placement.patterns import Patterns
+from vnode.placement.patterns import Exactly, Patterns
 from vnode.placement.uneven import UnevenSpec
 from vnode.runtime.divided import result
 from vnode.spmd.flow import Flow
@@ -85,6 +84,11 @@ def parts_of_sums(row: RowProgram, records: Mapping[str, RecordedFlow], axes: Ax
     return found
 
 
+def unknown(row: RowProgram, records: Mapping[str, RecordedFlow]) -> int:
+    """Of how many passes of a row nobody has said how they are divided."""
+    return sum(digest_of(node.written) not in records for node in row.nodes)
+
+
 def parts_in_blocks(row: RowProgram, share: Share) -> dict[Var, tuple[int, ...]]:
     """The shapes of one device's parts of what passes sum in blocks, with room for as many as any device has.
 
@@ -114,15 +118,12 @@ def specs_of(
       sharded: how inputs lie that are sharded over the rows as well, by number.
 
     Returns:
-      A spec for each name. Two leaves of one name that cannot lie alike are whole on every device.
+      A spec for each of the subject's `leaves`.
     """
     found: dict[str, PartitionSpec] = {}
-    for i, (name, layout) in enumerate(zip(subject.names, flow.inputs, strict=False)):
-        if name is None:
-            continue
-        spec = sharded[i] if i in sharded else spec_of(at_the_border(layout, axes))
-        if found.setdefault(name, spec) != spec:
-            found[name] = PartitionSpec()
+    for i, (name, layout) in enumerate(zip(subject.leaves, flow.inputs, strict=False)):
+        if name is not None:
+            found[name] = sharded[i] if i in sharded else spec_of(at_the_border(layout, axes))
     return found
 
 
@@ -140,4 +141,4 @@ def over_rows_too(spec: PartitionSpec, shape: Sequence[int], rows: int, axes: Ax
 
 def patterns(specs: Mapping[str, PartitionSpec | UnevenSpec]) -> Patterns:
     """Specs by name as patterns, each of which means that name only."""
-    return tuple((f"^{re.escape(name)}$", spec) for name, spec in specs.items())
+    return tuple((Exactly(name), spec) for name, spec in specs.items())

@@ -27,14 +27,15 @@ from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
 from vnode.partition.plan.blocks import dims_of, rooms_of
 from vnode.partition.plan.divisions import PARTS, DividedOperation
-from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns
+from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, patterns, unknown
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing, platform_of
-from vnode.partition.plan.row import row_program
+from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.subject import subject_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
 from vnode.placement.layout import Layout as Grouped
+from vnode.placement.patterns import Exactly
 from vnode.placement.placement import Placement, device_list, neighbours_of_one_kind
 from vnode.placement.uneven import UnevenSpec
 from vnode.plan.nodes.memory import refusal
@@ -76,7 +77,8 @@ class Plan(Drawn):
       name: what such a plan is called, or ``"searched"``.
       mesh: sizes of the axes; that of the nodes is ``"vnode"``.
       counts: nodes of each row of it, in order; uneven where kinds of devices differ.
-      specs: how the leaves of the state lie, by name.
+      specs: how the leaves of the state lie, by name; by name and shape where arguments have leaves of one name and
+        several shapes.
       records: how what a node computes is divided, for each pass.
       prediction: what it takes; None of a plan whose file an earlier version wrote, which predicted otherwise.
       beside: the same of other plans, by name; those that do not fit too.
@@ -179,7 +181,7 @@ class Plan(Drawn):
             virtual_nodes=self.virtual_nodes,
             automatic=False,
             patterns=patterns(self.specs),
-            host=tuple(f"^{re.escape(name)}$" for name in self.host),
+            host=tuple(map(Exactly, self.host)),
             far=self.far,
             records=dict(self.records) or None,
         )
@@ -304,9 +306,20 @@ class Plan(Drawn):
 
     def _parts_of_sums(self, schedule: Schedule) -> dict[Var, tuple[int, ...]]:
         """The shapes of one device's parts of what passes sum."""
-        axes = dividing(self.mesh)
+        axes, share = dividing(self.mesh), share_of(patterns(self.specs))
         if not axes:
             return {}
+        row = self._row(schedule)
+        return parts_of_sums(row, self.records, axes) if share is None else parts_in_blocks(row, share)
+
+    def unknown(self) -> int:
+        """How many of the step's passes the plan knows nothing of, though it divides what nodes compute: options of
+        the step are others then, or jax is."""
+        return unknown(self._row(subject_of(self.pattern, self.args).schedule), self.records) if self.records else 0
+
+    def _row(self, schedule: Schedule) -> RowProgram:
+        """What a row of the mesh computes."""
+        axes = dividing(self.mesh)
         exact = self.pattern.options.reduction == "invariant"
         platform = platform_of(self.machine) if self.prediction is None else self.prediction.platform
         share = share_of(patterns(self.specs))
@@ -314,8 +327,7 @@ class Plan(Drawn):
         if share is not None:
             subject = subject_of(self.pattern, self.args)
             rooms = rooms_of(subject, dims_of(subject, self.specs), share)
-        row = row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact, rooms=rooms)
-        return parts_of_sums(row, self.records, axes) if share is None else parts_in_blocks(row, share)
+        return row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""

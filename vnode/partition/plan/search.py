@@ -32,7 +32,7 @@ from vnode.partition.plan.meshes import meshes
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, platform_of
 from vnode.partition.plan.remedies import Remedies, placed
-from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
 from vnode.placement.placement import MOST_NODES
 from vnode.plan.nodes.memory import byte_count
@@ -96,7 +96,8 @@ def search(
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
       budget: seconds after which it ends.
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
-        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline.
+        the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline. Kernels that are measured or
+        compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
       compiled_for: devices in the order of the machine's, for which plans are compiled until one fits in `memory` by
         the compiler's own account, each search allowing as much less as the prediction before was too low; `budget` is
@@ -132,8 +133,7 @@ def search(
     budget = float(min(budget, LONGEST))
     if not (times is None or hasattr(times, "slowest")):
         raise PartitionError(f"times: expected vnode.partition.Times, not {times!r}")
-    if not isinstance(args, tuple | list):
-        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
+    check_args(args)
     try:
         limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
     except ValueError as error:

@@ -17,6 +17,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec
 
 from vnode import files
@@ -30,9 +31,10 @@ from vnode.partition.plan.divisions import DividedOperation
 from vnode.partition.plan.layouts import patterns
 from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import NODES, Figures, Prediction
-from vnode.partition.plan.subject import Subject, computing_again, on_nodes, subject_of
+from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
 from vnode.placement.uneven import UnevenSpec
+from vnode.show.units import several
 from vnode.spmd.record import RecordedFlow
 from vnode.step.pipeline import Options
 from vnode.step.rooms import share_of
@@ -68,10 +70,12 @@ def write(plan: Plan, path: str | os.PathLike[str]) -> None:
         "format": FORMAT,
         "version": VERSION,
         "step": plan.fingerprint.to_json(),
+        "arguments": types_of(plan.args),
         "machine": json.loads(written(plan.machine.name, plan.machine.devices, plan.machine.networks)),
         "memory": plan.memory,
         "virtual_nodes": plan.virtual_nodes,
         "options": said(plan.pattern.options),
+        "donate_argnums": list(plan.pattern.spec.donate_argnums),
         "name": plan.name,
         "mesh": dict(plan.mesh),
         "counts": list(plan.counts),
@@ -104,6 +108,28 @@ def said(options: Options) -> dict[str, Any]:
         "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
         "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
     }
+
+
+def types_of(args: Sequence[Any]) -> dict[str, str]:
+    """The arguments of a step, leaf by leaf; what differs there is said first of a plan that is for another step."""
+    leaves = jax.tree.leaves_with_path(tuple(args))
+    return {f"argument {path[0].idx}{jax.tree_util.keystr(path[1:])}": type_said(leaf) for path, leaf in leaves}
+
+
+def type_said(leaf: Any) -> str:
+    """Dtype and shape of an array; of another leaf its type, as it may be shown with its address."""
+    return f"{leaf.dtype}{list(leaf.shape)}" if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def other_arguments(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Which arguments differ, and how.
+
+    >>> other_arguments({"argument 0": "int8[2]", "argument 1": "int8[2]"}, {"argument 0": "int8[3]"})
+    ['argument 0 then: int8[2], now: int8[3]', 'argument 1 then: int8[2], now: none']
+    """
+    names = dict.fromkeys((*then, *now))
+    pairs = [(name, then.get(name, "none"), now.get(name, "none")) for name in names]
+    return [f"{name} then: {before}, now: {after}" for name, before, after in pairs if before != after]
 
 
 def spec_said(spec: PartitionSpec | UnevenSpec) -> Any:
@@ -159,6 +185,7 @@ def prediction_of(content: Mapping[str, Any]) -> Prediction:
 @with_jit
 def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: Mapping[str, Any]) -> Plan:
     """See `Plan.load`."""
+    check_args(args)
     text = files.read(path, PartitionError, [WRITTEN])
     with damaged(path):
         content = json.loads(text)
@@ -169,6 +196,8 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         if content["version"] >= CHECKED and content.get("checksum") != checksum(content):
             raise ValueError("it is not as it was written: its checksum is another")
         fingerprint = Fingerprint.from_json(content["step"])
+        donated = {int(i) for i in content.get("donate_argnums", ())}
+        arguments = {str(name): str(said) for name, said in content.get("arguments", {}).items()}
         nodes = int(content["virtual_nodes"])
         before = content["options"] if content["version"] >= CHECKED else None
         lanes = None if before is None else lane_count(before["lanes"], nodes)
@@ -185,7 +214,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         made = content["prediction"] if content["version"] >= PREDICTED else None
         prediction = None if made is None else prediction_of(made)
         beside = {} if made is None else {str(name): Figures(**each) for name, each in content["beside"].items()}
-        gap = None if made is None else content["gap"]
+        gap = None if made is None or content["gap"] is None else float(content["gap"])
         divisions = tuple(DividedOperation(**each) for each in content["divisions"])
         host = tuple(map(str, content.get("host", ())))
         if not set(host) <= set(specs):
@@ -204,9 +233,13 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
     facts = subject.fingerprint.differences(fingerprint)
     if step.options.virtual_nodes != nodes:
         facts = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"]
+    elif facts:
+        facts = [*(other_arguments(arguments, types_of(subject.args)) if arguments else ()), *facts]
     elif before is not None:
         now = said(step.options)
         facts += [f"{name} then: {before.get(name)}, now: {now[name]}" for name in now if before.get(name) != now[name]]
+        kept = donated - {*step.spec.donate_argnums}
+        facts += [f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}"] * bool(kept)
     if facts:
         raise PartitionError(
             layout_message(
@@ -224,7 +257,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         except PartitionError as error:
             what = " and ".join(name for name, several in (("again", again), ("away", away)) if several)
             raise PartitionError(f"the plan in {os.fspath(path)} is damaged: {what}: {error}") from error
-    return Plan(
+    plan = Plan(
         step,
         subject.args,
         fingerprint,
@@ -243,6 +276,19 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         host,
         far,
     )
+    others = plan.unknown()
+    if others:
+        raise PartitionError(
+            layout_message(
+                f"the plan in {os.fspath(path)} is for another step.",
+                facts=[f"nodes compute something else in {several(others, 'pass', 'passes')} of the same step"],
+                remedies=[
+                    "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
+                    "or search a plan for this step",
+                ],
+            )
+        )
+    return plan
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
 from vnode.errors import PartitionError, layout_message
 from vnode.placement.leaves import is_number, shape_of, shapes_of
-from vnode.placement.patterns import name_of
+from vnode.placement.patterns import in_full, name_of
 from vnode.placement.placement import node_count
 from vnode.step.call import OutputTree, wrap
 from vnode.step.layouts import successors
@@ -67,6 +67,24 @@ class Subject:
         return self.step.options.virtual_nodes
 
     @functools.cached_property
+    def leaves(self) -> tuple[str | None, ...]:
+        """The names, with their shapes where one name is of leaves of several, as of two networks."""
+        named = [(name, tuple(var.aval.shape)) for name, var in zip(self.names, self.inputs, strict=False)]
+        shapes: dict[str | None, set[tuple[int, ...]]] = {}
+        for name, shape in named:
+            shapes.setdefault(name, set()).add(shape)
+        return tuple(name if name is None or len(shapes[name]) == 1 else in_full(name, shape) for name, shape in named)
+
+    @property
+    def together(self) -> list[list[int]]:
+        """Inputs that no plan can tell apart, of one name and shape: as of a network and its average, given apart."""
+        found: dict[str, list[int]] = {}
+        for i, name in enumerate(self.leaves):
+            if name is not None:
+                found.setdefault(name, []).append(i)
+        return [several for several in found.values() if len(several) > 1]
+
+    @functools.cached_property
     def late(self) -> Late:
         """What its program reads late, if nothing of it is computed again."""
         return Late.of(self.schedule.flow.program, self.batch)
@@ -108,6 +126,16 @@ def on_nodes(fun: Any, virtual_nodes: int | str, options: Mapping[str, Any]) -> 
             raise PartitionError(f"the step is virtualized already: options {', '.join(options)} come too late")
         return fun
     return cast(Any, virtualize)(fun, virtual_nodes=node_count(virtual_nodes), **options)
+
+
+def check_args(args: Any) -> None:
+    """Refuses what are no arguments.
+
+    Raises:
+      PartitionError: it is no tuple.
+    """
+    if not isinstance(args, tuple | list):
+        raise PartitionError(f"args are the arguments of the step, in a tuple, not {type(args).__name__}")
 
 
 def computing_again(step: Any, several: Collection[Made], away: Collection[Made] = ()) -> Any:

@@ -152,6 +152,7 @@ def as_problem(
     tied: bool = True,
     backward: bool = False,
     fixed: Mapping[int, Layout] | None = None,
+    together: Sequence[Sequence[int]] = (),
 ) -> Search:
     """Makes a problem of a program.
 
@@ -165,11 +166,12 @@ def as_problem(
       backward: so do products over the same named dimensions: one of the forward pass, and the two of the backward pass
         that belong to it. Element-wise equations are together in any case.
       fixed: how single inputs lie, by number.
+      together: inputs of one shape, by number, that lie alike.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}, together).build()
 
 
 class _Builder:
@@ -183,11 +185,16 @@ class _Builder:
         tied: bool,
         backward: bool,
         fixed: Mapping[int, Layout],
+        together: Sequence[Sequence[int]],
     ) -> None:
         self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
         self.flat = flat(program, axes)
+        self.same = dict(self.flat.same)  # what lies as something else does
+        for several in ([program.inputs[i] for i in each] for each in together):
+            first = max(several, key=lambda var: self.flat.uncut.get(var, 0))
+            self.same.update((var, first) for var in several if var is not first)
         self.strategies = Strategies(self.flat, axes, model)
         found = clusters(self.flat)
         self.of = members(found)
@@ -371,7 +378,7 @@ class _Builder:
         """Values that have a layout of their own."""
         found: list[Value] = []
         inputs = set(self.program.inputs)
-        same = self.flat.same
+        same = self.same
         everything = dict.fromkeys([*self.program.inputs, *self.into, *same.values(), *same, *self.reads])
         for var in everything:
             stands = len(self.reads.get(var, ())) + self.out.get(var, 0)
@@ -470,7 +477,7 @@ class _Builder:
 
         Source: Weisfeiler and Leman's refinement (1968).
         """
-        same = [self.flat.same.get(value.var, value.var) for value in values]
+        same = [self.same.get(value.var, value.var) for value in values]
         joined = numbered([*(self.product(k) for k in range(len(self.clusters))), *same])
         if not self.tied:
             return joined

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
-from vnode.placement.exchange import everywhere, put
+from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import device_memory, planned, reported
@@ -143,7 +143,11 @@ class AutoStep(Step[P, R]):
 
     def put(self, tree: Any) -> Any:
         """Places a state on the devices; see `VirtualStep.put`. The number of nodes does not matter."""
-        return put(tree, self.template)
+        return self._least().put(tree)
+
+    def get(self, tree: Any) -> Any:
+        """A state in its own shapes; see `VirtualStep.get`."""
+        return self._least().get(tree)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         step = self._step
@@ -157,8 +161,7 @@ class AutoStep(Step[P, R]):
             step = self._chosen(args, kwargs)  # before it is asked how it was found
             yield Resolved(step, args, kwargs, self.searched)
         else:
-            least = with_nodes(self.pattern, self.template.virtual_nodes, self.template)
-            yield Resolved(least, args, kwargs, chosen=False)
+            yield Resolved(self._least(), args, kwargs, chosen=False)
 
     def __repr__(self) -> str:
         return (
@@ -179,6 +182,10 @@ class AutoStep(Step[P, R]):
         chosen = self._fewer_lanes and lane > 1
         lanes = -(-virtual_nodes // lane) if chosen else self.pattern.options.lanes
         return with_nodes(in_fewer_lanes(self.pattern, lanes), virtual_nodes, self.template)
+
+    def _least(self) -> VirtualStep[P, R]:
+        """The step on the fewest nodes there may be."""
+        return with_nodes(self.pattern, self.template.virtual_nodes, self.template)
 
     def _or_last(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments; where there are none, the shapes of those for which the step was compiled last."""
