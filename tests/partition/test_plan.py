@@ -434,7 +434,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
 def test_searched_with_less_memory_it_is_never_with_less_than_none(times: float) -> None:
     asked: list[float] = []
 
-    def predicted(limit: float, seconds: float, gap: float, below: float) -> Any:  # always as much, whatever is asked for
+    def predicted(limit: float, seconds: float, gap: float, below: float) -> Any:  # as much, whatever is asked for
         asked.append(limit)
         figures = SimpleNamespace(memory=int(1000 * times), seconds=1.0)
         return SimpleNamespace(figures=figures, name="searched"), False
