@@ -38,7 +38,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Algebra, Role
+from vnode.operators import Algebra, Role, describe
 from vnode.operators.cost import nbytes
 from vnode.operators.monoid import Monoid
 from vnode.partition.cost.narrow import multiplied, multiplied_so, packed_masks, rounded_beside
@@ -114,6 +114,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
     sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
     repeated: set[int] = set()  # equations that are computed in several kernels
+    cut: set[int] = set()  # slices whose places are known at run time only, and what is computed for one of them only
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         if target.library and shape is Shape.REDUCED and by_library(eqn, program):
@@ -122,6 +123,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
         takes[id(eqn)] = own
+        if target.weighs and cuts_anywhere(eqn):
+            cut.add(id(eqn))
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
             continue
         if id(eqn) in masks:
@@ -147,6 +150,9 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if target.ordered and len(within) > 1 and extends(eqn, program):
             continue
         least = min(takes[id(reader)] for reader in readers)
+        in_cut = any(id(reader) in cut for reader in readers)
+        if in_cut and len(within) > 1 and shape is not Shape.SAME:
+            continue
         if shape is Shape.CONTRACTED:
             same = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
             alone = same and len(within) == 1 and not any(id(reader) in repeated for reader in readers)
@@ -156,7 +162,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
                     inside.add(id(eqn))
                     contracted.update(map(id, path))
         elif shape is not Shape.REDUCED:
-            far = id(eqn) not in chosen and looks_up(program.describe(eqn))
+            far = id(eqn) not in chosen and looks_up(program.describe(eqn)) and not keeps_tiles(eqn, users)
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
             wanted = 1 if near else 3 if far else 2
             if shape is Shape.EACH and (least < 4 or len(readers) > 1) and id(eqn) in last:
@@ -165,6 +171,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 sinks[id(eqn)] = within
+                if in_cut:
+                    cut.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if len(readers) > 1 or any(id(reader) in repeated for reader in readers):
                     repeated.add(id(eqn))
@@ -204,6 +212,26 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         narrow |= rounded_beside(program, made, shapes, users, ends)
     found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def cuts_anywhere(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes a slice whose place is known at run time only."""
+    return cuts(eqn) and looks_up(describe(eqn)) and not any(getattr(a.aval, "shape", ()) for a in eqn.invars[1:])
+
+
+def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
+    """Whether an equation takes a slice of which all readers have the same rows, so that products read it as it is."""
+    if not cuts_anywhere(eqn):
+        return False
+    pending = [eqn.outvars[0]]
+    while pending:
+        var = pending.pop()
+        for reader in users.get(var, ()):
+            if shape_of(reader, describe(reader)) is Shape.SAME:
+                if reader.outvars[0].aval.shape[-2:] != var.aval.shape[-2:]:
+                    return False
+                pending += reader.outvars
+    return True
 
 
 def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:

@@ -71,7 +71,7 @@ def combined(
             held = sum(nbytes(var.aval) for m in groups[g] for var in kernels[m].piece.reads) if collective else 0
             if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
                 continue
-            written = {var for n in inside if multiply[n] for var in kernels[n].piece.writes}
+            written = {var for n in inside for var in kernels[n].piece.writes}
             if cut_out(kernel, written, memory_of):
                 continue
             if held + size * collective > target.together:
