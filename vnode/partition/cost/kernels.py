@@ -62,6 +62,7 @@ from vnode.partition.cost.shapes import (
     sums_last,
 )
 from vnode.partition.cost.target import Target
+from vnode.partition.cost.tiles import SUBLANES
 
 JOINED = 8
 """Arrays up to which XLA joins them on CPUs within another kernel."""
@@ -220,8 +221,8 @@ def cuts_anywhere(eqn: JaxprEqn) -> bool:
 
 
 def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
-    """Whether an equation takes a slice of which all readers have the same rows, so that products read it as it is."""
-    if not cuts_anywhere(eqn):
+    """Whether an equation takes a slice of whole tiles, of which all readers have the same, so that products read it."""
+    if not cuts_anywhere(eqn) or any(n % SUBLANES for n in eqn.outvars[0].aval.shape[-2:-1]):
         return False
     pending = [eqn.outvars[0]]
     while pending:
