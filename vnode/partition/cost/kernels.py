@@ -222,16 +222,20 @@ def cuts_anywhere(eqn: JaxprEqn) -> bool:
 
 def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
     """Whether an equation takes a slice of whole tiles, of which all readers have the same, so that products read it."""
-    if not cuts_anywhere(eqn) or any(n % SUBLANES for n in eqn.outvars[0].aval.shape[-2:-1]):
+    if not cuts_anywhere(eqn):
+        return False
+    long = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1][-2:]
+    rows = tuple(eqn.outvars[0].aval.shape[d] for d in long)
+    if any(n % SUBLANES for n in (eqn.invars[0].aval.shape[long[0]], rows[0])):
         return False
     pending = [eqn.outvars[0]]
     while pending:
-        var = pending.pop()
-        for reader in users.get(var, ()):
+        for reader in users.get(pending.pop(), ()):
             if shape_of(reader, describe(reader)) is Shape.SAME:
-                if reader.outvars[0].aval.shape[-2:] != var.aval.shape[-2:]:
+                (out,) = reader.outvars
+                if tuple(n for n in out.aval.shape if n > 1)[-2:] != rows:
                     return False
-                pending += reader.outvars
+                pending.append(out)
     return True
 
 

@@ -171,6 +171,7 @@ def placed(
     begun: dict[int, int] = {}
     if target.hides_gathers and len(seconds):
         order, begun = beside_computation(kernels, buffers, order, seconds)
+        buffers = apart(kernels, buffers, order, begun)
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
@@ -197,6 +198,21 @@ def beside_computation(
     if not gathers:
         return [*order], {}
     return buffers.overlapped(order, lengths, {*gathers})
+
+
+def apart(kernels: Kernels, buffers: Buffers, order: Sequence[int], begun: Mapping[int, int]) -> Buffers:
+    """The buffers, where sums over devices are not written over what is computed while something is gathered.
+
+    On TPUs one kernel then computes and gathers, and has both as results.
+    """
+    place = {k: i for i, k in enumerate(order)}
+    beside = {k for gather, start in begun.items() for k in order[start : place[gather]]}
+    several = {var for k in beside for var, _ in buffers.written[k]}
+    over = [
+        tuple(pair for pair in pairs if pair[1] not in several) if own.shape is Shape.COLLECTIVE else pairs
+        for pairs, own in zip(buffers.over, (kernels.kernels[k] for k in buffers.of), strict=True)
+    ]
+    return dataclasses.replace(buffers, over=tuple(over))
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
