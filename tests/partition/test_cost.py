@@ -748,6 +748,22 @@ def test_sums_that_are_added_are_done_once(terms: list[tuple[str, bool]], order:
         assert scatters(fewer) == 1
 
 
+@pytest.mark.parametrize(("other", "sums"), [(0, 1), (1, 2)])
+def test_sums_that_are_cut_alike_are_added_before(other: int, sums: int) -> None:
+    def total(a: Any, b: Any, at: Any) -> Any:
+        def part(value: Any, at: Any) -> Any:
+            return lax.dynamic_slice(lax.psum(value, "x").reshape(2, 1, 2), (at, 0, 0), (1, 1, 2)).T
+
+        return part(a, at) + part(b, at + other if other else at)
+
+    plain = over(total, ones(4), ones(4), 0, x=2)
+    fewer = added_before(plain)
+    values = jnp.arange(8.0).reshape(2, 4), jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
+    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
+    np.testing.assert_allclose(run(plain)[0], run(fewer)[0], rtol=1e-6)
+    assert [e.primitive.name.startswith("psum") for e in fewer.equations].count(True) == sums
+
+
 def test_sums_over_several_axes_are_added_before_both() -> None:
     def total(a: Any, b: Any) -> Any:
         first, second = (lax.psum_scatter(lax.psum_scatter(v, "x", tiled=True), "y", tiled=True) for v in (a, b))
