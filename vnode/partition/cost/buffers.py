@@ -154,8 +154,8 @@ class Buffers:
 
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
-        as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
-        for transfers that take longest, so that those of arguments come early in the program; then what does not need
+        as the transfer, and on until another transfer can end, or nothing else is wanted before its begin: there it
+        begins. Of what can run, that comes first that waits for transfers that take longest, so that those of arguments come early in the program; then what does not need
         more in memory before it than it brings there, then what has most time before it.
 
         Args:
@@ -206,6 +206,11 @@ class Buffers:
                 heapq.heappush(ready, each)
             return best[-1]
 
+        def sooner(k: int) -> bool:
+            """Whether a transfer's begin is wanted later in the program than anything else that can run."""
+            before = (max((found[n] for n in self.after[k]), default=0.0) for found in (depth, path))
+            return tuple(-each for each in before) < ready[0][:2]
+
         free(order)
         flying: int | None = None
         left = 0.0
@@ -214,7 +219,7 @@ class Buffers:
                 flying = heapq.heappop(ending)[-1]
                 left = seconds.get(flying, 0.0)
                 backwards.append(flying)
-            elif flying is not None and (left <= 0 or not ready):
+            elif flying is not None and (not ready or (left <= 0 and (ending or sooner(flying)))):
                 started[flying] = len(backwards)
                 done(flying)
                 flying = None

@@ -201,7 +201,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     if target.contractions:
         found = put_in_place(found, ends)
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
-    plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
+    plain = (Shape.EACH, Shape.SAME, Shape.CONTRACTED, Shape.COLLECTIVE)
     every = {var for kernel in found for var in kernel.piece.writes}
     wide = ends - rounded
     halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, wide, rounded)}
