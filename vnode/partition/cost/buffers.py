@@ -155,8 +155,9 @@ class Buffers:
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
         as the transfer, and on until another transfer can end, or nothing else is wanted before its begin: there it
-        begins. Of what can run, that comes first that waits for transfers that take longest, so that those of arguments come early in the program; then what does not need
-        more in memory before it than it brings there, then what has most time before it.
+        begins. Of what can run, that comes first that waits for transfers that take longest, so that those of arguments
+        come early in the program; then what does not need more in memory before it than it brings there, then what has
+        most time before it.
 
         Args:
           order: of the kernels, by which it is settled what else is not.

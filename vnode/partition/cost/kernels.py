@@ -15,7 +15,9 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
-- There, a product takes in no slice whose place is known at run time only; that is written first.
+- There, a product takes in a slice whose place is known at run time only if it is of whole tiles, and keeps them;
+  others are written first. What such a slice is cut out of is written if others read it too, and so is what is computed
+  element by element for the slice and for others.
 - There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
@@ -221,7 +223,7 @@ def cuts_anywhere(eqn: JaxprEqn) -> bool:
 
 
 def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
-    """Whether an equation takes a slice of whole tiles, of which all readers have the same, so that products read it."""
+    """Whether an equation takes a slice of whole tiles, and all readers have the same, so that products read it."""
     if not cuts_anywhere(eqn):
         return False
     long = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1][-2:]

@@ -4,9 +4,8 @@ Knows equations of one device. Must not know what anything costs.
 
 The TPU compiler does so (``AllReduceReassociate``, ``ReduceScatterReassociate``) where two sums of the same kind, over
 the same devices, are read by nothing but an addition; and again with that sum and the next one. So it does where both
-are cut in the same way, or turned, before they are added. Where devices keep a
-part each of a sum that has been summed over other devices before, it takes the parts first, and sums less over the
-others.
+are cut in the same way, or turned, before they are added. Where devices keep a part each of a sum that has been summed
+over other devices before, it takes the parts first, and sums less over the others.
 """
 
 from __future__ import annotations
