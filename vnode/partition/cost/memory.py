@@ -193,11 +193,12 @@ def beside_computation(
 ) -> tuple[list[int], dict[int, int]]:
     """An order in which gathers run beside computation, which other exchanges do not, and where they begin."""
     own = [kernels.kernels[k] for k in buffers.of]
-    gathers = [k for k in order if is_gather(own[k])]
-    lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
+    gathers = {k for k in order if is_gather(own[k])}
+    others = {k for k in order if own[k].shape is Shape.COLLECTIVE} - gathers
     if not gathers:
         return [*order], {}
-    return buffers.overlapped(order, lengths, {*gathers})
+    lengths = [seconds[k] if n < len(seconds) else 0.0 for n, k in enumerate(buffers.of)]  # parts of one: once
+    return buffers.overlapped(order, lengths, gathers, others)
 
 
 def apart(kernels: Kernels, buffers: Buffers, order: Sequence[int], begun: Mapping[int, int]) -> Buffers:
