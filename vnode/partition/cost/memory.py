@@ -197,7 +197,7 @@ def beside_computation(
     others = {k for k in order if own[k].shape is Shape.COLLECTIVE} - gathers
     if not gathers:
         return [*order], {}
-    lengths = [seconds[k] if n < len(seconds) else 0.0 for n, k in enumerate(buffers.of)]  # parts of one: once
+    lengths = [0.0 if n in others else seconds[k] for n, k in enumerate(buffers.of)]  # how long these are is not known
     return buffers.overlapped(order, lengths, gathers, others)
 
 
