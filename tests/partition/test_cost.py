@@ -368,8 +368,10 @@ def test_products_of_tpus_are_computed_once() -> None:
     assert [piece.cost.matrix for piece in parts if piece.cost.matrix] == [multiplied]
     several = made(lambda x, w: (x @ w) * jnp.tanh(x @ w.T), x, w)
     assert [piece.cost.matrix for piece in several if piece.cost.matrix] == [multiplied] * 2
-    slice_, product = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (8, 64)) @ w, x, jnp.int32(3), w)
-    assert not slice_.cost.matrix and product.cost.matrix, "a place that is known at run time only"
+    slice_, product = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (4, 64)) @ w, x, jnp.int32(3), w)
+    assert not slice_.cost.matrix and product.cost.matrix, "a place that is known at run time only, and no whole tiles"
+    (product,) = made(lambda x, i, w: lax.dynamic_slice(x, (i, 0), (8, 64)) @ w, x, jnp.int32(3), w)
+    assert product.cost.matrix, "whole tiles"
 
 
 def test_only_what_is_needed_of_a_reshaped_slice_is_read() -> None:
@@ -748,6 +750,22 @@ def test_sums_that_are_added_are_done_once(terms: list[tuple[str, bool]], order:
         assert scatters(fewer) == 1
 
 
+@pytest.mark.parametrize(("other", "sums"), [(0, 1), (1, 2)])
+def test_sums_that_are_cut_alike_are_added_before(other: int, sums: int) -> None:
+    def total(a: Any, b: Any, at: Any) -> Any:
+        def part(value: Any, at: Any) -> Any:
+            return lax.dynamic_slice(lax.psum(value, "x").reshape(2, 1, 2), (at, 0, 0), (1, 1, 2)).T
+
+        return part(a, at) + part(b, at + other if other else at)
+
+    plain = over(total, ones(4), ones(4), 0, x=2)
+    fewer = added_before(plain)
+    values = jnp.arange(8.0).reshape(2, 4), jnp.ones((2, 4)), jnp.zeros(2, jnp.int32)
+    run = lambda program: jax.vmap(program_piece(program).function, axis_name="x")(*values)  # noqa: E731
+    np.testing.assert_allclose(run(plain)[0], run(fewer)[0], rtol=1e-6)
+    assert [e.primitive.name.startswith("psum") for e in fewer.equations].count(True) == sums
+
+
 def test_sums_over_several_axes_are_added_before_both() -> None:
     def total(a: Any, b: Any) -> Any:
         first, second = (lax.psum_scatter(lax.psum_scatter(v, "x", tiled=True), "y", tiled=True) for v in (a, b))
@@ -975,8 +993,8 @@ def test_transfers_run_beside_computation_one_at_a_time() -> None:
     var = variables(8)
     after = [set(), set(), set(), {0}, {3, 1}, {4, 2}, {5}]
     buffers = bare([[(var[k], 1)] for k in range(7)], after)
-    seconds = {0: 3.0, 1: 2.0, 2: 2.0, 3: 1.0, 4: 1.5, 5: 0.5, 6: 1.0}
-    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3})
+    seconds = [3.0, 2.0, 2.0, 1.0, 1.5, 0.5, 1.0]
+    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3}, ())
     # From the end: 6, 5; transfer 2 ends before 5, and 4 is put beside it; nothing else is left, for 3 and 1 wait for
     # the link. Of these 1, which takes longer, ends next, beside nothing, then 3, and then 0 is left.
     assert order == [0, 3, 1, 4, 2, 5, 6]
@@ -989,8 +1007,21 @@ def test_beside_transfers_what_raises_nothing_comes_later() -> None:
     """By hand: 1 and 3 bring as much as they need, 2 less, after most: it is later only than what needs the same."""
     var = variables(4)
     buffers = bare([[(var[k], need)] for k, need in enumerate((4, 4, 1, 4))], [set(), {0}, {0}, {0}])
-    assert buffers.overlapped(range(4), {0: 1.0, 1: 1.0, 2: 5.0, 3: 2.0}, ())[0] == [0, 1, 2, 3]
-    assert buffers.overlapped(range(4), {0: 1.0, 1: 2.0, 2: 5.0, 3: 1.0}, ())[0] == [0, 3, 2, 1]
+    assert buffers.overlapped(range(4), [1.0, 1.0, 5.0, 2.0], (), ())[0] == [0, 1, 2, 3]
+    assert buffers.overlapped(range(4), [1.0, 2.0, 5.0, 1.0], (), ())[0] == [0, 3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("alone", "another", "place"),
+    [({2}, True, 1), (set(), True, 2), (set(), False, 0)],
+    ids=["an exchange hides nothing", "another waits", "none does"],
+)
+def test_a_transfer_runs_on_until_another_waits(alone: set[int], another: bool, place: int) -> None:
+    """By hand: 4 reads 2, which waits for 1, and the transfer 0, which takes as long as either; 3 may be another."""
+    var = variables(5)
+    buffers = bare([[(var[k], 1)] for k in range(5)], [set(), set(), {1}, set(), {0, 2, 3}])
+    _, begun = buffers.overlapped(range(5), [1.0, 1.0, 1.0, 0.5, 1.0], {0, 3} if another else {0}, alone)
+    assert begun[0] == place
 
 
 def test_orders_are_compared_with_room_for_results() -> None:

@@ -286,7 +286,7 @@ from benchmarks import tpu
 from benchmarks.partition import build, compared, models, plans
 from pathlib import Path
 from vnode.analysis.program import inline
-from vnode.partition import Machine, program_cost
+from vnode.partition import Machine, accept, program_cost
 from vnode.partition.cost import DeviceProgram, Target
 from vnode.partition.cost.device import compiled_as
 from vnode.placement.temporary import temporary_of
@@ -295,13 +295,19 @@ axes, machine = {"x": 8}, Machine.tpu("v5e:2x4")
 mesh = Mesh(np.array(tpu.topology("v5e:2x4")), ("x",))
 found = {}
 
-def both(function, shape):
+def held(cost, compiled):
+    return cost.memory.temporaries, temporary_of(compiled).held
+
+def summed(cost, compiled):
+    report = accept(compiled, cost)
+    return sum(report.planned.values()), sum(report.found.values())
+
+def both(function, shape, what=held):
     x = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P()))
     traced = jax.make_jaxpr(function, axis_env=[("x", 8)])(x)
     device = DeviceProgram(compiled_as(inline(traced.jaxpr, traced.consts), Target.on("tpu")), axes)
     run = jax.jit(jax.shard_map(function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False))
-    predicted = program_cost(device, machine, machine.mesh(axes)).memory.temporaries
-    return predicted, temporary_of(run.lower(x).compile()).held
+    return what(program_cost(device, machine, machine.mesh(axes)), run.lower(x).compile())
 
 # What is exchanged in pieces of the dimension along which its tiles lie: in other tiles, which are not filled.
 def pieces(x):
@@ -319,6 +325,56 @@ def attended(x):
 
 found["rows"] = both(attended, (32, 2, 512, 512))
 
+# What is summed, and cut at a place known at run time, is written once, also where more is computed for the slice.
+def cut(x):
+    whole = jnp.exp(x)
+    rows = jnp.sum(whole, 1)
+    part = lax.dynamic_slice_in_dim(whole, lax.axis_index("x") * 1024, 1024, 0)
+    return lax.psum(jnp.sin(part + rows[:1024, None] / rows[0]).sum(0), "x")
+
+def cut_and_multiplied(x):
+    whole = jnp.exp(x)
+    rows = jnp.sum(whole, 1)
+    part = lax.dynamic_slice_in_dim(whole * rows[:, None], lax.axis_index("x") * 1024, 1024, 0)
+    return lax.psum(part.T @ part, "x")
+
+found["cut"] = both(cut, (8192, 8192))
+found["cut and multiplied"] = both(cut_and_multiplied, (8192, 8192))
+
+# What is computed while something is gathered is not written over by its sum over devices.
+def beside(x):
+    summed = lax.psum(x @ x.T, "x")
+    whole = lax.all_gather(jnp.tanh(x[:1024]), "x", axis=0, tiled=True)
+    return jnp.sum(jnp.sin(summed) @ whole, 1)
+
+found["beside a gather"] = both(beside, (8192, 2048))
+
+# A gather begins as soon as it can, unless another waits for it to end, however soon it is done.
+def early(x):
+    whole = lax.all_gather(jnp.exp(x[:1024]), "x", axis=0, tiled=True)
+    a = jnp.tanh(x @ x)
+    rows = jnp.sum((jnp.tanh(a @ x) * a) @ a, 1)
+    for _ in range(3):
+        rows = jnp.sum(jnp.tanh(x[:4096] * rows) @ x, 0)
+    return jnp.sum(jnp.sin(whole * rows), 1)
+
+found["early"] = both(early, (8192, 8192))
+
+# Sums over devices that are cut at one place, and added: one sum.
+def parts(x):
+    def part(value):
+        at = lax.axis_index("x") * 64
+        return lax.dynamic_slice(lax.psum(value, "x").reshape(1, 1024, 1, 512), (0, at, 0, 0), (1, 64, 1, 512))
+    return jnp.sum(jnp.sin(part(x @ x[:512]) + part(jnp.tanh(x) @ x[:512])))
+
+found["parts"] = both(parts, (1024, 512), summed)
+
+# A sum of which each device keeps a part is in float32, even where only products read it.
+def kept(x):
+    return jnp.sum(jnp.sin(lax.psum_scatter(x @ x[:512], "x", scatter_dimension=0, tiled=True) @ x[:512]))
+
+found["kept"] = both(kept, (4096, 512), summed)
+
 # Residuals of several arrays are written, and the loss's gradient is not; updates come after products, or at once.
 for plan in plans(models("tpu")["mlp"]()):
     if plan.name in ("Megatron over x, y on 2x4", "state at random 7 on 8"):
@@ -329,6 +385,6 @@ print(json.dumps(found))
 
 def test_what_is_written_and_when(tmp_path: Path) -> None:
     found = said(WRITTEN.replace("FOLDER", repr(str(tmp_path))))
-    assert len(found) == 4
+    assert len(found) == 10
     for name, (predicted, held) in found.items():
         assert abs(predicted / held - 1) <= 0.05, (name, predicted, held)

@@ -4,9 +4,9 @@ Knows compiled programs and predictions. Must not know how a split was found, or
 
 Compilers send several arrays by one collective where they can; that is as planned, and listed. So are exchanges that a
 compiler is known to carry out as others (`REWRITES`), pair by pair: a sum of which everybody keeps a part as a whole
-sum, or the other way round; a gather of parts that are no whole rows (`ROW`) as a sum of arrays that are zero
-elsewhere; in bfloat16 in place of float32, or the other way round; of a half, a quarter or an eighth only, if each
-device keeps no more of the result. Everything else is a difference.
+sum, which then may be in bfloat16, or the other way round; a gather of parts that are no whole rows (`ROW`) as a sum
+of arrays that are zero elsewhere; in bfloat16 in place of float32, or the other way round; of a half, a quarter or an
+eighth only, if each device keeps no more of the result. Everything else is a difference.
 """
 
 from __future__ import annotations
@@ -370,7 +370,7 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
 
 REWRITES = (
     ("all-reduce", "reduce-scatter", 1),
-    ("reduce-scatter", "all-reduce", 1),
+    *(("reduce-scatter", "all-reduce", factor) for factor in (1, 0.5)),
     ("all-gather", "all-reduce", 1),
     *((kind, kind, factor) for kind in NAMES for factor in (0.5, 2)),
     *((kind, kind, 1 / part) for kind in ("all-reduce", "all-gather") for part in (4, 8)),

@@ -148,20 +148,22 @@ class Buffers:
         return max((now for _, now, _ in self.held(order)), default=0)
 
     def overlapped(
-        self, order: Sequence[int], seconds: Mapping[int, float], beside: Collection[int]
+        self, order: Sequence[int], seconds: Sequence[float], beside: Collection[int], alone: Collection[int]
     ) -> tuple[list[int], dict[int, int]]:
         """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
 
         (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
         transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
-        as the transfer, which begins there, or until nothing is left that can. Of what can, that comes first that waits
-        for transfers that take longest, so that those of arguments come early in the program; then what does not need
-        more in memory before it than it brings there, then what has most time before it.
+        as the transfer, and on until another transfer can end, or nothing else is wanted before its begin: there it
+        begins. Of what can run, that comes first that waits for transfers that take longest, so that those of arguments
+        come early in the program; then what does not need more in memory before it than it brings there, then what has
+        most time before it.
 
         Args:
           order: of the kernels, by which it is settled what else is not.
-          seconds: how long each takes; what is not among them hides nothing.
+          seconds: how long each takes.
           beside: those that are such transfers.
+          alone: other transfers, which take their time, and hide nothing.
 
         Returns:
           The order, and for transfers that begin before their place in it, where that is.
@@ -174,9 +176,9 @@ class Buffers:
         depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
         path: dict[int, float] = {}  # and of all of these that come before it
         for k in order:
-            own = seconds.get(k, 0.0) if k in beside else 0.0
+            own = seconds[k] if k in beside else 0.0
             depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
-            path[k] = max((path[n] for n in self.after[k]), default=0.0) + seconds.get(k, 0.0)
+            path[k] = max((path[n] for n in self.after[k]), default=0.0) + seconds[k]
         sizes = {var: need for written in self.written for var, need in written}
         ready: list[tuple[float, float, int, int]] = []  # what can run, by when that is wanted
         ending: list[tuple[float, float, int, int]] = []  # transfers that can end
@@ -206,22 +208,27 @@ class Buffers:
                 heapq.heappush(ready, each)
             return best[-1]
 
+        def sooner(k: int) -> bool:
+            """Whether a transfer's begin is wanted later in the program than anything else that can run."""
+            before = (max((found[n] for n in self.after[k]), default=0.0) for found in (depth, path))
+            return tuple(-each for each in before) < ready[0][:2]
+
         free(order)
         flying: int | None = None
         left = 0.0
         while True:
             if flying is None and ending:
                 flying = heapq.heappop(ending)[-1]
-                left = seconds.get(flying, 0.0)
+                left = seconds[flying]
                 backwards.append(flying)
-            elif flying is not None and (left <= 0 or not ready):
+            elif flying is not None and (not ready or (left <= 0 and (ending or sooner(flying)))):
                 started[flying] = len(backwards)
                 done(flying)
                 flying = None
             elif ready:
                 k = wanted()
                 backwards.append(k)
-                left -= seconds.get(k, 0.0)
+                left -= 0.0 if k in alone else seconds[k]
                 live.update(self.read[k])
                 done(k)
             else:

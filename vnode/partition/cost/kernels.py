@@ -15,7 +15,9 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   an element-wise equation that alone reads its result, of the same size, takes it in.
 - A rearrangement that leaves the order of elements as it is (a reshape) is another name for the same memory; so is a
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
-- There, a product takes in no slice whose place is known at run time only; that is written first.
+- There, a product takes in a slice whose place is known at run time only if it is of whole tiles, and keeps them;
+  others are written first. What such a slice is cut out of is written if others read it too, and so is what is computed
+  element by element for the slice and for others.
 - There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
@@ -38,7 +40,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program
-from vnode.operators import Algebra, Role
+from vnode.operators import Algebra, Role, describe
 from vnode.operators.cost import nbytes
 from vnode.operators.monoid import Monoid
 from vnode.partition.cost.narrow import multiplied, multiplied_so, packed_masks, rounded_beside
@@ -56,12 +58,14 @@ from vnode.partition.cost.shapes import (
     only_sliced,
     pools,
     puts_a_block,
+    shape_of,
     shapes_of,
     slides,
     stacked,
     sums_last,
 )
 from vnode.partition.cost.target import Target
+from vnode.partition.cost.tiles import SUBLANES
 
 JOINED = 8
 """Arrays up to which XLA joins them on CPUs within another kernel."""
@@ -111,6 +115,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
     sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
     repeated: set[int] = set()  # equations that are computed in several kernels
+    cut: set[int] = set()  # slices whose places are known at run time only, and what is computed for one of them only
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         if target.library and shape is Shape.REDUCED and by_library(eqn, program):
@@ -119,6 +124,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if target.contractions and (shape is Shape.CONTRACTED or only_sliced(eqn, shape, shapes, users)):
             own = 2
         takes[id(eqn)] = own
+        if target.weighs and cuts_anywhere(eqn):
+            cut.add(id(eqn))
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
             continue
         if id(eqn) in masks:
@@ -144,6 +151,9 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         if target.ordered and len(within) > 1 and extends(eqn, program):
             continue
         least = min(takes[id(reader)] for reader in readers)
+        in_cut = any(id(reader) in cut for reader in readers)
+        if in_cut and len(within) > 1 and shape is not Shape.SAME:
+            continue
         if shape is Shape.CONTRACTED:
             same = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
             alone = same and len(within) == 1 and not any(id(reader) in repeated for reader in readers)
@@ -153,7 +163,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
                     inside.add(id(eqn))
                     contracted.update(map(id, path))
         elif shape is not Shape.REDUCED:
-            far = id(eqn) not in chosen and looks_up(program.describe(eqn))
+            far = id(eqn) not in chosen and looks_up(program.describe(eqn)) and not keeps_tiles(eqn, users)
             near = shape is Shape.SAME or (shape is Shape.MOVED and multiplied_so(eqn, target))
             wanted = 1 if near else 3 if far else 2
             if shape is Shape.EACH and (least < 4 or len(readers) > 1) and id(eqn) in last:
@@ -162,6 +172,8 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             if least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 sinks[id(eqn)] = within
+                if in_cut:
+                    cut.add(id(eqn))
                 takes[id(eqn)] = min(least, 2) if shape is Shape.UPDATED else least
                 if len(readers) > 1 or any(id(reader) in repeated for reader in readers):
                     repeated.add(id(eqn))
@@ -189,7 +201,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     if target.contractions:
         found = put_in_place(found, ends)
     products = {id(eqn) for eqn in equations if shapes[id(eqn)] is Shape.CONTRACTED}
-    plain = (Shape.EACH, Shape.CONTRACTED, Shape.COLLECTIVE)
+    plain = (Shape.EACH, Shape.SAME, Shape.CONTRACTED, Shape.COLLECTIVE)
     every = {var for kernel in found for var in kernel.piece.writes}
     wide = ends - rounded
     halved = {var for var in every if target.contractions and multiplied(var, program, shapes, users, wide, rounded)}
@@ -201,6 +213,30 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         narrow |= rounded_beside(program, made, shapes, users, ends)
     found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def cuts_anywhere(eqn: JaxprEqn) -> bool:
+    """Whether an equation takes a slice whose place is known at run time only."""
+    return cuts(eqn) and looks_up(describe(eqn)) and not any(getattr(a.aval, "shape", ()) for a in eqn.invars[1:])
+
+
+def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
+    """Whether an equation takes a slice of whole tiles, and all readers have the same, so that products read it."""
+    if not cuts_anywhere(eqn):
+        return False
+    long = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1][-2:]
+    rows = tuple(eqn.outvars[0].aval.shape[d] for d in long)
+    if any(n % SUBLANES for n in (eqn.invars[0].aval.shape[long[0]], rows[0])):
+        return False
+    pending = [eqn.outvars[0]]
+    while pending:
+        for reader in users.get(pending.pop(), ()):
+            if shape_of(reader, describe(reader)) is Shape.SAME:
+                (out,) = reader.outvars
+                if tuple(n for n in out.aval.shape if n > 1)[-2:] != rows:
+                    return False
+                pending.append(out)
+    return True
 
 
 def put_in_place(kernels: Sequence[Kernel], ends: Set[Var]) -> list[Kernel]:

@@ -172,6 +172,7 @@ def placed(
     begun: dict[int, int] = {}
     if target.hides_gathers and len(seconds):
         order, begun = beside_computation(kernels, buffers, order, seconds)
+        buffers = apart(kernels, buffers, order, begun)
     moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
     fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
@@ -193,11 +194,27 @@ def beside_computation(
 ) -> tuple[list[int], dict[int, int]]:
     """An order in which gathers run beside computation, which other exchanges do not, and where they begin."""
     own = [kernels.kernels[k] for k in buffers.of]
-    gathers = [k for k in order if is_gather(own[k])]
-    lengths = {k: seconds[buffers.of[k]] for k in order if own[k].shape is not Shape.COLLECTIVE or is_gather(own[k])}
+    gathers = {k for k in order if is_gather(own[k])}
+    others = {k for k in order if own[k].shape is Shape.COLLECTIVE} - gathers
     if not gathers:
         return [*order], {}
-    return buffers.overlapped(order, lengths, {*gathers})
+    lengths = [0.0 if n in others else seconds[k] for n, k in enumerate(buffers.of)]  # how long these are is not known
+    return buffers.overlapped(order, lengths, gathers, others)
+
+
+def apart(kernels: Kernels, buffers: Buffers, order: Sequence[int], begun: Mapping[int, int]) -> Buffers:
+    """The buffers, where sums over devices are not written over what is computed while something is gathered.
+
+    On TPUs one kernel then computes and gathers, and has both as results.
+    """
+    place = {k: i for i, k in enumerate(order)}
+    beside = {k for gather, start in begun.items() for k in order[start : place[gather]]}
+    several = {var for k in beside for var, _ in buffers.written[k]}
+    over = [
+        tuple(pair for pair in pairs if pair[1] not in several) if own.shape is Shape.COLLECTIVE else pairs
+        for pairs, own in zip(buffers.over, (kernels.kernels[k] for k in buffers.of), strict=True)
+    ]
+    return dataclasses.replace(buffers, over=tuple(over))
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:

@@ -19,6 +19,7 @@ from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra
 from vnode.operators.control import region_of
 from vnode.operators.splits import Windowed
+from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.shapes import Kernel, Kernels, Shape, in_memory, shapes_of, slides
 from vnode.partition.cost.target import Target
 
@@ -129,6 +130,8 @@ def multiplied(
     readers = [eqn for eqn in users.get(var, ()) if id(eqn) not in own]
     if var.aval.dtype != np.float32 or var in ends or not (readers or var in rounded):
         return False
+    if var in program.definitions and sums_parts(program.definitions[var]):
+        return False
     for eqn in readers:
         match shapes[id(eqn)]:
             case Shape.CONTRACTED:
@@ -139,7 +142,7 @@ def multiplied(
                 chooses = of is not None and of.has(Algebra.MOVES | Algebra.CHOOSES)
                 if shapes[id(eqn)] in (Shape.EACH, Shape.OTHER) and not chooses:
                     return False
-                if not multiplied(eqn.outvars[0], program, shapes, users, ends, rounded):
+                if sums_parts(eqn) or not multiplied(eqn.outvars[0], program, shapes, users, ends, rounded):
                     return False
             case Shape.REGION:
                 if not {i for i, atom in enumerate(eqn.invars) if atom is var} <= multiplied_places(eqn):
@@ -147,6 +150,11 @@ def multiplied(
             case _:
                 return False
     return True
+
+
+def sums_parts(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a sum over devices of which each keeps a part: TPUs' compiler leaves these as they are."""
+    return KINDS.get(eqn.primitive.name) == "reduce-scatter"
 
 
 @functools.lru_cache(maxsize=64)

@@ -73,7 +73,7 @@ def combined(
             inside = needs[k] & {*groups[g]}
             if any(kernels[n].shape is not Shape.EACH and not multiply[n] for n in inside):
                 continue
-            written = {var for n in inside if multiply[n] for var in kernels[n].piece.writes}
+            written = {var for n in inside for var in kernels[n].piece.writes}
             if cut_out(kernel, written, memory_of):
                 continue
             bits = 0

@@ -3,9 +3,9 @@
 Knows equations of one device. Must not know what anything costs.
 
 The TPU compiler does so (``AllReduceReassociate``, ``ReduceScatterReassociate``) where two sums of the same kind, over
-the same devices, are read by nothing but an addition; and again with that sum and the next one. Where devices keep a
-part each of a sum that has been summed over other devices before, it takes the parts first, and sums less over the
-others.
+the same devices, are read by nothing but an addition; and again with that sum and the next one. So it does where both
+are cut in the same way, or turned, before they are added. Where devices keep a part each of a sum that has been summed
+over other devices before, it takes the parts first, and sums less over the others.
 """
 
 from __future__ import annotations
@@ -46,13 +46,15 @@ def added_before(program: Program) -> Program:
     for eqn in program.equations:
         pending, after = eqn, list[JaxprEqn]()
         while (pair := summed(pending, makers, users)) is not None:
-            for each in pair:
+            for each in (*pair[0], *pair[1]):
                 del kept[id(each)]
-            here = Var(pair[0].invars[0].aval)
-            users[here] = 1
-            after.append(pair[0].replace(invars=[here], outvars=pending.outvars))
-            pending = pending.replace(invars=[each.invars[0] for each in pair], outvars=[here])
-        for each in (pending, *reversed(after)):
+            several = [Var(each.outvars[0].aval) for each in pair[0][:-1]]
+            here, *_ = between = [Var(pair[0][0].invars[0].aval), *several]
+            users.update(between)
+            places = zip(pair[0], between, [*several, *pending.outvars], strict=True)
+            after[:0] = [each.replace(invars=[a, *each.invars[1:]], outvars=[b]) for each, a, b in places]
+            pending = pending.replace(invars=[chain[0].invars[0] for chain in pair], outvars=[here])
+        for each in (pending, *after):
             kept[id(each)] = each
             makers.update(dict.fromkeys(each.outvars, each))
     return program.with_equations(list(kept.values()))
@@ -114,20 +116,37 @@ def without_zeros(program: Program) -> Program:
 
 def summed(
     eqn: JaxprEqn, makers: dict[Var, JaxprEqn], users: collections.Counter[Var]
-) -> tuple[JaxprEqn, JaxprEqn] | None:
-    """The two sums over devices that an equation adds, if they may be one."""
+) -> tuple[list[JaxprEqn], list[JaxprEqn]] | None:
+    """The two sums over devices that an equation adds, if they may be one, each with how it is cut or turned before."""
     if not adds(eqn):
         return None
-    terms = [makers.get(a) if isinstance(a, Var) and users[a] == 1 else None for a in eqn.invars]
-    if terms[0] is None or terms[1] is None or terms[0] is terms[1]:
+    first, second = (back_to_sum(a, makers, users) for a in eqn.invars)
+    if not first or not second or first[0] is second[0] or len(first) != len(second):
         return None
-    first, second = terms[0], terms[1]
-    scatters = first.primitive.name == "reduce_scatter" and len(first.outvars) == 1
-    if not (is_sum(first) or scatters) or first.primitive is not second.primitive:
-        return None
-    same = repr(sorted(first.params.items())) == repr(sorted(second.params.items()))
-    alike = first.invars[0].aval == second.invars[0].aval and len(second.outvars) == 1
-    return (first, second) if same and alike else None
+    alike = first[0].invars[0].aval == second[0].invars[0].aval and len(second[0].outvars) == 1
+    return (first, second) if alike and all(map(same_but_for_array, first, second)) else None
+
+
+def back_to_sum(atom: object, makers: dict[Var, JaxprEqn], users: collections.Counter[Var]) -> list[JaxprEqn]:
+    """A sum over devices, and what moves its elements up to a value that nothing else reads; nothing if it is none."""
+    chain = list[JaxprEqn]()
+    while isinstance(atom, Var) and users[atom] == 1 and atom in makers:
+        eqn = makers[atom]
+        chain.insert(0, eqn)
+        if is_sum(eqn) or scatters(eqn):
+            return chain
+        of = describe(eqn) if len(eqn.outvars) == 1 and eqn.invars else None
+        if of is None or not of.has(Algebra.MOVES):
+            break
+        atom = eqn.invars[0]
+    return []
+
+
+def same_but_for_array(one: JaxprEqn, other: JaxprEqn) -> bool:
+    """Whether two equations do the same to their first operands."""
+    same = one.primitive is other.primitive and repr(sorted(one.params.items())) == repr(sorted(other.params.items()))
+    beside = [[repr(a) if isinstance(a, Literal) else id(a) for a in each.invars[1:]] for each in (one, other)]
+    return same and beside[0] == beside[1]
 
 
 def adds(eqn: JaxprEqn) -> bool:
