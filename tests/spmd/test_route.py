@@ -70,6 +70,21 @@ def resharded(start: PartitionSpec, end: PartitionSpec, axes: Mapping[str, int])
     return total
 
 
+@settings(max_examples=100, deadline=None)
+@given(data=st.data(), size=st.sampled_from([2, 4]))
+def test_how_pieces_are_combined_does_not_depend_on_other_axes(data: st.DataObject, size: int) -> None:
+    """A collective may add in another order if it is another one, or if arrays are longer or shorter."""
+    names = {"x": size, "y": 2, "z": 2}
+    start, end = data.draw(specs({"z": 2})), data.draw(specs(names))
+    combined = []
+    for longer in (1, 2):
+        axes = {**names, "y": 2 * longer}
+        lies, wanted = (from_spec(spec, (32, 32), axes) for spec in (start, end))
+        moves = route(Layout(lies.dims, (("x", Monoid.SUM),)), wanted, (32, 32), axes, "float32")
+        combined.append([(m.kind, m.axes, m.elements, m.dim) for m in moves if m.monoid is not None])
+    assert combined[0] == combined[1]
+
+
 @pytest.mark.parametrize("mesh", MESHES)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())

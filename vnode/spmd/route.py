@@ -6,7 +6,9 @@ A route is a shortest path over layouts: of all sequences of the moves below one
 fewest bytes, and of these one with fewest collectives. Pieces are combined, whole (all-reduce) or into blocks
 (reduce-scatter); the minor axes of a dimension are given up (all-gather) or divide another (all-to-all); blocks go to
 other devices as they are (permute), each in one piece: once, where they are small. Cutting what every device has costs
-nothing, and makes what follows smaller: it comes first.
+nothing, and makes what follows smaller: it comes first, but after pieces are combined. How these are does not depend
+on what is cheapest: the order in which a collective adds may depend on its kind and on how long arrays are, and another
+axis may be one whose size must not show in the bits.
 """
 
 from __future__ import annotations
@@ -288,22 +290,22 @@ class _Paths:
 
     def moves(self, at: Layout, permutes: bool) -> Iterator[Move]:
         """The moves from a layout that may be on a way; `permutes`: whether a permute may be one, now or later."""
+        pieces = [(name, monoid) for name, monoid in at.partial if (name, monoid) not in self.end.partial]
+        if pieces:
+            yield self.combination(at, pieces)
+            return
         for d, before in enumerate(at.dims):
             cut = self.cut(at, d)
             if cut is not None:
                 yield self.move("cut", cut.axes[len(names_of(before)) :], at, {d: cut}, dim=d)
                 return
-        pieces = [(name, monoid) for name, monoid in at.partial if (name, monoid) not in self.end.partial]
-        if pieces:
-            yield from self.combinations(at, pieces, permutes)
-        elif self.is_straight(at):
+        if self.is_straight(at):
             yield next(self.gathers(at))
             return
-        else:
-            yield from self.gathers(at)
+        yield from self.gathers(at)
         for d in self.leaving(at):
             yield from self.exchanges(at, d)
-        if permutes and not pieces:
+        if permutes:
             for after in self.arrangements(at):
                 yield Move("permute", (), after, math.prod(after.local(self.shape, self.axes)))
 
@@ -357,25 +359,29 @@ class _Paths:
             if rest is None or nests(rest, cut.axes[length:], self.axes):
                 yield cut.axes[length:], rest
 
-    def longer(self, at: Layout, d: int, names: tuple[str, ...], permutes: bool) -> Cut | None:
-        """A dimension cut further along axes; None if that is on no way: blocks then go where they belong."""
+    def longer(self, at: Layout, d: int, names: tuple[str, ...], anyhow: bool = False) -> Cut | None:
+        """A dimension cut further along axes; None if others shall cut it next, or if that is on no way `anyhow`."""
         cut, target = at.dims[d], self.end.dims[d]
         if target is None or not are_alike(cut, target):
             return None
         more = dataclasses.replace(target, axes=(*names_of(cut), *names))
-        fits = is_finer(more, target, self.axes) and (permutes or target.axes[: len(more.axes)] == more.axes)
+        fits = is_finer(more, target, self.axes) and (anyhow or target.axes[: len(more.axes)] == more.axes)
         return more if fits and even(cut, self.axes) and even(more, self.axes) else None
 
-    def combinations(self, at: Layout, pieces: Sequence[tuple[str, Monoid]], permutes: bool) -> Iterator[Move]:
-        """Of pieces that are to be combined the first, with those behind them of the same monoid."""
+    def combination(self, at: Layout, pieces: Sequence[tuple[str, Monoid]]) -> Move:
+        """Of pieces that are to be combined the first, with those behind them of the same monoid.
+
+        Into blocks where their axis shall cut a dimension, else whole, whatever is cheapest: how collectives add may
+        differ, and must not depend on how many devices there are along other axes.
+        """
         monoid = pieces[0][1]
         names = tuple(name for name, _ in itertools.takewhile(lambda piece: piece[1] is monoid, pieces))
         if monoid is Monoid.SUM:
             for name, d in itertools.product(names, range(len(at.dims))):
-                cut = self.longer(at, d, (name,), permutes)
+                cut = self.longer(at, d, (name,), self.in_pairs) if name in names_of(self.end.dims[d]) else None
                 if cut is not None:
-                    yield self.move("reduce-scatter", (name,), at, {d: cut}, dim=d, monoid=monoid)
-        yield self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
+                    return self.move("reduce-scatter", (name,), at, {d: cut}, dim=d, monoid=monoid)
+        return self.move("all-reduce" if self.in_one[monoid] else "all-gather", names, at, {}, monoid=monoid)
 
     def gathers(self, at: Layout) -> Iterator[Move]:
         for d in reversed(self.leaving(at)):
@@ -387,7 +393,7 @@ class _Paths:
         for names, rest in self.shorter(at, d):
             if even(at.dims[d], self.axes) and even(rest, self.axes):
                 for other in range(len(at.dims)):
-                    cut = self.longer(at, other, names, False) if other != d else None
+                    cut = self.longer(at, other, names) if other != d else None
                     if cut is not None:
                         yield self.move("all-to-all", names, at, {d: rest, other: cut}, dim=d, other=other)
 
