@@ -38,6 +38,7 @@ from vnode.partition.searches.exact import exact
 from vnode.partition.searches.experts import experts
 from vnode.partition.searches.problem import Array
 from vnode.partition.searches.programme import least_memory
+from vnode.partition.searches.solution import Solution
 from vnode.partition.searches.steps import Search, as_problem
 from vnode.placement.uneven import UnevenSpec
 from vnode.spmd.flow import Flow, follow
@@ -204,7 +205,7 @@ class OnMesh:
             for node, each in zip(self.row.nodes, several, strict=True)
         ]
         made = copy.copy(self)
-        for name in ("search", "by_experts"):
+        for name in ("search", "by_experts", "solutions"):
             made.__dict__.pop(name, None)
         options, turns = self.subject.step.options, self.shares.turns
         made.row = row_program(
@@ -406,6 +407,29 @@ class OnMesh:
             name, shared.flow, dict(self.sizes), counts, specs, {}, shared.prediction, slots, divisions=divisions
         )
 
+    @property
+    def grouped(self) -> bool:
+        """Whether branches are on devices of their own."""
+        return any(node.groups for node in self.row.nodes)
+
+    @functools.cached_property
+    def solutions(self) -> dict[float, Solution | None]:
+        """What was found, by the memory limit."""
+        return {}
+
+    @collector_paused()
+    def solution(self, memory: float, budget: float, gap: float) -> Solution | None:
+        """What the exact search finds within a memory limit, looked for once; None if it finds nothing."""
+        if memory not in self.solutions:
+            problem = dataclasses.replace(self.search.problem, limit=memory)
+            known = [] if self.grouped else list(self.by_experts.values())
+            try:
+                found = exact(problem, gap=gap, budget=budget, candidates=known, progress=False)
+            except MemoryLimitError:
+                found = None
+            self.solutions[memory] = found
+        return self.solutions[memory]
+
     @collector_paused()
     def searched(
         self, memory: float, budget: float, gap: float, below: float = math.inf
@@ -415,15 +439,12 @@ class OnMesh:
         Where it finds nothing, what takes least memory by its own account, called so; None if that is not known, or if
         what it finds takes more seconds than `below`, by its own cost.
         """
-        problem = dataclasses.replace(self.search.problem, limit=memory)
-        grouped = any(node.groups for node in self.row.nodes)
-        known = [] if grouped else list(self.by_experts.values())
-        try:
-            solution = exact(problem, gap=gap, budget=budget, candidates=known, progress=False)
-        except MemoryLimitError:
+        solution = self.solution(memory, budget, gap)
+        if solution is None:
+            problem = dataclasses.replace(self.search.problem, limit=memory)
             least = least_memory(problem, budget, lambda: None).strategies
             return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
-        if grouped:  # the search has added up what branches take: that is no bound
+        if self.grouped:  # the search has added up what branches take: that is no bound
             return self.candidate(BESIDE, self.search.flow(solution.strategies)), solution.interrupted
         return self.estimated(SEARCHED, solution.strategies, below, solution.gap), solution.interrupted
 

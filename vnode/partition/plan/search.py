@@ -290,47 +290,10 @@ class _Search:
     def candidates(self, subject: Subject) -> list[Candidate]:
         """All that were found in time."""
         found: list[Candidate] = []
-        divided: list[tuple[float, float, OnMesh]] = []  # with seconds predicted, and those that the search took
-        took = 0.0
         pace = pace_of(subject, self.machine, self.platform, self.times)
         try:
-            for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
-                began, before = time.monotonic(), len(found)
-                inner = len(sizes) - 1
-                if found and (self.until - began < took or self.until <= began):
-                    self.cut_short = True
-                    break
-                if inner and self.undivided:
-                    break
-                self.say(sizes, found)
-                try:
-                    on, *others = self.on_mesh(subject, sizes, pace)
-                    experts = on.megatron(self.most(MEGATRON, found)) if inner else []
-                except UnsupportedPrimitiveError as error:
-                    if not found:  # fewer nodes than devices: there is no mesh of nodes alone
-                        devices = len(self.machine.devices)
-                        more = f"or take {devices} virtual nodes or more, as there are devices"
-                        raise UnsupportedPrimitiveError(with_remedies(str(error), more)) from None
-                    self.undivided = str(error)
-                    break
-                if inner == 0:
-                    for each in (on, *others):
-                        found.append(each.candidate("data parallel", each.whole))
-                        if each.rows > 1:
-                            found.append(each.candidate("FSDP", each.whole, over_rows=True))
-                else:
-                    for expert in experts:
-                        self.add(on, expert, found)
-                    over = self.searched(on, found)
-                    best = min((c.figures.seconds for c in found[before:]), default=math.inf)
-                    divided.append((best, time.monotonic() - began, on))
-                    if over:
-                        divided.clear()
-                        break
-                if not fitting(found, self.limit):
-                    found += filter(None, [each.with_host(self.machine, self.limit) for each in found[before:]])
-                took = time.monotonic() - began if inner else 0.0
-            divided.sort(key=lambda each: each[0])  # the best meshes first
+            waiting = self.on_meshes(subject, pace, found)
+            divided = self.predicted(waiting, found)
             for _, _, on in divided if pace else ():
                 self.unequally(on, found, pace)
             for _, took, on in divided:
@@ -344,6 +307,87 @@ class _Search:
         if self.smallest is None or least.figures.memory < self.smallest.figures.memory:
             self.smallest = least
         return found
+
+    def on_meshes(
+        self, subject: Subject, pace: Mapping[str, float], found: list[Candidate]
+    ) -> list[tuple[float, float, OnMesh]]:
+        """Adds what divides the batch alone, and searches the other meshes as far as there is time.
+
+        Returns:
+          Meshes with seconds of the best on them, by the search's own cost, and those that it took; the best first.
+        """
+        waiting: list[tuple[float, float, OnMesh]] = []
+        took = predicting = 0.0
+        for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
+            began, inner = time.monotonic(), len(sizes) - 1
+            if inner and self.undivided:
+                break
+            if (found or waiting) and (self.until - began < took + predicting or self.until <= began):
+                self.cut_short = True
+                break
+            self.say(sizes, found)
+            try:
+                on, *others = self.on_mesh(subject, sizes, pace)
+                solution = on.solution(float(self.limit), max((self.until - began) / 2, 1.0), GAP) if inner else None
+            except UnsupportedPrimitiveError as error:
+                if not found and not waiting:  # fewer nodes than devices: there is no mesh of nodes alone
+                    devices = len(self.machine.devices)
+                    more = f"or take {devices} virtual nodes or more, as there are devices"
+                    raise UnsupportedPrimitiveError(with_remedies(str(error), more)) from None
+                self.undivided = str(error)
+                break
+            except KeyboardInterrupt:
+                if not waiting:
+                    raise
+                self.interrupted()
+                break
+            if inner == 0:
+                for each in (on, *others):
+                    found.append(each.candidate("data parallel", each.whole))
+                    predicting = time.monotonic() - began
+                    if each.rows > 1:
+                        found.append(each.candidate("FSDP", each.whole, over_rows=True))
+                self.with_host(found, found)
+                continue
+            cost, took = math.inf if solution is None else solution.cost, time.monotonic() - began
+            waiting.append((cost, took, on))
+            if solution is not None and solution.interrupted:
+                self.interrupted()
+                break
+        return sorted(waiting, key=lambda each: each[0])
+
+    def predicted(
+        self, waiting: Sequence[tuple[float, float, OnMesh]], found: list[Candidate]
+    ) -> list[tuple[float, float, OnMesh]]:
+        """Adds experts' splits and what was found on meshes that were searched, as far as there is time.
+
+        Returns:
+          The meshes, with seconds of the best on them as predicted, and those that they took; the best first.
+        """
+        divided: list[tuple[float, float, OnMesh]] = []
+        took = 0.0
+        for _, before, on in waiting:
+            began, fewer = time.monotonic(), len(found)
+            late = self.until - began < took or self.until <= began
+            if found and late and (divided or self.more):  # after Ctrl-C the best mesh all the same
+                self.cut_short = True
+                break
+            self.say(on.sizes, found)
+            for expert in on.megatron(self.most(MEGATRON, found)):
+                self.add(on, expert, found)
+            over = self.searched(on, found)
+            took = time.monotonic() - began
+            best = min((c.figures.seconds for c in found[fewer:]), default=math.inf)
+            divided.append((best, before + took, on))
+            if over:
+                return []
+            self.with_host(found[fewer:], found)
+        return sorted(divided, key=lambda each: each[0])
+
+    def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
+        """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
+        if not fitting(found, self.limit):
+            found += filter(None, [each.with_host(self.machine, self.limit) for each in [*several]])
 
     def on_mesh(self, subject: Subject, sizes: Mapping[str, int], pace: Mapping[str, float]) -> list[OnMesh]:
         """One mesh, with shares by speed and with equal ones; first that on which the undivided step is faster."""
@@ -362,7 +406,7 @@ class _Search:
         """
         allowed = float(self.limit)
         for again in range(TRIES):
-            if (again or fitting(found, self.limit)) and time.monotonic() > self.until:
+            if (again or (self.more and fitting(found, self.limit))) and time.monotonic() > self.until:
                 self.cut_short = True
                 break
             left = max(self.until - time.monotonic(), 1.0)
