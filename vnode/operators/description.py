@@ -18,13 +18,14 @@ import dataclasses
 import enum
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.extend.core import JaxprEqn
 
 from vnode.operators.monoid import Monoid
+from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, Free, Interval, Lead, Reduced, Shifted, Split, Windowed
 
 Dim = tuple[int, ...]
@@ -196,9 +197,9 @@ class OperatorDescription:
     replaced_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
-    def answers(self) -> dict[Hashable, Any]:
+    def answers(self) -> Remembered[Any]:
         """What was asked of it, and found: whoever asks again of an equation of its kind need not find it again."""
-        return {}
+        return Remembered(2_000)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -217,9 +218,8 @@ class OperatorDescription:
 
     def has(self, algebra: Algebra) -> bool:
         """Whether any of some properties holds."""
-        return (
-            self.algebra._value_ & algebra._value_ != 0
-        )  # `&` of flags takes ten times as long, and is asked for often
+        # Asked for often: `&` of the flags themselves takes ten times as long.
+        return self.algebra._value_ & algebra._value_ != 0
 
     @property
     def by_element(self) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.description import OperatorDescription
+from vnode.operators.remembered import Remembered
 
 Rule = Callable[[JaxprEqn], OperatorDescription | None]
 _rules: dict[str, Rule] = {}
@@ -103,21 +104,11 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     of = kind_to_keep(eqn)
     if of is None:
         return fun(eqn)
-    try:
-        return _known[of]
-    except KeyError:
-        description = fun(eqn)
-    if len(_known) >= MANY:
-        _known.clear()
-    _known[of] = description
-    return description
+    return _known.found(of, lambda: fun(eqn))
 
 
-_known: dict[Hashable, OperatorDescription | None] = {}
+_known = Remembered[OperatorDescription | None](20_000)
 """Descriptions that were made, by kind."""
-
-MANY = 20_000
-"""Entries beyond which those that are known are forgotten."""
 
 
 def described(eqn: JaxprEqn) -> bool:

@@ -15,7 +15,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,7 +25,7 @@ from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.description import Dims, Sizes
 from vnode.operators.splits import Interval, Lead, Shifted, Split
 from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
-from vnode.spmd.route import route
+from vnode.spmd.route import route, sent
 
 OPERATIONS_PER_BYTE = 50
 """How many scalar operations take as long as to send a byte: weighs work that is repeated against exchange."""
@@ -90,11 +90,10 @@ class Given:
     settled: bool = False
 
 
-MANY = 2_000
-"""Answers about the equations of a kind beyond which they are forgotten."""
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def remembered(fun: Callable[..., Any]) -> Callable[..., Any]:
+def remembered(fun: F) -> F:
     """A function of an equation, its description and more, that reads nothing of the equation but types.
 
     What it found for an equation of the same kind, with the same arguments, it does not look for again: repeated layers
@@ -103,18 +102,10 @@ def remembered(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(fun)
     def found(eqn: JaxprEqn, description: OperatorDescription, *args: Any) -> Any:
-        key = (fun.__name__, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
-        answers = description.answers
-        try:
-            return answers[key]
-        except KeyError:
-            answer = fun(eqn, description, *args)
-        if len(answers) >= MANY:
-            answers.clear()
-        answers[key] = answer
-        return answer
+        key = (fun, *(tuple(x.items() if isinstance(x, Mapping) else x) for x in args))
+        return description.answers.found(key, lambda: fun(eqn, description, *args))
 
-    return found
+    return cast(F, found)
 
 
 @remembered
@@ -368,15 +359,15 @@ def total_cost(
     for atom, each, want in zip(eqn.invars, given, choice.operands, strict=True):
         if not each.anyhow:
             moves = route(each.layout, want, atom.aval.shape, axes, atom.aval.dtype)
-            total += sum(move.sent(axes) for move in moves) * itemsize(atom.aval.dtype)
+            total += sent(moves, axes) * itemsize(atom.aval.dtype)
     for var, layout, wish in itertools.zip_longest(eqn.outvars, choice.results, wishes):
         size, shape, dtype = itemsize(var.aval.dtype), var.aval.shape, var.aval.dtype
         if wish is not None:
-            total += sum(move.sent(axes) for move in route(layout, wish, shape, axes, dtype)) * size
+            total += sent(route(layout, wish, shape, axes, dtype), axes) * size
             continue
         for piece in layout.partial:  # what combines them later, along each axis for itself
             moves = route(Layout(layout.dims, (piece,)), Layout(layout.dims), shape, axes, dtype)
-            total += sum(move.sent(axes) for move in moves) * size
+            total += sent(moves, axes) * size
     parts = count([name for way in choice.ways for name in way.axes], axes)
     return total + description.flops / parts / OPERATIONS_PER_BYTE
 

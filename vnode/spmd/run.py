@@ -41,6 +41,7 @@ from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, inde
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
+from vnode.spmd.route import sent
 
 FAR = 4
 """So many times a copy's bytes are computed between two readings of it, if it is rather made again than held."""
@@ -187,7 +188,7 @@ class _Run:
             dtype = atom.aval.dtype
             start = min(
                 (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sum(move.sent(self.axes) for move in moves(start, layout, shape, self.axes, dtype)),
+                key=lambda start: sent(moves(start, layout, shape, self.axes, dtype), self.axes),
             )
             held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):

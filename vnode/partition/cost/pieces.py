@@ -20,6 +20,7 @@ from vnode.operators import Algebra, OperatorDescription, describe, evaluate, ki
 from vnode.operators.control import region_of
 from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.program_cost import equation_cost
+from vnode.operators.remembered import Remembered
 from vnode.operators.spaces import on_host
 from vnode.spmd.choice import Choice
 
@@ -172,11 +173,8 @@ class OfOne:
     moves: bool
 
 
-KNOWN: dict[Hashable, OfOne] = {}
+KNOWN = Remembered[OfOne](20_000)
 """By all that it depends on: layers, and the candidates of a search, have many equations that are alike."""
-
-MANY = 20_000
-"""Entries beyond which those that are known are forgotten."""
 
 
 def of_one(eqn: JaxprEqn) -> OfOne:
@@ -187,13 +185,7 @@ def of_one(eqn: JaxprEqn) -> OfOne:
     own: dict[Any, int] = {}
     operands = tuple(None if isinstance(a, Literal) else own.setdefault(a, len(own)) for a in eqn.invars)
     there = tuple(on_host(atom.aval) for atom in (*eqn.invars, *eqn.outvars))
-    key = of, operands, there
-    found = KNOWN.get(key)
-    if found is None:
-        if len(KNOWN) >= MANY:
-            KNOWN.clear()
-        found = KNOWN[key] = looked_at(eqn)
-    return found
+    return KNOWN.found((of, operands, there), lambda: looked_at(eqn))
 
 
 def looked_at(eqn: JaxprEqn) -> OfOne:

@@ -26,12 +26,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators import Algebra, OperatorDescription, describe
 from vnode.operators.control import region_of
+from vnode.operators.remembered import Remembered
 from vnode.operators.splits import Windowed
 from vnode.partition.cost.pieces import Piece, cost_of
 from vnode.partition.cost.target import AT_WORK
@@ -106,22 +107,13 @@ class Windows:
         counts = counts_of(kind)
         if counts is None or any(region_of(eqn) is not None for eqn in piece.equations):
             return None
-        key = None if piece.alike is None else (piece.alike, kind)
-        found = KNOWN.get(key)
-        if found is None:
-            found = counted(piece, kind, counts)
-            if len(KNOWN) >= MANY:
-                KNOWN.clear()
-            if key is not None:
-                KNOWN[key] = found
-        return found
+        if piece.alike is None:
+            return counted(piece, kind, counts)
+        return KNOWN.found((piece.alike, kind), lambda: counted(piece, kind, counts))
 
 
-KNOWN: dict[Hashable, Time] = {}
+KNOWN = Remembered[Time](20_000)
 """Times of pieces: layers, and the candidates of a search, have many that are alike."""
-
-MANY = 20_000
-"""Entries beyond which those that are known are forgotten."""
 
 
 def counts_of(kind: Kind) -> Counts | None:

@@ -367,7 +367,7 @@ class _Search:
         divided: list[tuple[float, float, OnMesh]] = []
         took = 0.0
         for _, before, on in waiting:
-            began, fewer = time.monotonic(), len(found)
+            began, known = time.monotonic(), len(found)
             late = self.until - began < took or self.until <= began
             if found and late and (divided or self.more):  # after Ctrl-C the best mesh all the same
                 self.cut_short = True
@@ -377,11 +377,11 @@ class _Search:
                 self.add(on, expert, found)
             over = self.searched(on, found)
             took = time.monotonic() - began
-            best = min((c.figures.seconds for c in found[fewer:]), default=math.inf)
+            best = min((c.figures.seconds for c in found[known:]), default=math.inf)
             divided.append((best, before + took, on))
             if over:
                 return []
-            self.with_host(found[fewer:], found)
+            self.with_host(found[known:], found)
         return sorted(divided, key=lambda each: each[0])
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
