@@ -606,6 +606,35 @@ def test_on_tpus_only_what_does_not_grow_comes_before_loops() -> None:
     same_on_devices(plain, made)
 
 
+def test_what_a_loop_is_given_twice_is_one() -> None:
+    """Equal rows, and equal values that do not change: what is exchanged of them is exchanged once, as XLA does it."""
+
+    def turns(w: Any, x: Any) -> Any:
+        start = lax.axis_index("x")
+
+        def body(h: Any, rows: Any) -> Any:
+            one, other = rows
+            first = lax.dynamic_slice(jnp.sin(h), (start * 2, 0), (4, 8))
+            second = lax.dynamic_slice(jnp.sin(h), (start * 2, 0), (4, 8))
+            gathered = lax.all_gather(first, "x", axis=0, tiled=True) * lax.all_gather(second, "x", axis=0, tiled=True)
+            rows = lax.all_gather(one, "x", axis=0, tiled=True) + lax.all_gather(other, "x", axis=0, tiled=True)
+            return jnp.tanh(h @ w + gathered + rows), h.sum()
+
+        return lax.scan(body, jnp.ones((8, 8)), (x, x))
+
+    given = ones(8, 8), ones(5, 4, 8)
+    plain = over(turns, *given, x=2)
+    made = compiled_as(plain, CPU)
+    (loop,) = (eqn for eqn in made.equations if eqn.primitive.name == "scan")
+    (body,) = bodies_of(loop)
+    planned = [eqn.primitive.name for eqn in body.equations].count("all_gather")
+    mesh = jax.make_mesh((2,), ("x",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
+    run = jax.shard_map(turns, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    text = jax.jit(run).lower(*given).compile().as_text()
+    assert planned == text.count(" all-gather(") == 2
+    same_on_devices(plain, made)
+
+
 def test_parts_of_sums_that_loops_add_up_are_taken_after() -> None:
     """Whole sums, from zero; what a loop begins with otherwise is added then."""
 

@@ -21,9 +21,9 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, barrier_equation, inline
 from vnode.operators import kind_to_keep
-from vnode.operators.control import region_of
+from vnode.operators.control import Loop, region_of
 from vnode.partition.cost.collectives import KINDS
-from vnode.partition.cost.loops import after_loops, before_loops, reshaped, without_single_turns
+from vnode.partition.cost.loops import after_loops, before_loops, given_once, reshaped, without_single_turns
 from vnode.partition.cost.lowered import lowered
 from vnode.partition.cost.shapes import Shape, shape_of
 from vnode.partition.cost.sums import added_before, parts_first
@@ -125,7 +125,10 @@ def simplified(program: Program) -> Program:
     for eqn in reshaped_after(program):
         if any(isinstance(atom, Var) and atom in same for atom in eqn.invars):
             eqn = eqn.replace(invars=[first(atom) for atom in eqn.invars])
-        if region_of(eqn) is None and eqn.primitive is not barrier:
+        region = region_of(eqn)
+        if isinstance(region, Loop):
+            eqn = given_once(eqn, region)
+        if region is None and eqn.primitive is not barrier:
             of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
             key = eqn.primitive, tuple(map(said, eqn.invars)), of
             other = known.setdefault(key, eqn)

@@ -164,15 +164,44 @@ def rebuilt(
 ) -> JaxprEqn:
     """A loop with another body, which is given some more values that do not change, and those that it still reads."""
     read = {a for each in equations for a in each.invars if isinstance(a, Var)} | {a for a in outputs if type(a) is Var}
-    kept = [i for i, var in enumerate(inner.inputs) if i >= loop.constants or var in read]
+    kept = [i for i, var in enumerate(inner.inputs) if i in loop.carried or var in read]
     inputs = [*handed, *(inner.inputs[i] for i in kept)]
     body = Program(inputs, inner.constants, list(equations), list(outputs))
     params = {
         **eqn.params,
         "jaxpr": body.closed(eqn.params["jaxpr"].jaxpr),
-        "num_consts": loop.constants + len(inputs) - len(inner.inputs),
+        "num_consts": len(handed) + sum(i < loop.constants for i in kept),
     }
     return eqn.replace(invars=[*operands, *(eqn.invars[i] for i in kept)], params=params)
+
+
+def given_once(eqn: JaxprEqn, loop: Loop) -> JaxprEqn:
+    """A loop that is given no value twice that does not change, or is sliced (``WhileLoopSimplifier``).
+
+    What it computes of the one and of the other then is seen to be the same.
+
+    Args:
+      eqn: the loop.
+      loop: what it is.
+    """
+    places: dict[tuple[bool, Any], int] = {}
+    again: dict[int, int] = {}
+    for i, atom in enumerate(eqn.invars):
+        if isinstance(atom, Var) and i not in loop.carried:
+            first = places.setdefault((i in loop.scanned, atom), i)
+            if first != i:
+                again[i] = first
+    if not again:
+        return eqn
+    (body,) = loop.bodies
+    inner = inline(body.jaxpr, body.constants, eqn)
+    names = {inner.inputs[i]: inner.inputs[first] for i, first in again.items()}
+
+    def once(atoms: Sequence[Any]) -> list[Any]:
+        return [names.get(atom, atom) if isinstance(atom, Var) else atom for atom in atoms]
+
+    equations = [each.replace(invars=once(each.invars)) for each in inner.equations]
+    return rebuilt(eqn, loop, inner, equations, [], [], once(inner.outputs))
 
 
 def after_loops(program: Program) -> Program:
