@@ -43,7 +43,7 @@ from vnode.partition.cost import (
     transfer_of,
     transfers_of_route,
 )
-from vnode.partition.cost.buffers import Buffers
+from vnode.partition.cost.buffers import Buffers, Vacant
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import bodies_of, compiled_as, simplified
 from vnode.partition.cost.kernels import kernels_of
@@ -1070,13 +1070,17 @@ def test_who_is_where_an_argument_was_is_there_all_the_time() -> None:
     assert [set(sizes) for _, sizes in moments] == [{a}, {a, b}, {b, c}, {b, c, d}, {d}]
     nowhere = [frozenset[Var]()] * 5
     for vacant, expected in [
-        ((4, frozenset({0}), None), {c}),  # since a is held while kernel 0 reads the argument; c is the largest
-        ((3, frozenset({0}), None), {b}),  # the largest that fits, and d while that is held no more
-        ((2, frozenset({0}), 3), set()),  # d is held until another has to be there
-        ((4, frozenset(), None), {a, c}),  # one after the other
+        (Vacant(4, frozenset({0})), {c}),  # since a is held while kernel 0 reads the argument; c is the largest
+        (Vacant(3, frozenset({0})), {b}),  # the largest that fits, and d while that is held no more
+        (Vacant(2, frozenset({0}), 3), set()),  # d is held until another has to be there
+        (Vacant(4, frozenset()), {a, c}),  # one after the other
     ]:
         of = dataclasses.replace(buffers, vacant=(vacant,))
         assert of.lodged(moments, nowhere) == expected, vacant
+    copies = dataclasses.replace(buffers, early=(a, b))  # a is copied, then b
+    for copy, expected in ((a, {b}), (b, {d})):
+        of = dataclasses.replace(copies, vacant=(Vacant(3, frozenset(), copy=copy),))
+        assert of.lodged(moments, nowhere) == expected, "nothing is where it has not been copied from yet"
 
 
 def device_of(function: Any, *args: Any, donated: Sequence[int] = ()) -> DeviceProgram:

@@ -5,7 +5,7 @@ Memory that XLA says a compiled program takes is the reference. Must not know pl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -23,13 +23,13 @@ def ones(*shape: int, dtype: Any = jnp.float32) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def check(function: Callable[..., Any], *given: Any, off: float = 0.02) -> None:
+def check(function: Callable[..., Any], *given: Any, off: float = 0.02, donated: Collection[int] = ()) -> None:
     """Temporary memory is as predicted, but for what is rounded up, and is some."""
     traced = jax.make_jaxpr(function)(*given)
     program = inline(traced.jaxpr, traced.consts)
     flow = follow(program, [replicated(len(var.aval.shape)) for var in program.inputs], {})
-    said = memory_of(device_program(flow, {}, platform="cpu"), Target.on("cpu")).temporaries
-    analysis = jax.jit(function).lower(*given).compile().memory_analysis()
+    said = memory_of(device_program(flow, {}, platform="cpu", donated=donated), Target.on("cpu")).temporaries
+    analysis = jax.jit(function, donate_argnums=tuple(donated)).lower(*given).compile().memory_analysis()
     assert analysis is not None
     found = analysis.temp_size_in_bytes
     assert abs(said - found) <= max(off * found, 2048), (said, found)
@@ -99,3 +99,62 @@ def test_slices_of_what_does_not_change_are_taken_before_loops() -> None:
         return lax.scan(turn, x, None, length=5)[0]
 
     check(function, ones(4096, 256), ones(1024, 64), ones(dtype=jnp.int32), off=0.05)
+
+
+def test_arrays_are_where_an_argument_was_until_the_result_comes() -> None:
+    def function(w: Any, x: Any) -> Any:
+        first = jnp.tanh(x @ w)  # nothing else reads w
+        second = jnp.sin(first.T @ first)
+        return (second @ first) * 2 + second, first.sum()
+
+    check(function, ones(256, 256), ones(256, 256), donated=(0,))
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_arguments_are_copied_that_may_be_read_after_their_results_are_written(layers: int) -> None:
+    """What is copied later may be where one was that is copied earlier; gradients are where arguments were."""
+
+    def function(weights: Any, x: Any) -> Any:
+        inputs, h = [], x
+        for w in weights:
+            inputs.append(h)
+            h = jnp.tanh(h @ w)
+        new, back = [], h
+        for w, h in zip(weights[::-1], inputs[::-1], strict=True):
+            new.append(w - 0.1 * jnp.einsum("bi,bo->io", h, back))
+            back = jnp.einsum("bo,io->bi", back, w)  # nothing says that it comes before the new weights are written
+        return *new[::-1], back
+
+    def flat(*given: Any) -> Any:
+        return function(given[:-1], given[-1])
+
+    check(flat, *[ones(256, 256)] * layers, ones(64, 256), donated=range(layers))
+
+
+@pytest.mark.parametrize("rows", [slice(0, 128), slice(None, None, 2)])
+def test_what_products_read_from_memory_others_compute_again(rows: slice) -> None:
+    """So what it is made of is held as long."""
+
+    def function(x: Any, y: Any) -> Any:
+        whole = jnp.tanh(x @ y)
+        part = whole[rows]
+        return jnp.cos(part @ y) @ y.T * 2 + part
+
+    check(function, ones(256, 256), ones(256, 256))
+
+
+def test_what_is_made_of_several_is_not_computed_again_beside_products() -> None:
+    def function(x: Any, y: Any) -> Any:
+        several = jnp.abs(x @ y) * (y @ x)
+        return jnp.cos(several @ y) @ y.T * 2 + several
+
+    check(function, ones(256, 256), ones(256, 256))
+
+
+@pytest.mark.parametrize("function", [jnp.sin, jnp.tan, jnp.tanh, jnp.exp, lambda x: 1 / x, lambda x: x / 3])
+def test_dear_functions_are_computed_once_and_cheap_ones_where_they_are_read(function: Callable[[Any], Any]) -> None:
+    def several(x: Any, y: Any, z: Any) -> Any:
+        w = function(x @ y)
+        return (w @ z) * 2 + w
+
+    check(several, *[ones(256, 256)] * 3)

@@ -27,6 +27,23 @@ from vnode.partition.cost.target import Target
 
 
 @dataclasses.dataclass(frozen=True)
+class Vacant:
+    """Where an argument is, and later others may be.
+
+    Attributes:
+      bytes: of it.
+      readers: the kernels that read it there.
+      end: the kernel that brings a result there; None if that is after all others.
+      copy: of it, if it is copied before all else, and nothing reads it there.
+    """
+
+    bytes: int
+    readers: frozenset[int]
+    end: int | None = None
+    copy: Var | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Buffers:
     """What kernels write and read, for an order of them.
 
@@ -44,9 +61,8 @@ class Buffers:
       operands: for each kernel those that it needs, in the order in which it reads their results.
       made: for each kernel the bytes of all that it makes, wherever that is.
       results: for each kernel the results that it brings where arguments are, with their bytes.
-      early: copies of arguments that are made before all else.
-      vacant: arguments of which there is a copy: their bytes, who reads them themselves, and the kernel that brings a
-        result there, if it is not the last. In between others may be where they were.
+      early: copies of arguments that are made before all else, in order.
+      vacant: arguments where other arrays may be for a while.
     """
 
     written: tuple[tuple[tuple[Var, int], ...], ...]
@@ -62,8 +78,8 @@ class Buffers:
     operands: tuple[tuple[int, ...], ...] = ()
     made: tuple[int, ...] = ()
     results: tuple[tuple[tuple[Var, int], ...], ...] = ()
-    early: frozenset[Var] = frozenset()
-    vacant: tuple[tuple[int, frozenset[int], int | None], ...] = ()
+    early: tuple[Var, ...] = ()
+    vacant: tuple[Vacant, ...] = ()
 
     def lodged(self, moments: Sequence[tuple[int, Mapping[Var, int]]], away: Sequence[Collection[object]]) -> set[Var]:
         """What is where an argument was, as long as it is held: the largest first, in the smallest place that fits.
@@ -75,15 +91,20 @@ class Buffers:
         if not self.vacant:
             return set()
         place = {k: i for i, (k, _) in enumerate(moments)}
+        before = {var: i - len(self.early) for i, var in enumerate(self.early)}  # copies, one after another
         places = [  # bytes, from when to when
-            (need, max((place[k] for k in readers), default=-1) + 1, len(moments) if end is None else place[end])
-            for need, readers, end in self.vacant
+            (
+                each.bytes,
+                max([-1, *(place[k] for k in each.readers)] if each.copy is None else [before[each.copy]]) + 1,
+                len(moments) if each.end is None else place[each.end],
+            )
+            for each in self.vacant
         ]
         spans: dict[Var, list[int]] = {}
         for i, (_, sizes) in enumerate(moments):
             for var, need in sizes.items():
-                if need and var not in away[i] and var not in self.kept and var not in self.early:
-                    spans.setdefault(var, [i, i, need])[1] = i
+                if need and var not in away[i] and var not in self.kept:
+                    spans.setdefault(var, [before.get(var, i), i, need])[1] = i
         found = set[Var]()
         taken: list[list[tuple[int, int]]] = [[] for _ in places]
         for var, (start, end, need) in sorted(spans.items(), key=lambda item: -item[1][2]):

@@ -115,6 +115,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     written: set[int] = set()  # those in memory for a library, however often they are computed elsewhere
     sinks: dict[int, frozenset[int]] = {}  # for each equation that is inside of others, whose kernels
     repeated: set[int] = set()  # equations that are computed in several kernels
+    only: dict[int, frozenset[int]] = {}  # for each that some kernels compute and others read, the former
     cut: set[int] = set()  # slices whose places are known at run time only, and what is computed for one of them only
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
@@ -145,7 +146,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
                 continue
             written.add(id(eqn))
             readers = [reader for reader in readers if id(reader) not in sums]
-            if not readers or shape is Shape.CONTRACTED or reads_more(eqn):
+            if not readers or shape is Shape.CONTRACTED or reads_more(eqn, program):
                 continue
         within = frozenset[int]().union(*(sinks.get(id(reader), {id(reader)}) for reader in readers))
         if target.ordered and len(within) > 1 and extends(eqn, program):
@@ -169,7 +170,15 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             if shape is Shape.EACH and (least < 4 or len(readers) > 1) and id(eqn) in last:
                 continue
             again = id(eqn) not in kept if target.weighs else not dear(program, eqn)
-            if least >= wanted and (len(readers) == 1 or again):
+            if least < wanted and again and target.repeats and not reads_more(eqn, program):
+                able = frozenset(root for root in within if takes[root] >= wanted)
+                if able:
+                    only[id(eqn)] = sinks[id(eqn)] = able
+                    takes[id(eqn)] = min(takes[root] for root in able)
+                    inside.add(id(eqn))
+                    written.add(id(eqn))
+                    repeated.add(id(eqn))
+            elif least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 sinks[id(eqn)] = within
                 if in_cut:
@@ -195,7 +204,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         named = bool(eqn.outvars) and eqn.outvars[0] in names
         if (id(eqn) in inside and id(eqn) not in written) or named:
             continue
-        members = gathered(eqn, definitions, inside, sums)
+        members = gathered(eqn, definitions, inside, sums, only)
         piece = piece_of(members, eqn.outvars)
         found.append(Kernel(piece, shapes[id(eqn)], eqn))
     if target.contractions:
@@ -316,9 +325,17 @@ def joins_apart(eqn: JaxprEqn, program: Program) -> bool:
     return len(shapes) > JOINED or (along and nbytes(out.aval) >= 2048)
 
 
-def reads_more(eqn: JaxprEqn) -> bool:
-    """Whether an equation reads more bytes than it writes: then it is not computed again where it is in memory."""
-    return sum(nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)) > nbytes(eqn.outvars[0].aval)
+def reads_more(eqn: JaxprEqn, program: Program) -> bool:
+    """Whether an equation reads more bytes than it writes: then it is not computed again where it is in memory.
+
+    One array of as many dimensions may be larger (``InstructionFusion::ComputeGloballyUnfusible``).
+    """
+    (out,) = eqn.outvars
+    several = dict.fromkeys(atom for atom in eqn.invars if isinstance(atom, Var))
+    large = [atom for atom in several if atom.aval.ndim >= out.aval.ndim > 0]
+    makers = [program.definitions.get(atom) for atom in large]
+    repeats = [m is not None and all(a.aval.size < m.outvars[0].aval.size for a in m.invars) for m in makers]
+    return repeats.count(False) > 1 and sum(nbytes(atom.aval) for atom in several) > nbytes(out.aval)
 
 
 def worth_writing(

@@ -17,23 +17,20 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Collection, Mapping, Sequence
 
 from jax.extend.core import JaxprEqn, Var
 
 from vnode.analysis.program import Program, where
-from vnode.operators import Algebra, describe
 from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import on_host
 from vnode.partition.cost.buffers import Buffers
-from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import DeviceProgram, bodies_of
-from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.narrow import rounded_ends
-from vnode.partition.cost.shapes import Kernel, Kernels, Shape, room_for, shape_of
-from vnode.partition.cost.taken import begun_empty, body_buffers, buffers_of
+from vnode.partition.cost.places import is_gather, outer_buffers
+from vnode.partition.cost.shapes import Kernel, Kernels, Shape, room_for
+from vnode.partition.cost.taken import begun_empty, body_buffers
 from vnode.partition.cost.target import Target
 from vnode.show.units import size
 
@@ -182,11 +179,6 @@ def placed(
         several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
         reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
     return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
-
-
-def is_gather(kernel: Kernel) -> bool:
-    """Whether a kernel gathers over devices."""
-    return kernel.shape is Shape.COLLECTIVE and KINDS[kernel.root.primitive.name] == "all-gather"
 
 
 def beside_computation(
@@ -342,98 +334,6 @@ def levels_over_time(device: DeviceProgram, target: Target) -> list[Level]:
         beside = now - buffers.inside[k] - elsewhere - in_results(left, own, kernels)
         levels += levels_of(kernels.kernels[buffers.of[k]], beside, buffers.inside[k], target, kernels)
     return levels
-
-
-@functools.lru_cache(maxsize=2)  # what is on the chip and what is held are asked for one after the other
-def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffers, frozenset[Var], int]:
-    """The kernels of a program, what they hold, which of it are results, and how many bytes take arguments' place."""
-    program = device.program
-    kernels = kernels_of(program, target)
-    there = {*program.inputs, *program.constants}
-    taken, aliased, elsewhere = set[int](), 0, set(there)
-    matched: dict[Var, Var] = {}  # results in place of arguments
-    for atom in program.outputs:  # as jax matches what is donated: in order, by type
-        for i in sorted(device.donated - taken):
-            given = program.inputs[i].aval
-            if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
-                taken.add(i)
-                aliased += room_for(given, target.tiles)
-                if isinstance(atom, Var):
-                    elsewhere.add(kernels.memory_of(atom))
-                    matched[kernels.memory_of(atom)] = program.inputs[i]
-                break
-    moved = brought_in_place(kernels, program, matched) if target.copies_gathered else {}
-    elsewhere -= moved.keys()
-    results = frozenset(kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var))
-    own = results - elsewhere - moved.keys()
-    buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
-    buffers = with_copies(buffers, kernels, moved.values())
-    return kernels, turned_first(buffers, kernels, matched) if target.turns_updates else buffers, own, aliased
-
-
-def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> Buffers:
-    """The buffers, with copies of arguments that an update reads in the order of their gradients.
-
-    Where an update reads a gradient that was transposed, and does not compute it, TPUs' compiler turns the argument
-    before anything else runs, updates the copy, and turns that back.
-
-    Args:
-      buffers: of the kernels.
-      kernels: of the program.
-      matched: the results in place of arguments, with these.
-    """
-    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
-    early = set[Var]()
-    for k, kernel in enumerate(kernels.kernels):
-        results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
-        given = results[0] if len(results) == 1 else None
-        if given is None or given not in kernel.piece.reads or not turns_another(kernel, given):
-            continue
-        readers = frozenset(
-            n for n, own in enumerate(kernels.kernels) if n != k and given in map(kernels.memory_of, own.piece.reads)
-        )
-        copy = Var(given.aval)
-        written[min(readers, default=k)] += ((copy, kernels.nbytes(given)),)
-        read[k] |= {copy}
-        early.add(copy)
-        vacant.append((kernels.nbytes(given), readers, k))
-    return dataclasses.replace(
-        buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant), early=frozenset(early)
-    )
-
-
-def turns_another(kernel: Kernel, given: Var) -> bool:
-    """Whether a kernel that multiplies nothing turns something as large as an argument that it reads as it is."""
-    several = [describe(eqn) for eqn in kernel.piece.equations]
-    if any(of is not None and of.has(Algebra.CONTRACTS) for of in several):
-        return False
-    turned = [eqn for eqn, of in zip(kernel.piece.equations, several, strict=True) if shape_of(eqn, of) is Shape.MOVED]
-    sizes = {eqn.invars[0].aval.size for eqn in turned if eqn.params["permutation"][-1] != eqn.invars[0].aval.ndim - 1}
-    return given.aval.size in sizes
-
-
-def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, Var]) -> dict[Var, Var]:
-    """The results in place of arguments that are gathered, with these arguments: TPUs' compiler copies both.
-
-    A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
-    before it is read, as long as it is read.
-    """
-    gathers = {var for kernel in kernels.kernels if is_gather(kernel) for var in kernel.piece.writes}
-    return {result: given for result, given in matched.items() if kernels.memory_of(result) in gathers}
-
-
-def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
-    """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
-    written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
-    for var in given:
-        copy = Var(var.aval)
-        readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
-        for place, k in enumerate(readers):
-            if not place:
-                written[k] += ((copy, kernels.nbytes(var)),)
-                vacant.append((kernels.nbytes(var), frozenset({k}), None))
-            read[k] |= {copy}
-    return dataclasses.replace(buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant))
 
 
 def in_results(held: Mapping[Var, int], own: Collection[Var], kernels: Kernels) -> int:

@@ -220,9 +220,21 @@ def together(
 
 
 def gathered(
-    root: JaxprEqn, definitions: Mapping[Var, JaxprEqn], inside: set[int], sums: Mapping[int, int]
+    root: JaxprEqn,
+    definitions: Mapping[Var, JaxprEqn],
+    inside: set[int],
+    sums: Mapping[int, int],
+    only: Mapping[int, Set[int]],
 ) -> list[JaxprEqn]:
-    """An equation with all that is computed inside of it, in order; of what a library computes, what is in there."""
+    """An equation with all that is computed inside of it, in order; of what a library computes, what is in there.
+
+    Args:
+      root: the equation.
+      definitions: who makes what.
+      inside: equations that are computed where they are read, by id.
+      sums: equations that a library computes within others, with these.
+      only: of some of the former the equations in which alone they are.
+    """
     order: dict[int, JaxprEqn] = {}
     pending = [(root, False)]
     while pending:
@@ -234,6 +246,8 @@ def gathered(
             for atom in eqn.invars:
                 maker = None if isinstance(atom, Literal) else definitions.get(atom)
                 if maker is None or id(maker) not in inside or id(maker) in order:
+                    continue
+                if id(root) not in only.get(id(maker), {id(root)}):
                     continue
                 if sums.get(id(maker)) == sums.get(id(eqn)):
                     pending.append((maker, False))

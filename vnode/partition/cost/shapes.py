@@ -12,7 +12,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn, Primitive, Var
+import numpy as np
+from jax.extend.core import JaxprEqn, Literal, Primitive, Var
 
 from vnode.analysis.program import Program
 from vnode.operators import Algebra, OperatorDescription, Role, describe
@@ -254,7 +255,21 @@ def cuts(eqn: JaxprEqn) -> bool:
     return of is not None and of.has(Algebra.MOVES) and eqn.outvars[0].aval.size < eqn.invars[0].aval.size
 
 
+CHEAP, DIVIDES = frozenset({"sin", "cos", "tan"}), frozenset({"div", "rem"})
+"""What XLA takes for cheap although it is none of +, - and x, and for dear (``InstructionFusion::IsExpensive``)."""
+
+
 def dear(program: Program, eqn: JaxprEqn) -> bool:
-    """Whether it would be a loss to compute an equation once for each that reads it."""
-    description = program.describe(eqn)
-    return description is not None and bool(description.operations.transcendental)
+    """Whether it would be a loss to compute an equation once for each that reads it, as XLA sees that.
+
+    >>> import jax
+    >>> from vnode.analysis.program import inline
+    >>> traced = jax.make_jaxpr(lambda x, y: jax.numpy.tanh(jax.numpy.sin(x / 3) / y))(1.0, 2.0)
+    >>> program = inline(traced.jaxpr, traced.consts)
+    >>> [(eqn.primitive.name, dear(program, eqn)) for eqn in program.equations]
+    [('div', False), ('sin', False), ('div', True), ('tanh', True)]
+    """
+    description, name = program.describe(eqn), eqn.primitive.name
+    if name in DIVIDES:  # by a number it is a product
+        return not isinstance(eqn.invars[1], Literal) and np.issubdtype(eqn.outvars[0].aval.dtype, np.inexact)
+    return description is not None and bool(description.operations.transcendental) and name not in CHEAP

@@ -45,6 +45,8 @@ class Target:
       hides_gathers: whether what is gathered is gathered while devices compute, begun as early as it takes.
       tiles: whether arrays take whole tiles.
       packs: whether a comparison that is read later is kept in bits, or bytes, rather than what is compared.
+      lodges: whether other arrays may be where an argument was, until a result is written there.
+      repeats: whether what reads one array is computed again where it can be, though others read it from memory.
       apart: whether programs have the host's memory beside the device's.
       library: whether a library computes reductions, and products that sum over the last dimension of their first
         operand: of products that could run as soon, others come later.
@@ -71,6 +73,8 @@ class Target:
     hides_gathers: bool = False
     tiles: bool = False
     packs: bool = False
+    lodges: bool = False
+    repeats: bool = False
     apart: bool = True
 
     @staticmethod
@@ -86,7 +90,7 @@ class Target:
         match platform:
             case "cpu":
                 cpu = Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True)
-                return dataclasses.replace(cpu, ordered=True, library=True, apart=False)
+                return dataclasses.replace(cpu, ordered=True, library=True, apart=False, lodges=True, repeats=True)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)
