@@ -5,10 +5,12 @@ Knows steps, machines and plans. Must not know how a plan is searched for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
 import os
+import pickle
 import re
 import time
 import types
@@ -780,3 +782,18 @@ def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
 def body(text: str) -> list[str]:
     """A compiled program without what names files and lines."""
     return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
+
+
+def test_what_belongs_to_a_process_is_not_pickled_and_its_copies_are_itself() -> None:
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 0)
+    step = plan.step()
+    for held in (plan, plan.explain(), plan.prediction, step, step.placement):
+        with pytest.raises(vnode.VnodeError, match=r"(?s)a \w+ cannot be pickled.*What to do"):
+            pickle.dumps(held)
+        again = copy.deepcopy({"held": held})["held"]
+        assert type(again) is type(held) and str(copy.copy(held)) == str(again) == str(held)
+    with pytest.raises(vnode.VnodeError, match=r"plan\.save\(path\).*Plan\.load\(path, step, args\)"):
+        pickle.dumps(plan)
+    assert copy.deepcopy(plan) is plan and copy.deepcopy(step) is step
+    for sent in (plan.figures, plan.machine):
+        assert pickle.loads(pickle.dumps(sent)) == copy.deepcopy(sent) == sent
