@@ -100,7 +100,7 @@ class TaskGraphError(VnodeError):
 
 
 class Bound:
-    """What holds functions, programs or devices of a process: its copy is itself, as a function's; it is not pickled."""
+    """What holds functions or devices of a process: a copy of it is itself, as of a function; it is not pickled."""
 
     def __copy__(self) -> Self:
         return self

@@ -47,7 +47,7 @@ class Nothing:
 
 
 class Unheeded:
-    """A stream that may be closed, or read by nobody any more: who writes what is only looked at goes on all the same."""
+    """A stream that may be closed, or read by nobody any more: whoever shows something there goes on all the same."""
 
     def __init__(self, stream: Any) -> None:
         self.stream = stream
