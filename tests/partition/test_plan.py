@@ -369,6 +369,45 @@ def test_leaves_of_every_kind(tmp_path: Path) -> None:
     assert plan.accept().reasons is not None
 
 
+SMALL: dict[str, tuple[Any, Any]] = {
+    "no hidden units": (
+        lambda p, x: jnp.mean((x @ p["a"] @ p["b"] - x) ** 2),
+        {"a": np.ones((16, 0), np.float32), "b": np.ones((0, 16), np.float32)},
+    ),
+    "some of none": (
+        lambda p, x: jnp.mean((jnp.concatenate([x @ p["a"], x @ p["z"]], 1) @ p["b"]) ** 2),
+        {"a": normal(1, 16, 8), "z": np.ones((16, 0), np.float32), "b": normal(2, 8, 4)},
+    ),
+    "no layers": (
+        lambda p, x: jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, p["w"])[0] ** 2),
+        {"w": np.ones((0, 16, 16), np.float32)},
+    ),
+    "layers of a number": (
+        lambda p, x: jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c * w[0, 0]), None), x, p["w"])[0] ** 2),
+        {"w": np.full((1, 1, 1), 0.5, np.float32)},
+    ),
+    "no rows": (
+        lambda p, x: jnp.mean((x @ p["a"]) ** 2) + x.reshape(-1, 4, 2, 2)[:, :, :0].sum(),
+        {"a": normal(1, 16, 8)},
+    ),
+}
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("machine", [V5E, Machine.gpus("a100-80gb", hosts=1, per_host=8)], ids=lambda m: m.name)
+def test_arrays_with_one_element_or_none(name: str, machine: Machine) -> None:
+    loss, params = SMALL[name]
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    x = normal(5, 16, 16)
+    made = search(step, (params, x), machine, virtual_nodes=8, budget=1).step()
+    assert_same(made(made.put(params), x), jax.jit(step), params, x)
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("where", ["of the batch", "of the result", "with a result"])
 def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
