@@ -404,3 +404,4 @@ def test_what_the_test_of_a_loop_exchanges_is_as_planned() -> None:
     on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
     report = plan_of(subject, on.candidate("data parallel", on.whole), V5E, GIB, {}).accept()
     assert report.open_loops and report.exchange_accepted, str(report)
+    assert report.predicted.outputs == report.outputs  # with a table of them: there are two
