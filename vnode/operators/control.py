@@ -306,7 +306,7 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
     module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
-    if module.split(".")[0] in ("jax", "jaxlib") and not high:
+    if not callable(run) or (module.split(".")[0] in ("jax", "jaxlib") and not high):
         return None
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
