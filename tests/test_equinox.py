@@ -7,6 +7,7 @@ emitted. Whole training steps are in `tests.zoo.repositories`.
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -240,3 +241,24 @@ def test_primitives_written_in_jax_are_what_they_do() -> None:
     assert_same(virtual.on(jax.devices()[:2])(w, x), lambda w, x: 2.0 * (x - x.mean(0)) * w, w, x)
     with pytest.raises(vnode.UnsupportedPrimitiveError, match="'rounded'"):
         vnode.virtualize(functools.partial(step, rounded), virtual_nodes=3)(w, x)
+
+
+def test_what_a_primitive_does_is_what_it_does_now() -> None:
+    """The same primitive after a setting was changed, and with a parameter that Python takes to be equal."""
+
+    def shifted(x: jax.Array, *, by: float) -> jax.Array:
+        return x * jax.random.uniform(jax.random.key(1), (3,)) + jnp.copysign(0.25, by)
+
+    noisy = primitive("noisy", shifted)
+    w, x = jnp.arange(3.0), jnp.asarray(np.random.default_rng(2).standard_normal((BATCH, 3)), jnp.float32)
+
+    def step(by: float, outer: bool, w: jax.Array, x: jax.Array) -> Any:
+        with jax.threefry_partitionable(outer):
+            return noisy.bind(x, by=by) * w
+
+    for draws, around, by in itertools.product((True, False, True), (True, False), (0.0, -0.0)):
+        with jax.threefry_partitionable(around):
+            virtual = vnode.virtualize(functools.partial(step, by, draws), virtual_nodes=3).on(jax.devices()[:2])
+            found = virtual(w, x)
+        with jax.threefry_partitionable(draws):
+            assert_same(found, lambda w, x, by=by: shifted(x, by=by) * w, w, x)

@@ -396,6 +396,31 @@ def test_rich_is_not_needed(report: Any) -> None:
     )
 
 
+@pytest.mark.parametrize("wanted", [None, True])
+@pytest.mark.parametrize("stream", ["broken", "closed", "none"])
+def test_what_is_shown_of_a_run_does_not_end_it(wanted: bool | None, stream: str) -> None:
+    """A terminal that was closed, a pipe whose reader has gone, no standard error at all."""
+    code = (
+        "import os, sys\n"
+        "from vnode.show.progress import display\n"
+        "class Broken:\n"
+        "    encoding, isatty = 'utf-8', lambda self: True\n"
+        "    def write(self, text): raise BrokenPipeError\n"
+        "    def flush(self): raise OSError(5, 'Input/output error')\n"
+        f"before, how = os.fdopen(os.dup(2), 'w'), {stream!r}\n"
+        "if how == 'closed': sys.stderr.close()\n"
+        "else: sys.stderr = Broken() if how == 'broken' else None\n"
+        f"with display({wanted}, 0, 5) as shown:\n"
+        "    for done in range(5):\n"
+        "        shown.update(done, 'words')\n"
+        "        shown.line('a line')\n"
+        "sys.stderr = before\n"
+        "print('done')\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
+
+
 def test_progress_in_a_notebook_needs_no_package() -> None:
     """One output that changes; without rich and ipywidgets, and without a warning. IPython's capture is the witness."""
     code = (

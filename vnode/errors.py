@@ -1,13 +1,13 @@
 """The errors that vnode raises.
 
-Knows how a message is laid out (what, where in the user's code, shapes, remedies). Must not know how any of
-them is found.
+Knows how a message is laid out (what, where in the user's code, shapes, remedies), and that some objects are refused
+to be pickled. Must not know how any other is found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn, Self
 
 
 class VnodeError(Exception):
@@ -97,6 +97,29 @@ class SearchError(VnodeError):
 
 class TaskGraphError(VnodeError):
     """A graph of tasks cannot be simulated: its parts do not fit together, or tasks wait for each other in a circle."""
+
+
+class Bound:
+    """What holds functions or devices of a process: a copy of it is itself, as of a function; it is not pickled."""
+
+    def __copy__(self) -> Self:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise VnodeError(
+            layout_message(
+                f"a {type(self).__name__} cannot be pickled.",
+                facts=["it holds functions, programs or devices of this process, that are not there in another"],
+                remedies=[self.instead()],
+            )
+        )
+
+    def instead(self) -> str:
+        """What to do in place of pickling it."""
+        return "make it where it is needed, as it was made here"
 
 
 def layout_message(what: str, *, where: str = "", facts: Sequence[str] = (), remedies: Sequence[str] = ()) -> str:

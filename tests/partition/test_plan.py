@@ -5,10 +5,12 @@ Knows steps, machines and plans. Must not know how a plan is searched for.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import json
 import os
+import pickle
 import re
 import time
 import types
@@ -365,6 +367,45 @@ def test_leaves_of_every_kind(tmp_path: Path) -> None:
         weak = {name: got[0][name].weak_type for name in ("rate", "count", "bytes")}
         assert weak["rate"] and weak["count"] and not weak["bytes"]
     assert plan.accept().reasons is not None
+
+
+SMALL: dict[str, tuple[Any, Any]] = {
+    "no hidden units": (
+        lambda p, x: jnp.mean((x @ p["a"] @ p["b"] - x) ** 2),
+        {"a": np.ones((16, 0), np.float32), "b": np.ones((0, 16), np.float32)},
+    ),
+    "some of none": (
+        lambda p, x: jnp.mean((jnp.concatenate([x @ p["a"], x @ p["z"]], 1) @ p["b"]) ** 2),
+        {"a": normal(1, 16, 8), "z": np.ones((16, 0), np.float32), "b": normal(2, 8, 4)},
+    ),
+    "no layers": (
+        lambda p, x: jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), c.sum()), x, p["w"])[0] ** 2),
+        {"w": np.ones((0, 16, 16), np.float32)},
+    ),
+    "layers of a number": (
+        lambda p, x: jnp.mean(jax.lax.scan(lambda c, w: (jnp.tanh(c * w[0, 0]), None), x, p["w"])[0] ** 2),
+        {"w": np.full((1, 1, 1), 0.5, np.float32)},
+    ),
+    "no rows": (
+        lambda p, x: jnp.mean((x @ p["a"]) ** 2) + x.reshape(-1, 4, 2, 2)[:, :, :0].sum(),
+        {"a": normal(1, 16, 8)},
+    ),
+}
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("machine", [V5E, Machine.gpus("a100-80gb", hosts=1, per_host=8)], ids=lambda m: m.name)
+def test_arrays_with_one_element_or_none(name: str, machine: Machine) -> None:
+    loss, params = SMALL[name]
+
+    def step(params: Any, x: Any) -> Any:
+        value, grads = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    x = normal(5, 16, 16)
+    made = search(step, (params, x), machine, virtual_nodes=8, budget=1).step()
+    assert_same(made(made.put(params), x), jax.jit(step), params, x)
 
 
 @pytest.mark.quickly
@@ -780,3 +821,18 @@ def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
 def body(text: str) -> list[str]:
     """A compiled program without what names files and lines."""
     return [re.sub(r", metadata=\{[^}]*\}", "", line) for line in text.splitlines() if " = " in line]
+
+
+def test_what_belongs_to_a_process_is_not_pickled_and_its_copies_are_itself() -> None:
+    plan = planned("mlp", {"vnode": 2, "model": 4}, 0)
+    step = plan.step()
+    for held in (plan, plan.explain(), plan.prediction, step, step.placement):
+        with pytest.raises(vnode.VnodeError, match=r"(?s)a \w+ cannot be pickled.*What to do"):
+            pickle.dumps(held)
+        again = copy.deepcopy({"held": held})["held"]
+        assert type(again) is type(held) and str(copy.copy(held)) == str(again) == str(held)
+    with pytest.raises(vnode.VnodeError, match=r"plan\.save\(path\).*Plan\.load\(path, step, args\)"):
+        pickle.dumps(plan)
+    assert copy.deepcopy(plan) is plan and copy.deepcopy(step) is step
+    for sent in (plan.figures, plan.machine):
+        assert pickle.loads(pickle.dumps(sent)) == copy.deepcopy(sent) == sent

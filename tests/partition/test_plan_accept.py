@@ -384,3 +384,24 @@ def test_explain_has_the_sums_that_a_device_is_given_room_for(
     assert said == emitted
     whole = [[line.bytes for line in each.accumulators] for each in plan.step().explain(*plan.args).passes]
     assert sum(map(sum, said)) < sum(map(sum, whole)), "something is divided"
+
+
+def test_what_the_test_of_a_loop_exchanges_is_as_planned() -> None:
+    """A fixed point that is sought until the whole batch is near it."""
+
+    def step(w: Any, x: Any) -> Any:
+        def near(carry: Any) -> Any:
+            return (jnp.max(jnp.abs(carry[0] - carry[1])) > 1e-3) & (carry[2] < 20)
+
+        def turn(carry: Any) -> Any:
+            return jnp.tanh(carry[0] @ w * 0.1 + x), carry[0], carry[2] + 1
+
+        found, _, turns = jax.lax.while_loop(near, turn, (x, x + 1, 0))
+        return w - 0.1 * jax.grad(lambda w: jnp.mean(jnp.tanh(found @ w + x) ** 2))(w), turns
+
+    args = normal(1, 16, 16), normal(2, 16, 16)
+    subject = subject_of(on_nodes(step, 8, {"recompute_budget": 9.0}), args)
+    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
+    report = plan_of(subject, on.candidate("data parallel", on.whole), V5E, GIB, {}).accept()
+    assert report.open_loops and report.exchange_accepted, str(report)
+    assert report.predicted.outputs == report.outputs  # with a table of them: there are two

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,16 +16,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from tests.rounding import assert_same
 from tests.spmd.reference import collectives, mesh_of
 from vnode.analysis.program import inline
+from vnode.operators import Monoid, OperatorDescription, describe, register
+from vnode.operators.description import Factors
 from vnode.spmd.backward import wished
-from vnode.spmd.choice import Given, carried_out
+from vnode.spmd.choice import Given, carried_out, choose
 from vnode.spmd.flow import follow
-from vnode.spmd.layout import from_spec
+from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.program import over_mesh
 
 pytestmark = pytest.mark.quickly
@@ -186,3 +190,24 @@ def test_axes_that_divide_in_another_order_than_the_mesh_has_stay_in_it() -> Non
     split = over_mesh(flow, mesh_of(axes))
     assert not list(collectives(jax.make_jaxpr(split)(*values).jaxpr))
     assert_same(jax.jit(split)(*values), lambda *xs: jax.tree.leaves(function(*xs)), *values)
+
+
+def test_what_is_found_of_an_equation_is_not_anothers_whose_rule_describes_both_alike() -> None:
+    """A rule that keeps a description for each shape: pieces of a sum pass where nothing is rounded, and only there."""
+    made = Primitive("kept_by_shape")
+    made.def_abstract_eval(lambda x, *, to: jax.core.ShapedArray(x.shape, to))
+
+    @functools.cache
+    def described(shape: tuple[int, ...]) -> OperatorDescription:
+        f = Factors()
+        dims = f.dims(shape)
+        return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=(frozenset({0}),))
+
+    register(made)(lambda eqn: described(eqn.invars[0].aval.shape))
+    pieces, passed = [Given(Layout((None,), (("x", Monoid.SUM),)))], []
+    for to in (jnp.float32, jnp.bfloat16):
+        (eqn,) = jax.make_jaxpr(lambda x, to=to: made.bind(x, to=jnp.dtype(to)))(numbers(8)).jaxpr.eqns
+        description = describe(eqn)
+        assert description is not None
+        passed.append(choose(eqn, description, pieces, {"x": 2}, [None]).passed)
+    assert passed == [(("x", Monoid.SUM),), ()]

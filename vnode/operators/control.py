@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -18,6 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.cost import Cost
 from vnode.operators.registry import described
+from vnode.operators.remembered import Remembered
 from vnode.operators.turns import turns
 
 
@@ -305,29 +306,43 @@ def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
     module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
-    if module.split(".")[0] in ("jax", "jaxlib") and not high:
+    if not callable(run) or (module.split(".")[0] in ("jax", "jaxlib") and not high):
         return None
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
-    what = run, eqn.primitive, tuple(eqn.params.items()), shapes, given
+    params = tuple(eqn.params.items())
+    key = run, eqn.primitive, exactly(params), shapes, exactly(given)
+    make = functools.partial(implementation, run, eqn.primitive, params, shapes, given)
     try:
-        body = implementation(*what)
+        written = IMPLEMENTATIONS.found(key, make)
     except TypeError:  # a parameter that cannot be hashed
-        body = implementation.__wrapped__(*what)
+        written = make()
+    with jax.threefry_partitionable(eqn.ctx.threefry_partitionable):
+        body = traced(written, [shape for shape, value in zip(shapes, given, strict=True) if value is None], eqn)
     if body is None or [v.aval.shape for v in body.jaxpr.outvars] != [v.aval.shape for v in eqn.outvars]:
         return None
     return Call(body, tuple(i for i, value in enumerate(known) if value is None), custom_derivative=high)
 
 
-@functools.lru_cache(maxsize=1024)
+IMPLEMENTATIONS = Remembered[Any](1024)
+"""Of equations that are alike one function, so that jax traces it once for each way in which it is configured."""
+
+
+def exactly(value: Any) -> Hashable:
+    """A key that differs for numbers that are equal to Python, and not to a program: 1 and True, 0.0 and -0.0."""
+    if isinstance(value, tuple | list):
+        return type(value), tuple(map(exactly, value))
+    return type(value), repr(value) if isinstance(value, float | complex | np.inexact) else value
+
+
 def implementation(
     run: Callable[..., Any],
     primitive: Primitive,
     params: tuple[tuple[str, Any], ...],
     shapes: tuple[Any, ...],
     given: tuple[Any, ...],
-) -> Body | None:
-    """A primitive's implementation, traced."""
+) -> Any:
+    """A primitive's implementation as a function of what is not given."""
 
     def evaluate(*values: Any) -> list[Any]:
         rest = iter(values)
@@ -342,13 +357,17 @@ def implementation(
         results = run(*operands, **dict(params))
         return list(results) if primitive.multiple_results else [results]
 
+    return jax.jit(evaluate)
+
+
+def traced(function: Any, shapes: Sequence[Any], eqn: JaxprEqn) -> Body | None:
+    """The body of an equation's implementation; None if it is no JAX code, has effects, or is the equation itself."""
     try:
-        closed = jax.make_jaxpr(evaluate)(*(shape for shape, value in zip(shapes, given, strict=True) if value is None))
+        closed = function.trace(*shapes).jaxpr
     except Exception:  # whatever code that is no JAX code makes of tracers
         return None
-    if closed.effects or any(eqn.primitive is primitive and eqn.params == dict(params) for eqn in closed.jaxpr.eqns):
-        return None
-    return body_of(closed)
+    same = any(each.primitive is eqn.primitive and each.params == eqn.params for each in closed.jaxpr.eqns)
+    return None if closed.effects or same else body_of(closed)
 
 
 def region_of(eqn: JaxprEqn) -> Region | None:

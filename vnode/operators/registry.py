@@ -6,6 +6,7 @@ file do, each for its own primitives.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Hashable
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
@@ -75,9 +76,10 @@ def register(primitive: Primitive | str) -> Callable[[Rule], Rule]:
     def add(fun: Rule) -> Rule:
         def checked(eqn: JaxprEqn) -> OperatorDescription | None:
             description = fun(eqn)
-            if description is not None:
-                description.check(eqn)
-            return description
+            if description is None:
+                return None
+            description.check(eqn)
+            return dataclasses.replace(description)  # what is remembered of it is of this equation: rules keep theirs
 
         _rules[name] = checked
         _unshared.add(name)

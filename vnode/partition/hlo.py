@@ -95,11 +95,13 @@ class Module:
     entry: str
     computations: dict[str, list[Instruction]] = field(repr=False)
 
-    def walk(self) -> Iterator[Visit]:
-        """Every instruction reachable from the entry, once per call site."""
-        yield from self._walk(self.entry, (), False)
+    def walk(self, conditions: bool = False) -> Iterator[Visit]:
+        """Every instruction reachable from the entry, once per call site; `conditions`: those of loops, too."""
+        yield from self._walk(self.entry, (), False, conditions)
 
-    def _walk(self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool) -> Iterator[Visit]:
+    def _walk(
+        self, name: str, loops: tuple[tuple[str, int | None], ...], fused: bool, conditions: bool
+    ) -> Iterator[Visit]:
         for instruction in self.computations[name]:
             yield Visit(instruction, loops, fused)
             if instruction.opcode.endswith(("-done", "-update")):
@@ -108,12 +110,13 @@ class Module:
                 if role == "to_apply" and instruction.opcode != "call":
                     continue  # the scalar function of a reduction
                 inner = loops
-                if role == "body":
-                    inner = (*loops, (instruction.name, self._trips(instruction)))
-                elif role == "condition":
+                if role == "condition" and not conditions:
                     continue
+                if role in ("body", "condition"):
+                    trips, again = self._trips(instruction), role == "condition"  # which is asked once more
+                    inner = (*loops, (instruction.name, trips if trips is None else trips + again))
                 for called in names:
-                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion")
+                    yield from self._walk(called, inner, fused or instruction.opcode == "fusion", conditions)
 
     def _trips(self, loop: Instruction) -> int | None:
         known = _TRIPS.search(loop.rest)
@@ -225,7 +228,7 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
     found, chains = [], set[tuple[str, ...]]()
     scattered = _scattered(module)
     moved = _beyond_the_border(module, scattered)
-    for visit in module.walk():
+    for visit in module.walk(conditions=True):
         instruction = visit.instruction
         kind = instruction.opcode.removesuffix("-start")
         if kind not in COLLECTIVES:

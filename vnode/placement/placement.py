@@ -19,14 +19,14 @@ import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
+from vnode.errors import Bound, PlacementError, layout_message
 from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Page, Picture
 from vnode.show.units import several, spread
 
 
-class Placement(Drawn):
+class Placement(Drawn, Bound):
     """Maps virtual nodes onto devices: contiguous ranges, as even as possible unless `counts` says otherwise.
 
     A notebook draws it by itself, `show` draws it in a terminal (with rich).

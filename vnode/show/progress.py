@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from html import escape
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 INTERVAL = 0.1
 """Seconds between two changes of what is shown: more are not seen, and cost time."""
@@ -44,6 +44,33 @@ class Nothing:
 
     def line(self, text: str) -> None:
         pass
+
+
+class Unheeded:
+    """A stream that may be closed, or read by nobody any more: whoever shows something there goes on all the same."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.stream.flush()
+
+
+def is_terminal(stream: Any) -> bool:
+    """Whether a stream is there, open, and a terminal."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:  # closed
+        return False
 
 
 class Bar:
@@ -122,8 +149,8 @@ def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
         yield Output(show, done, total)
         return
     if wanted is None:
-        wanted = sys.stderr.isatty() and importlib.util.find_spec("rich") is not None
-    if not wanted:
+        wanted = is_terminal(sys.stderr) and importlib.util.find_spec("rich") is not None
+    if not wanted or sys.stderr is None:
         yield Nothing()
         return
     if importlib.util.find_spec("rich") is None:
@@ -132,5 +159,6 @@ def display(wanted: bool | None, done: int, total: int) -> Iterator[Display]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}", markup=False))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
+    console = Console(file=cast(Any, Unheeded(getattr(sys.stderr, "rich_proxied_file", sys.stderr))))
+    with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
         yield Bar(progress, progress.add_task("", total=total, completed=done, text=""))

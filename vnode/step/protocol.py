@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import Bound, VnodeError, layout_message
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Resolved:
         self.chosen = chosen
 
 
-class Step(abc.ABC, Generic[P, R]):
+class Step(Bound, abc.ABC, Generic[P, R]):
     """A virtualized step."""
 
     @property

@@ -235,7 +235,7 @@ def keeps_tiles(eqn: JaxprEqn, users: Mapping[Var, Sequence[JaxprEqn]]) -> bool:
         return False
     long = [d for d, n in enumerate(eqn.invars[0].aval.shape) if n > 1][-2:]
     rows = tuple(eqn.outvars[0].aval.shape[d] for d in long)
-    if any(n % SUBLANES for n in (eqn.invars[0].aval.shape[long[0]], rows[0])):
+    if not long or any(n % SUBLANES for n in (eqn.invars[0].aval.shape[long[0]], rows[0])):
         return False
     pending = [eqn.outvars[0]]
     while pending:

@@ -141,6 +141,7 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     held.sort(key=lambda each: -each.bytes)
     arguments = sum(room_for(var.aval, target.tiles) for var in program.inputs)
     outputs = sum(room_for(atom.aval, target.tiles) for atom in program.outputs)
+    outputs += target.pointer * len(program.outputs[1:] and program.outputs)
     return Memory(arguments, outputs, aliased, most, tuple(held), on_chip, host_bytes(program))
 
 

@@ -30,6 +30,7 @@ class Target:
         threads that run them at the same time; otherwise in an order in which little is held.
       siblings: whether element-wise kernels and reductions that read the same become one with several results.
       aligned: bytes of which everything in memory takes a multiple.
+      pointer: bytes of a pointer, where results, if they are several, have a table of those to them, in memory.
       hoists: whether what is the same at every turn of a loop is computed before it.
       hoists_growing: whether that is so also of what has larger results than operands.
       adds_after: whether sums over devices that a loop, or the program, adds up are done once, after it.
@@ -58,6 +59,7 @@ class Target:
     breadth: bool = False
     siblings: bool = True
     aligned: int = 1
+    pointer: int = 0
     hoists: bool = False
     hoists_growing: bool = True
     adds_after: bool = False
@@ -90,7 +92,8 @@ class Target:
         match platform:
             case "cpu":
                 cpu = Target(contractions=False, breadth=True, siblings=False, aligned=64, hoists=True)
-                return dataclasses.replace(cpu, ordered=True, library=True, apart=False, lodges=True, repeats=True)
+                cpu = dataclasses.replace(cpu, ordered=True, library=True, apart=False, pointer=8)
+                return dataclasses.replace(cpu, lodges=True, repeats=True)
             case "gpu":
                 kinds = frozenset({"all-reduce", "all-gather", "reduce-scatter"})
                 return Target(contractions=False, combines=kinds, together=30 << 20)

@@ -183,7 +183,7 @@ def spread_by_slice(eqn: JaxprEqn) -> float:
     if len(before) != len(after) or len(long) < 3 or any(m > n for n, m in zip(before, after, strict=True)):
         return 1.0
     rows = after[long[-2]]
-    return SPREAD * SUBLANES / rows if rows < min(SUBLANES, before[long[-2]]) else 1.0
+    return SPREAD * SUBLANES / rows if 0 < rows < min(SUBLANES, before[long[-2]]) else 1.0
 
 
 def contracts(eqn: JaxprEqn) -> bool:
@@ -262,6 +262,8 @@ def fetched(eqn: JaxprEqn, sides: Sequence[float], room: int) -> float:
     if of is None or any(isinstance(factor.split, Windowed) for factor in of.factors):
         return sum(sides)
     m, n, k, batch = extents(of)
+    if not m * n * k * batch:
+        return sum(sides)
     # bytes of an element: what is fetched comes in two windows; what is on the chip is rounded to bfloat16 there
     width = [2 * side / (batch * k * each) if side else 2.0 for side, each in zip(sides, (m, n), strict=True)]
     best = math.inf

@@ -21,7 +21,7 @@ from jax.sharding import Mesh, PartitionSpec
 from vnode.analysis.fingerprint import Fingerprint
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
-from vnode.errors import MemoryLimitError, PartitionError, PlacementError, layout_message
+from vnode.errors import Bound, MemoryLimitError, PartitionError, PlacementError, layout_message
 from vnode.partition.accept import TOLERANCE, Acceptance, compared, counted_exchanges
 from vnode.partition.cost.memory import Memory
 from vnode.partition.machine import Machine
@@ -64,7 +64,7 @@ HUES = {
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Plan(Drawn):
+class Plan(Drawn, Bound):
     """How a step is to run on a machine; made by `vnode.partition.search`, printed, saved, and turned into a step.
 
     Attributes:
@@ -233,6 +233,10 @@ class Plan(Drawn):
             fetched=figures.back,
             platforms=None if wanted == given else (wanted, given),
         )
+
+    def instead(self) -> str:
+        """What to do in place of pickling it."""
+        return "save it, plan.save(path), and read it where it is needed: vnode.partition.Plan.load(path, step, args)"
 
     def _predicted(self) -> Prediction:
         """What is predicted."""

@@ -19,6 +19,7 @@ import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
+from vnode.errors import Bound
 from vnode.partition.accept import Exchange, counted_plan, exchanges
 from vnode.partition.cost.collectives import Transfer
 from vnode.partition.cost.device import DeviceProgram, device_program
@@ -104,7 +105,7 @@ class Figures:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Prediction:
+class Prediction(Bound):
     """What a step takes on each device.
 
     Attributes:
