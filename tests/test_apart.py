@@ -18,6 +18,8 @@ from tests.rounding import assert_same
 from vnode.runtime import loops
 from vnode.runtime.packed import MOST, Packing
 
+pytestmark = pytest.mark.quickly
+
 
 def pairs(w: jax.Array, batch: dict[str, jax.Array]) -> Any:
     """All pairs of two sides, which are kept between two passes, and a weight of each example."""

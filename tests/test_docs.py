@@ -18,6 +18,8 @@ import pytest
 import tests.random_programs
 import vnode
 
+pytestmark = pytest.mark.quickly
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -31,6 +31,9 @@ def run(*command: str, cwd: Path, status: int = 0, **variables: str) -> str:
     return finished.stdout
 
 
+QUICKLY = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+"""Where nothing that is looked at depends on how programs are optimized."""
+
 DIGITS = ROOT / "examples" / "digits.py"
 
 
@@ -64,13 +67,13 @@ def test_digits_fail_where_a_bit_differs(tmp_path: Path) -> None:
         "digits.main()"
     )
     runs = ("--devices", "1", "--resize", "2", "1", "--uneven", "30", "2")
-    output = run("-c", code, "--steps=2", "--batch=48", *runs, cwd=tmp_path, status=1)
+    output = run("-c", code, "--steps=2", "--batch=48", *runs, cwd=tmp_path, status=1, **QUICKLY)
     assert "The hashes differ: the devices show in the result of 2, uneven." in output
 
 
 def test_plan(tmp_path: Path) -> None:
     script, sizes = str(ROOT / "examples" / "plan.py"), ("--width=64", "--layers=1", "--budget=5")
-    output = run(script, "--steps=3", *sizes, cwd=tmp_path)
+    output = run(script, "--steps=3", *sizes, cwd=tmp_path, **QUICKLY)
     assert re.search(r"as compiled", output)
     held = re.search(r"a device holds ([\d.]+)% of the state; losses differ by (\S+) at most", output)
     assert held is not None and float(held[1]) < 50 and float(held[2]) < 1e-3
@@ -82,7 +85,7 @@ def test_plan(tmp_path: Path) -> None:
 def test_bytes_lm(tmp_path: Path) -> None:
     script = str(ROOT / "examples" / "bytes_lm.py")
     sizes = ("--batch=32", "--length=16", "--layers=1", "--width=16", "--sample=5")
-    output = run(script, "--steps=4", "--devices=2", *sizes, cwd=tmp_path)
+    output = run(script, "--steps=4", "--devices=2", *sizes, cwd=tmp_path, **QUICKLY)
     found = re.search(r"loss ([\d.]+) nats per byte", output)
     assert found
     assert 2 < float(found[1]) < 7

@@ -68,6 +68,7 @@ def two_steps() -> Any:
     return references(once, state, x), references(lambda state, x: once(once(state, x)[0], x), state, x)
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("nodes", [4, 6], ids=lambda n: f"V{n}")
 @pytest.mark.parametrize("layout", SPECS)
 def test_sharded_state(layout: str, nodes: int, two_steps: Any) -> None:
@@ -80,6 +81,7 @@ def test_sharded_state(layout: str, nodes: int, two_steps: Any) -> None:
     compare(virtual(first[0], x), *two_steps[1])
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("layout", SPECS)
 def test_what_was_sharded_stays_sharded(layout: str) -> None:
     """Or a state that only fits in parts would not fit after the first step."""
@@ -92,6 +94,7 @@ def test_what_was_sharded_stays_sharded(layout: str) -> None:
             assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
 
 
+@pytest.mark.quickly
 def test_sharded_batch_is_read_where_it_is(two_steps: Any) -> None:
     state, x = arguments()
     x = jax.device_put(x, NamedSharding(mesh(), PartitionSpec("data")))
@@ -99,6 +102,7 @@ def test_sharded_batch_is_read_where_it_is(two_steps: Any) -> None:
     compare(virtual(sharded(state, SPECS["model"], mesh()), x), *two_steps[0])
 
 
+@pytest.mark.quickly
 def test_nodes_over_the_minor_axis(two_steps: Any) -> None:
     state, x = arguments()
     over = jax.make_mesh((2, 4), ("model", "data"), axis_types=(AxisType.Auto,) * 2)
@@ -106,6 +110,7 @@ def test_nodes_over_the_minor_axis(two_steps: Any) -> None:
     compare(virtual(sharded(state, SPECS["both"], over), x), *two_steps[0])
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("layout", SPECS)
 def test_explicit_axes(layout: str, two_steps: Any) -> None:
     """`jax.make_mesh` makes them by default: shardings are then part of types."""
@@ -118,6 +123,7 @@ def test_explicit_axes(layout: str, two_steps: Any) -> None:
     compare(virtual(first[0], x), *two_steps[1])
 
 
+@pytest.mark.quickly
 def test_on_a_mesh_with_the_same_axis(two_steps: Any) -> None:
     state, x = arguments()
     small = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
@@ -127,6 +133,7 @@ def test_on_a_mesh_with_the_same_axis(two_steps: Any) -> None:
     compare(smaller(sharded(state, SPECS["model"], small), x), *two_steps[0])
 
 
+@pytest.mark.quickly
 def test_from_a_mesh_to_devices_without_one(two_steps: Any) -> None:
     """The sharded state of a large mesh goes on on two devices."""
     state, x = arguments()
@@ -135,6 +142,7 @@ def test_from_a_mesh_to_devices_without_one(two_steps: Any) -> None:
     compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])
 
 
+@pytest.mark.quickly
 def test_constraints_within_the_step() -> None:
     """A layout that the user asks of activations over the model axis."""
 
@@ -171,6 +179,7 @@ def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, ac
 PATTERNS = {r"\bin$": PartitionSpec(None, "model"), r"\bout$": PartitionSpec("model", None)}
 
 
+@pytest.mark.quickly
 def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     """A state that comes as numpy arrays, or whole on one device, is placed as the patterns say, slots included."""
     state, x = arguments()
@@ -186,6 +195,7 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
 
 
+@pytest.mark.quickly
 def test_a_step_that_chooses_its_nodes_places_a_state_as_the_patterns_say(two_steps: Any) -> None:
     """It was put whole on every device, before and after the number was chosen."""
     state, x = arguments()
@@ -299,6 +309,7 @@ def test_gradients_are_summed_where_they_lie() -> None:
     assert f"[{width},{hidden // 2}]" in text and not [shape for shape in whole if shape in text]
 
 
+@pytest.mark.quickly
 def test_steps_that_xla_divides_instead(two_steps: Any) -> None:
     state, x = arguments()
     placement = vnode.Placement(4, mesh=mesh(), axis="data")
@@ -306,6 +317,7 @@ def test_steps_that_xla_divides_instead(two_steps: Any) -> None:
     compare(virtual(sharded(state, SPECS["model"], mesh()), x), *two_steps[0])
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("partition", ["vnode", "xla"])
 def test_windows_over_space(partition: str) -> None:
     """Split images: right by vnode's partitioner, refused for XLA's, whose gradients of them are wrong."""
@@ -335,6 +347,7 @@ def test_windows_over_space(partition: str) -> None:
         virtual(kernel, x)
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("counts", [(4, 0, 0, 0), (2, 1, 1, 0), (1, 1, 1, 1)], ids=str)
 def test_halos_where_nodes_are_at_different_places(counts: tuple[int, ...]) -> None:
     """Devices that compute other nodes have more of them, or take another branch: halos wait for the node's own."""
@@ -372,6 +385,7 @@ def test_explain_counts_what_goes_along_the_nodes() -> None:
     assert "other axes of the mesh is not counted" in text and "never inside it" not in text
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("patterns", [None, {"in": PartitionSpec(None, "data")}], ids=["whole", "by name"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)
 def test_arrays_on_the_same_devices_in_another_order(kind: AxisType, patterns: Any) -> None:

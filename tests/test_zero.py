@@ -93,6 +93,7 @@ def examples() -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).normal(size=(48, WIDTH)), jnp.float32)
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
     [("adamw", "rows"), ("clipped", "columns"), ("every second step", "both"), ("lamb", "together")],
@@ -259,6 +260,7 @@ def test_invariant_sums_are_scattered(nodes: int) -> None:
     assert not found
 
 
+@pytest.mark.quickly
 def test_what_cannot_be_divided_is_computed_whole() -> None:
     """A primitive that nobody has described, and host code, in what is computed once."""
 
@@ -280,6 +282,7 @@ def test_what_cannot_be_divided_is_computed_whole() -> None:
     assert_same(virtual(sharded({"params": params}, "both", over)["params"], x), plain, params, x)
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("layout", ["rows", "both"])
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 def test_derivatives_from_outside(reduction: str, layout: str) -> None:

@@ -155,6 +155,7 @@ def test_random_plans_for_any_number_of_nodes(name: str, seed: int, nodes: int) 
     assert_same(planned_step(planned_step.put(state), batch), jax.jit(step), state, batch)
 
 
+@pytest.mark.quickly
 def test_the_best_plan_is_carried_out_and_its_state_lies_as_planned() -> None:
     step, (state, batch) = example("mlp")
     plan = found("mlp")
@@ -168,6 +169,7 @@ def test_the_best_plan_is_carried_out_and_its_state_lies_as_planned() -> None:
     assert set(plan.specs) >= {"0/up", "0/down", "1/0/mu/up"}
 
 
+@pytest.mark.quickly
 def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     """As FSDP has it: whole on no device, and in the same shards after the step."""
     step, (state, batch) = example("mlp")
@@ -195,6 +197,7 @@ def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp
         assert_same(made(made.put(state), batch), plain, state, batch)
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
@@ -208,6 +211,7 @@ def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None
         jax.tree.map(np.testing.assert_array_equal, got[0][1], without(without.put(state), batch)[0][1])
 
 
+@pytest.mark.quickly
 def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
     """A quarter of the state on each of four rows; and as little as any candidate takes is found a plan for."""
     wide = {"up": normal(1, 64, 256), "bias": jnp.zeros(256), "down": normal(2, 256, 64)}
@@ -487,6 +491,7 @@ def test_searched_with_less_memory_it_is_never_with_less_than_none(times: float)
     assert asked and all(0 <= limit <= 1000 for limit in asked)
 
 
+@pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 def test_a_saved_plan_makes_the_same_step(tmp_path: Path) -> None:
     step, (state, batch) = example("layers")
     plan = planned("layers", {"vnode": 1, "model": 4, "model2": 2}, 3)
@@ -806,6 +811,7 @@ def test_the_page_says_what_is_divided() -> None:
     assert "<table" in plan._repr_html_()
 
 
+@pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
     """Nothing is divided: the same program, so the same time and the same bits."""
     step, (state, batch) = example("layers")

@@ -138,6 +138,7 @@ def by_a_target(params: Any, target: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
 
+@pytest.mark.quickly
 @pytest.mark.parametrize("over_rows", [False, True])
 @pytest.mark.parametrize("step", [adversarial, by_a_target])
 def test_leaves_of_one_name_in_several_arguments_lie_as_planned(step: Any, over_rows: bool) -> None:

@@ -188,6 +188,7 @@ class TestCarriedOut:
             found().step(devices)
 
 
+@pytest.mark.quickly
 @pytest.mark.thorough
 def test_heads_and_hidden_units_of_layers_in_a_scan() -> None:
     """In the same proportions, as far as whole heads allow."""

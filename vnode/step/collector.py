@@ -26,9 +26,24 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if running:
-            if gc.get_freeze_count() < FROZEN:
+            if not frozen_by_others():
                 put_with_old()
             gc.enable()
+
+
+kept_frozen = False
+"""Whether more than `FROZEN` objects were once seen to be frozen."""
+
+
+def frozen_by_others() -> bool:
+    """Whether objects are frozen that must not thaw.
+
+    Seen once is enough: Python counts them one by one, which takes 15 ms where all that was imported is frozen. Where
+    they thaw later, the collector walks more than it would have to.
+    """
+    global kept_frozen
+    kept_frozen = kept_frozen or gc.get_freeze_count() >= FROZEN
+    return kept_frozen
 
 
 walked: int | None = None

@@ -29,8 +29,8 @@ from vnode.partition.plan.carried import in_pieces
 from vnode.partition.plan.divisions import DividedOperation, divisions_of
 from vnode.partition.plan.host import Slots
 from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
-from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, predicted
-from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, far_sums, predicted
+from vnode.partition.plan.row import NodeFlow, RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind, shares
 from vnode.partition.plan.subject import Subject
 from vnode.partition.plan.unequal import Shared, Unequal
@@ -74,11 +74,11 @@ class Candidate:
       mesh: sizes of axes, that of the nodes first.
       counts: nodes of each row.
       specs: how the leaves of the state lie, by name.
-      records: how passes are divided, by digest; empty where rows are single devices.
+      row: the program of a row.
       prediction: what it takes.
       slots: what of the state may lie in the host's memory.
       gap: by which share the search's cost may be above the best on this mesh; None if nothing was searched.
-      divisions: of the dear operations.
+      unequal: whether devices of a row have unequal shares.
       host: names of leaves that lie in the host's memory.
       far: how many of the sums that wait are in the host's memory.
       farther: the same with others, and how many there may be.
@@ -90,15 +90,30 @@ class Candidate:
     mesh: Mapping[str, int]
     counts: tuple[int, ...]
     specs: Mapping[str, PartitionSpec | UnevenSpec]
-    records: Mapping[str, RecordedFlow]
+    row: RowProgram
     prediction: Prediction
     slots: Slots
     gap: float | None = None
-    divisions: tuple[DividedOperation, ...] = ()
+    unequal: bool = False
     host: tuple[str, ...] = ()
     far: int = 0
     farther: tuple[Callable[..., Candidate], int] | None = None
     estimate: float = math.inf
+
+    @functools.cached_property
+    def flows(self) -> list[NodeFlow]:
+        """Through what nodes compute, of each pass; nothing where rows are single devices."""
+        return self.row.flows(self.flow) if dividing(self.mesh) else []
+
+    @functools.cached_property
+    def records(self) -> dict[str, RecordedFlow]:
+        """How passes are divided, by digest; empty where that is into unequal shares."""
+        return {} if self.unequal else records_of(self.flows, dividing(self.mesh))
+
+    @functools.cached_property
+    def divisions(self) -> tuple[DividedOperation, ...]:
+        """Of the dear operations."""
+        return divisions_of(self.flows)
 
     @property
     def uses_host(self) -> bool:
@@ -298,23 +313,20 @@ class OnMesh:
         apart = Target.on(self.platform).apart  # elsewhere what is on the host is on the device all the same
         names = subject.leaves if apart else [None] * len(subject.names)
         slots = Slots.of(flow, names, subject.state, subject.donated, self.axes, dict.fromkeys(sharded, self.rows))
-        flows = self.row.flows(flow) if self.axes else []
-        records, divisions = records_of(flows, self.axes), divisions_of(flows)
-        counts = self.shares.counts
         farther = functools.cache(functools.partial(self.candidate, name, flow, over_rows, gap))
+        can_be_far = apart and far_sums(flow, self.axes) > 0
         return Candidate(
             name,
             flow,
             dict(self.sizes),
-            counts,
+            self.shares.counts,
             specs,
-            records,
+            self.row,
             prediction,
             slots,
             gap,
-            divisions,
             far=far,
-            farther=(farther, across.farthest if apart else 0),
+            farther=(farther, across.farthest if can_be_far else 0),
         )
 
     def over_rows(self, candidate: Candidate) -> Candidate:
@@ -402,9 +414,8 @@ class OnMesh:
         specs |= specs_in_blocks(self.subject, shared.dims, shared.share)
         nothing = [None] * len(self.subject.names)  # what is in blocks is not on the host
         slots = Slots.of(shared.flow, nothing, self.subject.state, self.subject.donated, self.axes, {})
-        divisions = divisions_of(shared.row.flows(shared.flow))
         return Candidate(
-            name, shared.flow, dict(self.sizes), counts, specs, {}, shared.prediction, slots, divisions=divisions
+            name, shared.flow, dict(self.sizes), counts, specs, shared.row, shared.prediction, slots, unequal=True
         )
 
     @property
