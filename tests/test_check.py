@@ -19,6 +19,8 @@ from vnode import cli
 from vnode.plan.check import arrays, plain
 from vnode.runtime.rounding import rounded_otherwise
 
+pytestmark = pytest.mark.quickly
+
 
 def normal(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(shape).standard_normal(shape), jnp.float32)
