@@ -8,7 +8,6 @@ is a placement of its own, of some consecutive nodes.
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import operator
@@ -122,7 +121,8 @@ class Placement(Drawn, Bound):
             )
 
     def _group(self, mesh: Mesh, counts: tuple[int, ...], first: int) -> Placement:
-        group = copy.copy(self)
+        group = object.__new__(type(self))
+        group.__dict__.update(self.__dict__)
         group.mesh, group.counts, group.first, group._groups = mesh, counts, first, ()
         return group
 
