@@ -82,7 +82,7 @@ def vacated(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> B
     written, read, vacant, early = [*buffers.written], [*buffers.read], [*buffers.vacant], [*buffers.early]
     for result, given in matched.items():
         end = writers.get(result)
-        if end is None:
+        if end is None or kernels.kernels[end].shape is Shape.REGION:  # what a loop begins with is there already
             continue
         reads, need = readers[given], kernels.nbytes(given)
         if all(k == end or before[end] >> k & 1 for k in reads):
