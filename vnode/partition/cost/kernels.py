@@ -9,6 +9,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   if a single one reads it, since it would be computed again for each. On TPUs (`Target.weighs`) bytes decide: what has
   several operands as large as itself is written once if all that read it would otherwise read more; anything else is
   computed in each of them. A maximum of rows is found in the kernel that goes on with it beside the rows.
+  On CPUs (`Target.repeats`) what reads one large array is computed in those that can, and written for the others.
 - A reduction takes in what it reads, and is computed once: its result is in memory. On CPUs a library computes large
   ones (`Target.library`), together with what nobody else reads; what others read too is in memory for it.
 - A contraction takes in rearrangements only, and on TPUs (`Target.contractions`) also element-wise producers; and there

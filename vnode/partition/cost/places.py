@@ -72,13 +72,8 @@ def vacated(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> B
     for k in order:
         for n in buffers.after[k]:
             before[k] |= before[n] | 1 << n
-    readers: dict[Var, list[int]] = {given: [] for given in matched.values()}
-    writers: dict[Var, int] = {}
-    for k, kernel in enumerate(kernels.kernels):
-        for var in dict.fromkeys(map(kernels.memory_of, kernel.piece.reads)):
-            if var in readers:
-                readers[var].append(k)
-        writers.update(dict.fromkeys(map(kernels.memory_of, kernel.piece.writes), k))
+    readers = readers_of(kernels, matched.values())
+    writers = {kernels.memory_of(var): k for k, kernel in enumerate(kernels.kernels) for var in kernel.piece.writes}
     written, read, vacant, early = [*buffers.written], [*buffers.read], [*buffers.vacant], [*buffers.early]
     for result, given in matched.items():
         end = writers.get(result)
@@ -100,6 +95,15 @@ def vacated(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> B
     )
 
 
+def readers_of(kernels: Kernels, given: Collection[Var]) -> dict[Var, list[int]]:
+    """For each of some arguments the kernels that read it, in order."""
+    found: dict[Var, list[int]] = {var: [] for var in given}
+    for k, kernel in enumerate(kernels.kernels):
+        for var in found.keys() & map(kernels.memory_of, kernel.piece.reads):
+            found[var].append(k)
+    return found
+
+
 def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> Buffers:
     """The buffers, with copies of arguments that an update reads in the order of their gradients.
 
@@ -112,20 +116,18 @@ def turned_first(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var])
       matched: the results in place of arguments, with these.
     """
     written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
-    early = list[Var]()
+    everyone, early = readers_of(kernels, matched.values()), list[Var]()
     for k, kernel in enumerate(kernels.kernels):
         results = [matched.get(kernels.memory_of(var)) for var in kernel.piece.writes]
         given = results[0] if len(results) == 1 else None
         if given is None or given not in kernel.piece.reads or not turns_another(kernel, given):
             continue
-        readers = frozenset(
-            n for n, own in enumerate(kernels.kernels) if n != k and given in map(kernels.memory_of, own.piece.reads)
-        )
+        others = frozenset(everyone[given]) - {k}
         copy = Var(given.aval)
-        written[min(readers, default=k)] += ((copy, kernels.nbytes(given)),)
+        written[min(others, default=k)] += ((copy, kernels.nbytes(given)),)
         read[k] |= {copy}
         early.append(copy)
-        vacant.append(Vacant(kernels.nbytes(given), readers, k))
+        vacant.append(Vacant(kernels.nbytes(given), others, k))
     return dataclasses.replace(
         buffers, written=tuple(written), read=tuple(read), vacant=tuple(vacant), early=tuple(early)
     )
@@ -154,9 +156,8 @@ def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, V
 def with_copies(buffers: Buffers, kernels: Kernels, given: Collection[Var]) -> Buffers:
     """The buffers, with copies of some arguments from the first kernel that reads them to the last."""
     written, read, vacant = [*buffers.written], [*buffers.read], [*buffers.vacant]
-    for var in given:
+    for var, readers in readers_of(kernels, given).items():
         copy = Var(var.aval)
-        readers = [k for k, own in enumerate(kernels.kernels) if var in map(kernels.memory_of, own.piece.reads)]
         for place, k in enumerate(readers):
             if not place:
                 written[k] += ((copy, kernels.nbytes(var)),)
