@@ -327,7 +327,7 @@ def compared(
         aliased=memory.alias_size_in_bytes,
         temporaries=temporary.held,
         gaps=temporary.gaps,
-        open_loops=sum(each.runs is None for each in found),
+        open_loops=sum(each.open for each in found),
         tolerance=tolerance,
         limit=limit,
         platforms=platforms,
@@ -364,7 +364,7 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
     for each in collectives_found:
         kind = "permute" if each.kind == "collective-permute" else each.kind
         for n in (each.bytes,) if kind == "all-to-all" else each.arrays:
-            found[kind, n, each.devices] += 1 if each.runs is None else each.runs
+            found[kind, n, each.devices] += each.runs
     return found
 
 

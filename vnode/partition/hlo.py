@@ -179,7 +179,8 @@ class Found:
         arrays: Bytes of one device's arrays that are sent together: of the results of an all-gather, of the operands of
             the others.
         devices: Of a group; 0 where the text names pairs.
-        runs: How often it runs; None in a loop whose length the text does not tell.
+        runs: How often it runs; loops whose length the text does not tell count once.
+        open: Whether it is in such a loop.
         name: In the text.
         type: Of the result, as the text has it.
         added: Whether it only puts in place what a sum over padded arrays has left elsewhere (`found_collectives`).
@@ -188,7 +189,8 @@ class Found:
     kind: str
     arrays: tuple[int, ...]
     devices: int
-    runs: int | None
+    runs: int
+    open: bool
     name: str
     type: str
     added: bool = False
@@ -251,9 +253,9 @@ def found_collectives(module: Module, over_nodes: int | None = None) -> list[Fou
             own = [n * devices for n in own]
         if instruction.name in scattered:
             kind, own = "reduce-scatter", [scattered[instruction.name]]
-        runs = runs_of(visit, nodes, over_nodes)
+        runs, open_ = runs_of(visit, nodes, over_nodes)
         added = instruction.name in moved
-        found.append(Found(kind, tuple(own), devices, runs, instruction.name, instruction.type, added))
+        found.append(Found(kind, tuple(own), devices, runs, open_, instruction.name, instruction.type, added))
     return found
 
 
@@ -262,8 +264,8 @@ def loops_over_nodes(module: Module) -> set[str]:
     return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
 
 
-def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> int | None:
-    """How often an instruction runs; None in a loop whose length the text does not tell.
+def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> tuple[int, bool]:
+    """How often an instruction runs, and whether it is in a loop whose length the text does not tell: these count once.
 
     Args:
         visit: The instruction.
@@ -272,9 +274,9 @@ def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> int
     """
     runs = math.prod(trip for _, trip in visit.loops if trip is not None)
     unknown = {name for name, trip in visit.loops if trip is None}
-    if not unknown:
-        return runs
-    return runs * over_nodes if over_nodes is not None and unknown.issubset(nodes) else None
+    if over_nodes is not None and unknown & set(nodes):
+        runs, unknown = runs * over_nodes, unknown - set(nodes)
+    return runs, bool(unknown)
 
 
 def found_fetches(module: Module, over_nodes: int | None = None) -> int:
@@ -293,7 +295,8 @@ def found_fetches(module: Module, over_nodes: int | None = None) -> int:
         (_, _, layout), *others = _LAID_OUT.findall(visit.instruction.type)
         if HOST in layout:
             sizes = [_width(kind) * _product(dims) // 8 for kind, dims, where in others if HOST not in where]
-            total += max(sizes, default=0) * (runs_of(visit, nodes, over_nodes) or 0)
+            runs, open_ = runs_of(visit, nodes, over_nodes)
+            total += 0 if open_ else max(sizes, default=0) * runs
     return total
 
 

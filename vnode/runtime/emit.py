@@ -305,8 +305,9 @@ class Emission:
         return found
 
     def layout(self, var: Var) -> Layout:
-        """How a whole value, or one that is kept for all nodes, lies."""
-        return self.layouts.get(var) or replicated(len(var.aval.shape))
+        """How a whole value lies; one that is kept for all nodes, once it is put together."""
+        layout, form = self.layouts.get(var) or replicated(len(var.aval.shape)), self.flow.states[var].form
+        return whole_along(form.dim, layout) if isinstance(form, Slice) else layout
 
     def layout_in_pass(self, var: Var) -> Layout:
         """How it lies where nodes read it, which have all of it along their own axis."""
@@ -314,8 +315,8 @@ class Emission:
 
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
-        layout = self.layout_in_pass(var)
-        return layout if var in self.collected else whole_along(form.dim, layout)
+        kept = self.layouts.get(var) if var in self.collected else None
+        return self.layout_in_pass(var) if kept is None else over(self.axes, kept, self.shape(var))
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
         """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
@@ -364,15 +365,41 @@ class Emission:
             assert self.division.rooms is not None
             self.whole[atom] = self.in_one_piece(self.rooms[atom], self.dims[atom], self.division.rooms.share)
         if atom not in self.whole:
-            value = self.batched[atom] if atom in self.batched else self.in_order(atom)
-            value = self.everywhere(value)
+            value = self.put_together(atom)
             if self.mode is Mode.INVARIANT and atom not in self.arguments:
                 value = self.in_memory(value)
             self.whole[atom] = value
         return self.whole[atom]
 
+    def put_together(self, var: Var) -> Any:
+        """A batched value, whole on each device; along axes that divide what nodes compute it stays as it lies."""
+        if var in self.batched:
+            return self.everywhere(self.batched[var])
+        if not self.divides or var in self.dims:
+            return self.everywhere(self.in_order(var))
+        form, placement, mesh_axes = self.flow.states[var].form, self.placement, long_axes(self.placement.mesh)
+        assert isinstance(form, Slice)
+        kept = self.layout_in_node(var, form)
+        start, end = (Layout((None, *each.dims)) for each in (kept, self.layout_in_pass(var)))
+
+        def on_one(own: Any) -> Any:
+            held = lax.all_gather(own, placement.axis, tiled=True)
+            held = held if placement.even else held[np.array(placement.slots)]
+            shape = (placement.nodes, *self.shape_in_node(var, form))
+            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.node_size, self.units(form))
+
+        return jax.shard_map(
+            placed(mesh_axes)(on_one),
+            mesh=placement.mesh,
+            in_specs=sharded(kept, 0, placement.axis),
+            out_specs=spec_of(self.layout(var)),
+            check_vma=False,
+        )(jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0))
+
     def output(self, atom: Atom) -> Any:
         if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice):
+            if self.divides and atom in self.collected and not self.fits:  # no shards of an array
+                return self.read(atom)
             return self.batched[atom] if atom in self.batched else self.in_order(atom)
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
@@ -508,6 +535,11 @@ class Emission:
         return stop - start
 
     @property
+    def fits(self) -> bool:
+        """Whether devices hold equal parts of the batch, without padding."""
+        return self.placement.even and self.placement.nodes * self.flow.node_size == self.flow.batch.size
+
+    @property
     def range(self) -> tuple[int, int]:
         """The first node of the placement, and the one after the last."""
         return self.placement.first, self.placement.first + self.placement.nodes
@@ -581,7 +613,10 @@ class Emission:
         lying = divided.inputs if divided else self.lying(wholes, sliced)
         # What is known to lie in some way is moved explicitly, before the loop.
         mesh_axes = long_axes(placement.mesh)
-        given = [self.layouts.get(var, end) for var, end in zip(wholes, lying[1 + len(sliced) :], strict=True)]
+        given = [
+            self.layout(var) if var in self.layouts else end
+            for var, end in zip(wholes, lying[1 + len(sliced) :], strict=True)
+        ]
         if divided:
             made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
             found = zip(made_so, divided.dims, strict=True)

@@ -14,10 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
 from vnode.partition.cost.shapes import BESIDE
-from vnode.partition.plan.row import OVER_ROWS
+from vnode.partition.plan.other_rows import NUMBERS, OF_ROWS, OVER_ROWS
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan
 from vnode.runtime.waiting import can_be_far
@@ -126,8 +126,36 @@ class Totals(Primitive):
 TOTALS = Totals("totals")
 
 
+class PutTogether(Primitive):
+    """What rows have parts of, on each of them."""
+
+    def bind(self, value: Any, /, *, across: Across, dim: int, size: int) -> Any:
+        found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
+        return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
+
+
+PUT_TOGETHER = PutTogether("put_together")
+
+
+def put_together(eqn: JaxprEqn, across: Across) -> JaxprEqn:
+    """What rows have parts of as an equation that every device evaluates."""
+    return eqn.replace(primitive=PUT_TOGETHER, params={**eqn.params, "across": across})
+
+
+def counted(eqn: JaxprEqn, across: Across) -> JaxprEqn:
+    """Numbers of nodes as those of any array."""
+    (made,) = jax.make_jaxpr(lambda: jax.lax.iota(jnp.int32, eqn.params["turns"]))().eqns
+    return eqn.replace(primitive=made.primitive, params=made.params)
+
+
+CARRIED_OUT = {OF_ROWS: put_together, NUMBERS: counted}
+"""How equations that only the program of a row has are carried out, one by one."""
+
+
 def added(flow: Flow, across: Across) -> Flow:
     """The same flow with the totals of each pass, which follow each other in it, added up over rows together.
+
+    And with what rows have parts of put together, and numbers of nodes as an array like any other.
 
     Args:
       flow: through the program of a row.
@@ -139,7 +167,12 @@ def added(flow: Flow, across: Across) -> Flow:
             steps.append(together(list(several), across))
         else:
             inner = dataclasses.replace(across, far=0)
-            steps += [dataclasses.replace(s, bodies=tuple(added(b, inner) for b in s.bodies)) for s in several]
+            steps += [
+                dataclasses.replace(s, bodies=tuple(added(b, inner) for b in s.bodies))
+                if s.eqn.primitive not in CARRIED_OUT
+                else dataclasses.replace(s, eqn=CARRIED_OUT[s.eqn.primitive](s.eqn, across), choice=None, anyhow=False)
+                for s in several
+            ]
     program = flow.program
     equations = [step.eqn for step in steps]
     made = program.derived(program.inputs, equations, program.outputs)

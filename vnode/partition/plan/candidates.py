@@ -32,6 +32,7 @@ from vnode.partition.plan.layouts import over_rows_too, records_of, specs_of
 from vnode.partition.plan.predict import NODES, Figures, Prediction, RowCost, dividing, far_sums, predicted
 from vnode.partition.plan.row import NodeFlow, RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind, shares
+from vnode.partition.plan.spread import Spread
 from vnode.partition.plan.subject import Subject
 from vnode.partition.plan.unequal import Shared, Unequal
 from vnode.partition.searches.exact import exact
@@ -180,10 +181,8 @@ class OnMesh:
         self.shares = shares(machine, self.mesh, NODES, options.virtual_nodes, options.lane, pace or {}, even)
         self.machine = of_one_kind(machine, self.shares.kind)  # the row that is done last stands for all
         self.across = Across(self.shares.counts, options.lane, options.reduction == "invariant", NODES)
-        turns = self.shares.turns
-        self.row: RowProgram = row_program(
-            subject.schedule, options.virtual_nodes, turns, self.axes, platform, self.across.invariant
-        )
+        self.spread = Spread.of(self.shares.counts, self.shares.last)
+        self.row: RowProgram = row_program(subject.schedule, self.spread, self.axes, platform, self.across.invariant)
 
     def seconds(self, eqn: JaxprEqn) -> float:
         """What an equation takes on one device, whole, by the roofline: what tells heavy branches from light ones."""
@@ -222,15 +221,8 @@ class OnMesh:
         made = copy.copy(self)
         for name in ("search", "by_experts", "solutions"):
             made.__dict__.pop(name, None)
-        options, turns = self.subject.step.options, self.shares.turns
         made.row = row_program(
-            self.subject.schedule,
-            options.virtual_nodes,
-            turns,
-            self.axes,
-            self.platform,
-            self.across.invariant,
-            groups,
+            self.subject.schedule, self.spread, self.axes, self.platform, self.across.invariant, groups
         )
         return made
 
@@ -303,7 +295,6 @@ class OnMesh:
             across,
             platform=self.platform,
             state=subject.carried,
-            batch=subject.batch,
             donated=subject.donated,
             sharded=sharded,
             times=self.times,

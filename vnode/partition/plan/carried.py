@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
 from vnode.partition.plan.across import Across
-from vnode.partition.plan.row import OVER_ROWS
+from vnode.partition.plan.other_rows import OVER_ROWS, passes_among
 from vnode.runtime.divided import followed, result
 from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
@@ -42,6 +42,7 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
     monoids = {step.eqn.invars[0]: step.eqn.params["monoid"] for step in flow.steps if step.eqn.primitive is OVER_ROWS}
     lies: dict[Atom, Layout] = {}
     kept: set[Var] = set()
+    passes = passes_among(step.eqn for step in flow.steps)
     steps: list[Step] = []
     for step in flow.steps:
         if any(isinstance(atom, Var) and atom in kept for atom in step.eqn.invars):
@@ -54,7 +55,7 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
             if var in monoids
         }
         lies.update((step.eqn.outvars[j], layout) for j, layout in totals.items())
-        if totals and step.region is not None:
+        if step.region is not None and passes.intersection(step.eqn.outvars):
             split = [i for i in step.region.scanned if step.eqn.invars[i] not in kept]
             kept.update(step.eqn.outvars[len(step.region.carried) :])
             step = carrying(step, totals, split, axes)
@@ -67,7 +68,7 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
 def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axes: Axes) -> Step:
     """A loop over nodes that carries totals, by their numbers, in some layouts, and adds to them as they lie.
 
-    Some operands, by number, it is given whole.
+    Some operands, by number, it is given whole. What it keeps of each node is no pieces.
     """
     assert step.region is not None
     (body,) = step.bodies
@@ -78,6 +79,11 @@ def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axe
         operands[i] = replicated(len(operands[i].dims))
         inputs[numbers.index(i)] = replicated(len(operands[i].dims) - 1)
     makers = {var: k for k, each in enumerate(steps) for var in each.eqn.outvars}
+    lying = {var: layout for each in steps for var, layout in zip(each.eqn.outvars, each.results, strict=True)}
+    for j, atom in enumerate(body.program.outputs[len(step.region.carried) :], len(step.region.carried)):
+        if isinstance(atom, Var) and atom in lying:
+            outputs[j] = result(lying[atom], None, axes)
+            made[j] = results[j] = Layout((None, *outputs[j].dims))
     for j, layout in totals.items():
         i = step.region.carried[j]
         operands[i] = made[j] = results[j] = outputs[j] = inputs[numbers.index(i)] = layout
@@ -121,12 +127,10 @@ def once_followed(
         var = program.inputs[i]
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = tuple(lies[var] for var in program.inputs)
-    before, after = parted(flow.steps)
-    summed = {step.eqn.invars[0] for step in before if step.eqn.primitive is OVER_ROWS}
+    loops = passes_among(step.eqn for step in flow.steps)
+    before, after = parted(flow.steps, loops)
     passes: list[Step] = []
-    for apart, several in itertools.groupby(
-        before, lambda step: sums_over_rows(step) or bool(summed.intersection(step.eqn.outvars))
-    ):
+    for apart, several in itertools.groupby(before, lambda step: of_passes(step, loops)):
         steps = list(several)
         if not apart:
             made = [var for step in steps for var in step.eqn.outvars]
@@ -178,12 +182,17 @@ class Leading:
         return wanted_in(self.flow(lying, axes, exact))
 
 
-def parted(steps: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """Steps that sums over rows need, and those that none does, each in order."""
+def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
+    """Steps that passes are, or need, and those that none does, each in order.
+
+    Args:
+      steps: in order.
+      loops: what the loops of passes among them make.
+    """
     needed = set[Var]()
     found: tuple[list[Step], list[Step]] = ([], [])
     for step in reversed(steps):
-        needs = sums_over_rows(step) or bool(needed.intersection(step.eqn.outvars))
+        needs = of_passes(step, loops) or bool(needed.intersection(step.eqn.outvars))
         found[not needs].append(step)
         if needs:
             needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
@@ -198,6 +207,9 @@ def in_parts(step: Step, end: Layout, among: Among) -> Step:
     return dataclasses.replace(step, made=(made,), results=(end,), leaves=True)
 
 
-def sums_over_rows(step: Step) -> bool:
-    """Whether a step, or one in its bodies, is a sum over rows."""
-    return step.eqn.primitive is OVER_ROWS or any(sums_over_rows(each) for body in step.bodies for each in body.steps)
+def of_passes(step: Step, loops: Collection[Var]) -> bool:
+    """Whether a step, or one in its bodies, is of a pass: its loop, one of those that make `loops`, or its totals."""
+    if step.eqn.primitive is OVER_ROWS or any(var in loops for var in step.eqn.outvars):
+        return True
+    bodies = ((body, passes_among(each.eqn for each in body.steps)) for body in step.bodies)
+    return any(of_passes(each, inside) for body, inside in bodies for each in body.steps)

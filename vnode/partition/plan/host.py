@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from jax.extend.core import Var
 
 from vnode.partition.machine import Machine
+from vnode.partition.plan.other_rows import OVER_ROWS
 from vnode.partition.plan.predict import Figures, local_sums, nbytes
-from vnode.partition.plan.row import OVER_ROWS
 from vnode.runtime.away import Work, by_output, needed_by
 from vnode.spmd.flow import Flow
 from vnode.spmd.layout import Axes

@@ -31,6 +31,7 @@ from vnode.partition.plan.layouts import parts_in_blocks, parts_of_sums, pattern
 from vnode.partition.plan.levels import draw as draw_levels
 from vnode.partition.plan.predict import NODES, Figures, Prediction, dividing, platform_of
 from vnode.partition.plan.row import RowProgram, row_program
+from vnode.partition.plan.spread import Spread
 from vnode.partition.plan.subject import subject_of
 from vnode.partition.simulator import Timeline
 from vnode.placement.context import with_jit
@@ -331,7 +332,7 @@ class Plan(Drawn, Bound):
         if share is not None:
             subject = subject_of(self.pattern, self.args)
             rooms = rooms_of(subject, dims_of(subject, self.specs), share)
-        return row_program(schedule, self.virtual_nodes, max(self.counts), axes, platform, exact, rooms=rooms)
+        return row_program(schedule, Spread.of(self.counts), axes, platform, exact, rooms=rooms)
 
     def pictures(self) -> str:
         """Memory over time and the timeline, as HTML; nothing of a plan from a file."""

@@ -15,7 +15,6 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import jax
 from jax.extend.core import JaxprEqn
 from jax.sharding import PartitionSpec
 
@@ -30,7 +29,8 @@ from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
 from vnode.partition.plan.across import Across, added
 from vnode.partition.plan.carried import once_followed
-from vnode.partition.plan.row import OVER_ROWS, loop_bodies
+from vnode.partition.plan.other_rows import OF_ROWS, OVER_ROWS
+from vnode.partition.plan.row import loop_bodies
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
 from vnode.runtime.waiting import PIECE, can_be_far
@@ -41,6 +41,9 @@ from vnode.spmd.layout import Axes, Layout
 
 NODES = "vnode"
 """The mesh axis that nodes are spread over."""
+
+EXCHANGES = {OVER_ROWS: "all-reduce", OF_ROWS: "all-gather"}
+"""What rows exchange, by the equation that asks for it."""
 
 
 def dividing(axes: Mapping[str, int]) -> dict[str, int]:
@@ -143,13 +146,14 @@ class RowCost(Estimate):
     """A cost model for the program of a row, which knows of other rows; its mesh has the axis of the nodes."""
 
     def compute_time(self, eqn: JaxprEqn, choice: Choice) -> float:
-        """See `vnode.partition.searches.CostModel`; what is summed over rows takes an exchange."""
-        if eqn.primitive is not OVER_ROWS:
+        """See `vnode.partition.searches.CostModel`; what is summed over rows, or put together, takes an exchange."""
+        kind = EXCHANGES.get(eqn.primitive)
+        if kind is None:
             return super().compute_time(eqn, choice)
         if NODES not in self.axes:
             return 0.0
         held = nbytes(choice.results[0], eqn.outvars[0], self.axes)
-        return self._seconds(Transfer("all-reduce", (NODES,), held, self.axes[NODES]))
+        return self._seconds(Transfer(kind, (NODES,), held, self.axes[NODES]))
 
 
 def predicted(
@@ -160,7 +164,6 @@ def predicted(
     *,
     platform: str,
     state: Mapping[int, int],
-    batch: Collection[int],
     donated: Collection[int],
     sharded: Mapping[int, PartitionSpec] | None,
     turns: int,
@@ -175,7 +178,6 @@ def predicted(
       across: how rows add.
       platform: what is compiled for.
       state: for outputs, by number, the inputs that they become in the next step.
-      batch: numbers of inputs of which each row has its own part only.
       donated: of inputs that are given away.
       sharded: how inputs lie that are sharded over the rows as well, by number; what is computed once is then divided
         as their layouts lead, whatever the flow says. None: that is carried out as the flow says.
@@ -186,8 +188,7 @@ def predicted(
     inner = dividing(axes)
     sums = local_sums(flow, inner)
     whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across), across)
-    traced = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
-    device = with_parts(traced, batch)
+    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
     target = Target.on(platform, machine.kinds[0].name)
     cost = program_cost(device, machine, mesh, times=times, target=target)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]
@@ -220,21 +221,6 @@ def predicted(
         device,
         target,
     )
-
-
-def with_parts(device: DeviceProgram, batch: Collection[int]) -> DeviceProgram:
-    """A device's program that is given its row's part of batched values, where it only slices that from the whole."""
-    program = device.program
-    inputs, gone = list(program.inputs), set[int]()
-    for i in batch:
-        readers = [eqn for eqn in program.equations if program.inputs[i] in eqn.invars]
-        returned = any(atom is program.inputs[i] for atom in program.outputs)
-        if len(readers) == 1 and readers[0].primitive is jax.lax.slice_p and not returned:
-            (inputs[i],) = readers[0].outvars
-            gone.add(id(readers[0]))
-    equations = [eqn for eqn in program.equations if id(eqn) not in gone]
-    made = program.derived(inputs, equations, program.outputs)
-    return dataclasses.replace(device, program=made)
 
 
 def nbytes(layout: Layout, var: Any, axes: Axes) -> int:

@@ -3,8 +3,9 @@
 Knows schedules and how they are emitted. Must not know machines, searches, nor how anything is divided.
 
 A mesh has one axis that nodes are spread over; the devices that share a place on it are a row, and divide each node's
-computation among them. A row's program has whole values at their global shapes. Each pass is a loop over as many nodes
-as a row has; what it sums is then added up over the rows, which is an equation of its own (`OVER_ROWS`).
+computation among them. A row's program has whole values at their global shapes, and its own part of batched ones. Each
+pass is a loop over as many nodes as a row has; what it sums is then added up over the rows, and what is needed whole of
+all examples is put together, which are equations of their own (`vnode.partition.plan.other_rows`).
 """
 
 from __future__ import annotations
@@ -17,46 +18,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from vnode.analysis.forms import Slice, Whole
+from vnode.analysis.forms import Form, Slice, Whole
 from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Accumulator, Pass, Schedule
-from vnode.analysis.program import Program, bind, context_of, inline
+from vnode.analysis.program import Atom, Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
-from vnode.operators import Monoid, OperatorDescription
-from vnode.operators.description import Factors
-from vnode.operators.registry import register
 from vnode.operators.sharding import constraint_equation
+from vnode.partition.plan.other_rows import NUMBERS, OF_ROWS, OVER_ROWS
+from vnode.partition.plan.spread import Spread
 from vnode.placement.placement import Placement
 from vnode.runtime import loops
 from vnode.runtime.divided import Division, Rooms, as_program, traced
-from vnode.runtime.emit import Emission, Mode, sums_of
-from vnode.runtime.node import Once
+from vnode.runtime.emit import Emission, Mode, runs_apart, sums_of
+from vnode.runtime.node import Once, arrange
 from vnode.runtime.once import Together, stands_apart
 from vnode.spmd.blocks import gathered, in_blocks
 from vnode.spmd.flow import Flow, Path, Step
 from vnode.spmd.groups import Group, grouped
 from vnode.spmd.layout import Axes
 from vnode.spmd.shares import Share
-
-OVER_ROWS = Primitive("over_rows")
-"""A total over all rows, of what one row has, by a monoid. It is carried out together with the others of its pass."""
-
-
-@OVER_ROWS.def_abstract_eval
-def _(value: Any, *, monoid: Monoid) -> Any:
-    return value
-
-
-@register(OVER_ROWS)
-def over_rows(eqn: JaxprEqn) -> OperatorDescription:
-    """Element by element; a sum is linear."""
-    f = Factors()
-    dims = f.dims(eqn.invars[0].aval.shape)
-    linear = (frozenset({0}),) if eqn.params["monoid"] is Monoid.SUM else ()
-    return OperatorDescription(factors=f.all, operands=(dims,), results=(dims,), linear=linear)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,20 +138,29 @@ class Row(Emission):
         schedule: Schedule,
         placement: Placement,
         inputs: Sequence[Any],
-        turns: int,
+        spread: Spread,
         platform: str,
         axes: Axes,
         groups: Sequence[Sequence[Group]],
         invariant: bool,
-        slotted: Collection[int] | None = None,
+        in_loop: bool | None = None,
         rooms: Rooms | None = None,
     ) -> None:
-        super().__init__(schedule, placement, inputs, Mode.FAST, 1, slotted, Division(automatic=True, rooms=rooms))
-        self.axes, self.turns, self.mesh_axes = {}, turns, axes
+        super().__init__(schedule, placement, inputs, Mode.FAST, 1, None, Division(automatic=True, rooms=rooms))
+        self.axes, self.spread, self.mesh_axes = {}, spread, axes
         self.platform, self.once = platform, Once(platform)
         self.groups = groups
         self.nodes: list[Node] = []
         self.invariant = invariant
+        fits = spread.fits(self.flow)
+        self.in_parts = fits if in_loop is None else in_loop  # batched inputs and outputs
+        self.in_parts_inside = fits or not spread.even  # those of loops and branches: as slots of devices, if uneven
+        given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
+        self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
+
+    @property
+    def one_by_one(self) -> bool:
+        return super().one_by_one and not self.mesh_axes
 
     def everywhere(self, value: Any) -> Any:
         return value
@@ -214,10 +206,62 @@ class Row(Emission):
         split = in_blocks(program, rooms.share, seeds, others=False, whole=whole)
         return split.program, split.outputs
 
-    def of_nodes(self, var: Var) -> Any:
-        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
-        copies = -(-self.placement.nodes // self.turns)  # what other rows have is as large
-        return jnp.tile(value, (copies, *[1] * (value.ndim - 1)))[: self.placement.nodes]
+    def put_together(self, var: Var) -> Any:
+        """A batched value, whole on each device: of the parts of all rows, where it was not computed whole."""
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        if var in self.own and form.outer == 1 and self.spread.fits(self.flow):
+            return self.of_rows(self.batched[var], form.dim, var.aval.shape[form.dim])
+        if var in self.batched and var not in self.own:
+            return self.batched[var]
+        value = self.of_rows(self.in_turns(form, *self.shard(var), var in self.collected), 0, self.spread.nodes)
+        return arrange(value, form, self.flow.node_size, self.units(form))
+
+    def of_rows(self, value: Any, dim: int, size: int) -> Any:
+        """What rows have parts of, whole on each of them."""
+        alone = self.spread.turns == self.spread.nodes
+        return jax.lax.slice_in_dim(value, 0, size, axis=dim) if alone else OF_ROWS.bind(value, dim=dim, size=size)
+
+    def own_part(self, atom: Atom) -> Any:
+        """The row's part of a batched value."""
+        if atom in self.own:
+            return self.batched[atom]
+        form = self.flow.state(atom).form
+        assert isinstance(atom, Var) and isinstance(form, Slice)
+        value = self.in_turns(form, *self.shard(atom), atom in self.collected)
+        return arrange(value, form, self.flow.node_size, self.spread.turns * int(self.flow.node_size * form.ratio))
+
+    def shard(self, var: Var) -> tuple[Any, int]:
+        if var not in self.own:
+            return super().shard(var)
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        value = self.batched[var]
+        return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
+
+    def in_turns(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
+        if there:
+            return jnp.moveaxis(value, dim, 0)
+        turns, n = self.spread.turns, int(self.flow.node_size * form.ratio)
+        if value.shape[dim] != turns * n:
+            value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
+        value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)
+        return value.reshape(turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
+
+    def output(self, atom: Atom) -> Any:
+        batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
+        return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
+
+    def returned(self, atom: Atom, form: Form) -> Any:
+        batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
+        return self.own_part(atom) if batched and self.in_parts else self.read(atom)
+
+    def run_nested(self, action: Evaluation) -> None:
+        super().run_nested(action)
+        if self.in_parts_inside:
+            made = zip(action.step.eqn.outvars, action.results, strict=True)
+            self.own.update(var for var, form in made if isinstance(form, Slice))
 
     def emit_body(
         self,
@@ -228,8 +272,17 @@ class Row(Emission):
         division: Division,
     ) -> list[Any]:
         later = self.groups[len(self.nodes) :]
+        in_parts = self.in_parts_inside and made.flow.batch == self.flow.batch
         inner = Row(
-            made, self.placement, values, self.turns, self.platform, self.mesh_axes, later, self.invariant, slotted
+            made,
+            self.placement,
+            values,
+            self.spread,
+            self.platform,
+            self.mesh_axes,
+            later,
+            self.invariant,
+            in_parts,
         )
         outputs = inner.run()
         self.nodes += inner.nodes
@@ -259,26 +312,19 @@ class Row(Emission):
         own = tuple(dims[: len(sums)])
         self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
-        def parts(form: Slice, value: Any, dim: int, there: bool) -> Any:
-            """A batched value as the parts of the row's nodes, ``[turns, ...]``."""
-            if there:
-                return jnp.moveaxis(value, dim, 0)
-            n = int(self.flow.node_size * form.ratio)
-            value = jax.lax.slice_in_dim(value, 0, self.turns * n, axis=dim)
-            value = jnp.moveaxis(value.reshape(*value.shape[:dim], self.turns, n, *value.shape[dim + 1 :]), dim, 0)
-            return value.reshape(self.turns, *value.shape[1 : form.dim + 1], form.outer * n, *value.shape[dim + 2 :])
-
         def turn(totals: list[Any], given: list[Any]) -> tuple[list[Any], list[Any]]:
             operands = [given[0][None], *given[1:], *whole]
             as_traced = program is written  # neither side by side nor in blocks
             values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
             pieces = values[: len(sums)]
-            if self.turns == 1 and not self.invariant:  # there is nothing to add it to
+            if self.spread.turns == 1 and not self.invariant:  # there is nothing to add it to
                 return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
             return loops.add_all(sums, totals, pieces), values[len(sums) :]
 
-        several = [parts(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)]
-        numbers = jnp.arange(self.turns, dtype=jnp.int32)
+        several = [
+            self.in_turns(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)
+        ]
+        numbers = NUMBERS.bind(turns=self.spread.turns)
         totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))
         return [OVER_ROWS.bind(total, monoid=s.monoid) for s, total in zip(sums, totals, strict=True)]
@@ -286,8 +332,7 @@ class Row(Emission):
 
 def row_program(
     schedule: Schedule,
-    virtual_nodes: int,
-    turns: int,
+    spread: Spread,
     axes: Axes,
     platform: str,
     invariant: bool,
@@ -298,8 +343,7 @@ def row_program(
 
     Args:
       schedule: of the step.
-      virtual_nodes: V.
-      turns: nodes of the fullest row.
+      spread: of the nodes over rows.
       axes: of the mesh, those that nodes are not spread over and that are longer than one.
       platform: what is compiled for: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
       invariant: whether sums over nodes are formed in an order of their own: by loops, even of one turn.
@@ -308,25 +352,27 @@ def row_program(
       rooms: which inputs are given in blocks, of which devices have different numbers, and which outputs are wanted so.
 
     Returns:
-      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks.
+      The program. Its inputs and outputs are those of the step, whole, or as they are stored in blocks; those of which
+      rows have equal parts are the row's part.
     """
     nodes: list[Node] = []  # and not the row, whose values belong to the trace
-    stands_for_all = Placement(virtual_nodes, jax.devices()[:1])
+    stands_for_all = Placement(spread.nodes, jax.devices()[:1])
 
     def whole(*values: Any) -> list[Any]:
-        row = Row(schedule, stands_for_all, values, turns, platform, axes, groups, invariant, rooms=rooms)
+        row = Row(schedule, stands_for_all, values, spread, platform, axes, groups, invariant, rooms=rooms)
         row.arguments = set(schedule.flow.program.inputs)
         outputs = zip(row.run(), schedule.flow.program.outputs, strict=True)
         nodes.extend(row.nodes)
         return [jnp.asarray(value, atom.aval.dtype) for value, atom in outputs]
 
-    dims = rooms.inputs if rooms is not None else [None] * len(schedule.flow.program.inputs)
-    shapes = [
-        jax.ShapeDtypeStruct(
-            in_room(var.aval.shape, dim, rooms), var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False)
-        )
-        for var, dim in zip(schedule.flow.program.inputs, dims, strict=True)
-    ]
+    flow = schedule.flow
+    dims = rooms.inputs if rooms is not None else [None] * len(flow.program.inputs)
+
+    def type_of(var: Var, dim: int | None) -> jax.ShapeDtypeStruct:
+        shape = spread.part(flow, var) if spread.given(flow, var) else in_room(var.aval.shape, dim, rooms)
+        return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
+
+    shapes = list(map(type_of, flow.program.inputs, dims))
     closed = traced(lambda values: whole(*values), shapes, axes)
     return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(nodes))
 

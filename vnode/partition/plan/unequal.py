@@ -28,6 +28,7 @@ from vnode.partition.plan.carried import in_pieces
 from vnode.partition.plan.predict import NODES, Prediction, dividing, predicted
 from vnode.partition.plan.row import RowProgram, row_program
 from vnode.partition.plan.rows import of_one_kind
+from vnode.partition.plan.spread import Spread
 from vnode.partition.plan.subject import Subject
 from vnode.placement.placement import even_counts
 from vnode.runtime.divided import followed
@@ -125,7 +126,6 @@ class Unequal:
             self.across,
             platform=self.platform,
             state=subject.carried,
-            batch=subject.batch,
             donated=subject.donated,
             sharded=None,
             turns=max(self.across.counts),
@@ -141,14 +141,12 @@ class Unequal:
 
     def made(self, dims: Mapping[int, int], share: Share) -> Shared | None:
         """What it is to have shares; see `shared`."""
-        subject, options = self.subject, self.subject.step.options
-        turns = max(self.across.counts)
+        subject = self.subject
         try:
             specs_in_blocks(subject, dims, share)
             row = row_program(
                 subject.schedule,
-                options.virtual_nodes,
-                turns,
+                Spread.of(self.across.counts),
                 self.axes,
                 self.platform,
                 self.across.invariant,
