@@ -352,10 +352,16 @@ def test_loops_over_nodes_run_as_often_as_a_device_has_nodes() -> None:
     unknown = TEXT.replace("%n = s32[] constant(6)", "%n = s32[] parameter(1)")
     named = unknown.replace(loop, loop + ', metadata={op_name="jit(step)/shard_map/nodes/while"}')
 
-    def runs(text: str, over_nodes: int | None) -> int | None:
-        return next(each.runs for each in found_collectives(parse(text), over_nodes) if each.name == "r")
+    def runs(text: str, over_nodes: int | None) -> tuple[int, bool]:
+        found = found_collectives(parse(text), over_nodes)
+        return next((each.runs, each.open) for each in found if each.name == "r")
 
-    assert [runs(TEXT, 5), runs(unknown, 5), runs(named, None), runs(named, 5)] == [6, None, None, 5]
+    assert [runs(TEXT, 5), runs(unknown, 5), runs(named, None), runs(named, 5)] == [
+        (6, False),
+        (1, True),
+        (1, True),
+        (5, False),
+    ]
 
 
 def test_a_report_says_how_far_memory_is_off() -> None:

@@ -422,7 +422,8 @@ class Emission:
             if i in apart and isinstance(form, Slice):
                 operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
             else:
-                operands.append(as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom))
+                value = as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom)
+                operands.append(value if slotted else self.in_shards(value, form))
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
@@ -430,7 +431,8 @@ class Emission:
 
             def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
                 if flow.batch == self.flow.batch:
-                    return list(values)
+                    pairs = zip(values, (flow.state(atom).form for atom in atoms), strict=True)
+                    return [*values] if slotted else list(itertools.starmap(self.in_shards, pairs))
                 return [  # a batch of the body's own exists whole around it
                     self.as_computed_once(value) if isinstance(flow.state(atom).form, Slice) else value
                     for atom, value in zip(atoms, values, strict=True)
@@ -466,6 +468,16 @@ class Emission:
     ) -> list[Any]:
         """A body that has passes of its own."""
         return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
+
+    def in_shards(self, value: Any, form: Form | None) -> Any:
+        """A value that goes through a loop or branch; a batched one is divided by nodes only, if in equal parts.
+
+        Or XLA's partitioner would look for a layout, and who reads the value would gather it, each time.
+        """
+        if not self.divides or not self.axes or not isinstance(form, Slice) or (self.fits and form.outer > 1):
+            return value
+        spec = [*[None] * form.dim, self.placement.axis] if self.fits else []
+        return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""

@@ -45,8 +45,6 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
     passes = passes_among(step.eqn for step in flow.steps)
     steps: list[Step] = []
     for step in flow.steps:
-        if any(isinstance(atom, Var) and atom in kept for atom in step.eqn.invars):
-            kept.update(step.eqn.outvars)
         if step.bodies:
             step = dataclasses.replace(step, bodies=tuple(in_pieces(body, axes) for body in step.bodies))
         totals = {
@@ -59,6 +57,8 @@ def in_pieces(flow: Flow, axes: Axes) -> Flow:
             split = [i for i in step.region.scanned if step.eqn.invars[i] not in kept]
             kept.update(step.eqn.outvars[len(step.region.carried) :])
             step = carrying(step, totals, split, axes)
+        elif step.region is not None and kind_of_step(step, passes) == "around":
+            step = given_as_asked(step)
         elif step.eqn.primitive is OVER_ROWS and (there := lies.get(step.eqn.invars[0])) is not None:
             step = dataclasses.replace(step, operands=(there,), made=(there,), results=(there.complete,))
         steps.append(step)
@@ -95,6 +95,28 @@ def carrying(step: Step, totals: Mapping[int, Layout], split: Sequence[int], axe
     return dataclasses.replace(step, operands=tuple(operands), made=tuple(made), results=tuple(results), bodies=bodies)
 
 
+def given_as_asked(step: Step) -> Step:
+    """A loop or branch around passes that is given values, and hands them on, as its bodies ask for them."""
+    region = step.region
+    assert region is not None
+    operands, made, bodies = list(step.operands), list(step.made), []
+    for k, (body, numbers) in enumerate(zip(step.bodies, region.inputs, strict=True)):
+        asked = {atom: e.results[0] for e in body.steps if e.asks for atom in (e.eqn.invars[0], e.eqn.outvars[0])}
+        inputs = [asked.get(var, layout) for var, layout in zip(body.program.inputs, body.inputs, strict=True)]
+        outputs = [asked.get(atom, layout) for atom, layout in zip(body.program.outputs, body.outputs, strict=True)]
+        for i, var in zip(numbers, body.program.inputs, strict=True):
+            if var in asked:
+                operands[i] = Layout((None, *asked[var].dims)) if i in region.scanned else asked[var]
+        for j, atom in enumerate(body.program.outputs if k >= region.tests else ()):
+            if atom in asked:
+                stacked = region.stacks and j >= len(region.carried)
+                made[j] = Layout((None, *asked[atom].dims)) if stacked else asked[atom]
+        bodies.append(dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs)))
+    results = [new if new != old else end for old, new, end in zip(step.made, made, step.results, strict=True)]
+    lie = {"operands": operands, "made": made, "results": results, "bodies": bodies}
+    return dataclasses.replace(step, **{name: tuple(several) for name, several in lie.items()})
+
+
 def alike(step: Step, layout: Layout, axes: Axes) -> Step:
     """An equation of arrays of one shape, as it is carried out where all of them lie alike; else as it was."""
     operands = [*dict.fromkeys(atom for atom in step.eqn.invars if isinstance(atom, Var))]
@@ -120,39 +142,76 @@ def once_followed(
         axes = {name: n for name, n in axes.items() if name != across.axis}
     if not axes:
         return flow
-    program = flow.program
-    exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
-    lies: dict[Var, Layout] = dict(zip(program.inputs, flow.inputs, strict=True))
+    program, lies = flow.program, dict(zip(flow.program.inputs, flow.inputs, strict=True))
     for i, spec in sharded.items():
         var = program.inputs[i]
         lies[var] = from_spec(spec, var.aval.shape, axes)
-    inputs = tuple(lies[var] for var in program.inputs)
+    inputs = [lies[var] for var in program.inputs]
+    ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
+    return led(flow, inputs, ends, [None if end is None or end.whole else end for end in ends], axes, across)
+
+
+def led(
+    flow: Flow,
+    inputs: Sequence[Layout],
+    ends: Sequence[Layout | None],
+    wanted: Sequence[Layout | None],
+    axes: Axes,
+    across: Across,
+) -> Flow:
+    """A flow whose passes are as they were, and of which what is computed once is divided as inputs and totals lead.
+
+    Args:
+      flow: through the program of a row, or through a body in it that has passes.
+      inputs: how its inputs lie.
+      ends: how its outputs are to lie in the end; None for those that lie as they are made.
+      wanted: of these those that lead, too.
+      axes: of the mesh.
+      across: how rows add.
+    """
+    program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
+    exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
+    inner = {name: n for name, n in axes.items() if name != across.axis}
+    among = Among(across.axis, axes, across.invariant)
     loops = passes_among(step.eqn for step in flow.steps)
     before, after = parted(flow.steps, loops)
+    parts = [
+        (kind, list(several)) for kind, several in itertools.groupby(before, lambda step: kind_of_step(step, loops))
+    ]
+
+    def lying(var: Var) -> Layout:  # of what is not yet made nobody knows, and takes it for whole
+        return lies[var] if var in lies else replicated(len(var.aval.shape))
+
     passes: list[Step] = []
-    for apart, several in itertools.groupby(before, lambda step: of_passes(step, loops)):
-        steps = list(several)
-        if not apart:
+    for k, (kind, steps) in enumerate(parts, 1):
+        if kind == "once":
             made = [var for step in steps for var in step.eqn.outvars]
-            steps = list(Leading.of(program, steps, made).flow(lies.__getitem__, axes, exact).steps)
+            steps = list(Leading.of(program, steps, made).flow(lying, axes, exact).steps)
+        elif kind == "totals":
+            later = [step for other, several in parts[k:] if other == "once" for step in several]
+            reading = Leading.of(program, [*later, *after], program.outputs, wanted).wanted
+            totals = {step.eqn.outvars[0]: step.results[0] for step in steps}
+            handed = handed_on(totals, lying, reading, inner, axes, exact)
+            steps = [in_parts(step, handed[step.eqn.outvars[0]], among) for step in steps]
+        elif kind == "around":
+            steps = [led_inside(step, axes, across) for step in steps]
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
-    kept = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    rest = Leading.of(program, after, program.outputs, [None if end is None or end.whole else end for end in kept])
-    inner = {name: n for name, n in axes.items() if name != across.axis}
-    totals = {step.eqn.outvars[0]: step.results[0] for step in passes if step.eqn.primitive is OVER_ROWS}
-    ends = handed_on(totals, lies.__getitem__, rest.wanted, inner, axes, exact)
-    lies.update(ends)
-    among = Among(across.axis, axes, across.invariant)
-    passes = [
-        in_parts(step, ends[step.eqn.outvars[0]], among) if step.eqn.outvars[0] in ends else step for step in passes
-    ]
-    following = rest.flow(lies.__getitem__, axes, exact)
-    outputs = [own if end is None else end for own, end in zip(following.outputs, kept, strict=True)]
+    following = Leading.of(program, after, program.outputs, wanted).flow(lying, axes, exact)
+    outputs = [own if end is None else end for own, end in zip(following.outputs, ends, strict=True)]
     steps = (*passes, *following.steps)
     ordered = program.derived(program.inputs, [step.eqn for step in steps], program.outputs)
-    return Flow(ordered, inputs, steps, tuple(outputs), following.ends)
+    return Flow(ordered, tuple(inputs), steps, tuple(outputs), following.ends)
+
+
+def led_inside(step: Step, axes: Axes, across: Across) -> Step:
+    """A loop or branch around passes, what its bodies compute once divided in the same way."""
+    bodies = (
+        led(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across) if has_passes(body) else body
+        for body in step.bodies
+    )
+    return dataclasses.replace(step, bodies=tuple(bodies))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +251,7 @@ def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], l
     needed = set[Var]()
     found: tuple[list[Step], list[Step]] = ([], [])
     for step in reversed(steps):
-        needs = of_passes(step, loops) or bool(needed.intersection(step.eqn.outvars))
+        needs = kind_of_step(step, loops) != "once" or bool(needed.intersection(step.eqn.outvars))
         found[not needs].append(step)
         if needs:
             needed.update(atom for atom in step.eqn.invars if isinstance(atom, Var))
@@ -207,9 +266,16 @@ def in_parts(step: Step, end: Layout, among: Among) -> Step:
     return dataclasses.replace(step, made=(made,), results=(end,), leaves=True)
 
 
-def of_passes(step: Step, loops: Collection[Var]) -> bool:
-    """Whether a step, or one in its bodies, is of a pass: its loop, one of those that make `loops`, or its totals."""
-    if step.eqn.primitive is OVER_ROWS or any(var in loops for var in step.eqn.outvars):
-        return True
-    bodies = ((body, passes_among(each.eqn for each in body.steps)) for body in step.bodies)
-    return any(of_passes(each, inside) for body, inside in bodies for each in body.steps)
+def kind_of_step(step: Step, loops: Collection[Var]) -> str:
+    """What a step is that passes need: ``"totals"``, the ``"loop"`` of a pass, one ``"around"`` it, or ``"once"``."""
+    if step.eqn.primitive is OVER_ROWS:
+        return "totals"
+    if any(var in loops for var in step.eqn.outvars):
+        return "loop"
+    return "around" if any(map(has_passes, step.bodies)) else "once"
+
+
+def has_passes(flow: Flow) -> bool:
+    """Whether there are passes in it, or in a body of it."""
+    loops = passes_among(step.eqn for step in flow.steps)
+    return any(kind_of_step(step, loops) != "once" for step in flow.steps)

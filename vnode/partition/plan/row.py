@@ -257,6 +257,11 @@ class Row(Emission):
         batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
         return self.own_part(atom) if batched and self.in_parts else self.read(atom)
 
+    def in_shards(self, value: Any, form: Form | None) -> Any:
+        if not self.mesh_axes or not isinstance(form, Slice):
+            return value
+        return bind(constraint_equation(((),) * value.ndim), [value])[0]
+
     def run_nested(self, action: Evaluation) -> None:
         super().run_nested(action)
         if self.in_parts_inside:

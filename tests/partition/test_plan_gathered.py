@@ -1,0 +1,134 @@
+"""Plans of steps whose examples meet, or that hand on values of each example, beside what XLA compiles of them.
+
+The un-virtualized step is the reference for values, XLA's text and its analysis of memory for what devices exchange and
+hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.partition.test_plan import V5E, normal
+from vnode.partition import Plan
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import on_nodes, subject_of
+
+GIB = 2**30
+Params = dict[str, jax.Array]
+
+
+def encoded(params: Params, x: jax.Array) -> jax.Array:
+    return jax.nn.relu(x @ params["up"]) @ params["down"]
+
+
+def updated(loss: Callable[[Params], Any], params: Params, has_aux: bool = False) -> Any:
+    told, grads = jax.value_and_grad(loss, has_aux=has_aux)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), told
+
+
+def all_pairs(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """Each example beside all others, twice encoded."""
+    x, y = batch
+
+    def loss(params: Params) -> Any:
+        a, b = encoded(params, x), encoded(params, y)
+        return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+    return updated(loss, params)
+
+
+def ranked(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """Sorted over the batch, with its gradient."""
+    x, y = batch
+    return updated(lambda params: jnp.mean((jnp.sort(encoded(params, x), 0) - y) ** 2), params)
+
+
+def of_each(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """Handed on for each example."""
+    x, y = batch
+
+    def loss(params: Params) -> Any:
+        found = encoded(params, x)
+        return jnp.mean((found - y) ** 2), found
+
+    return updated(loss, params, has_aux=True)
+
+
+def beside_the_least(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """An argument that is read whole, and by example."""
+    x, y = batch
+    return updated(lambda params: jnp.mean((encoded(params, x - jnp.sort(x, 0)[:1]) - y) ** 2), params)
+
+
+def fixed_point(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """Sought until the whole batch is near it: a value of each example goes through a loop."""
+    x, y = batch
+
+    def loss(params: Params) -> Any:
+        def turn(carry: Any) -> Any:
+            return jnp.tanh(0.1 * encoded(params, carry[0]) + x), carry[0], carry[2] + 1
+
+        def far(carry: Any) -> Any:
+            return (jnp.max(jnp.abs(carry[0] - carry[1])) > 1e-4) & (carry[2] < 9)
+
+        found = jax.lax.stop_gradient(jax.lax.while_loop(far, turn, (x, x + 1, 0))[0])
+        return jnp.mean((jnp.tanh(0.1 * encoded(params, found) + x) - y) ** 2)
+
+    return updated(loss, params)
+
+
+STEPS = {step.__name__: step for step in (all_pairs, ranked, of_each, beside_the_least, fixed_point)}
+MESHES = {"8": {"vnode": 8}, "4x2": {"vnode": 4, "model": 2}, "2x2x2": {"vnode": 2, "model": 2, "model2": 2}}
+
+
+def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: int) -> Plan:
+    subject = subject_of(on_nodes(STEPS[name], nodes, {"reduction": reduction}), args)
+    on = OnMesh(subject, V5E, MESHES[mesh], "cpu", None)
+    match kind:
+        case "Megatron":
+            made = on.over_rows(on.megatron()[-1])
+        case "searched":
+            found, _ = on.searched(GIB, 20, 0.01)
+            assert found is not None
+            made = found
+        case _:
+            made = on.candidate(kind, on.whole, over_rows=kind == "FSDP")
+    return plan_of(subject, made, V5E, GIB, {})
+
+
+EVERY = [
+    (name, mesh, kind, reduction, nodes, batch)
+    for name in STEPS
+    for mesh, kind, reduction, nodes, batch in [
+        ("8", "FSDP", "invariant", 16, 128),
+        ("8", "data parallel", "fast", 12, 120),  # some devices have two nodes, some one
+        ("4x2", "Megatron", "fast", 16, 128),
+        ("4x2", "searched", "invariant", 16, 125),  # the last node is not full
+        ("2x2x2", "searched", "fast", 16, 128),
+    ]
+]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("name", "mesh", "kind", "reduction", "nodes", "batch"), EVERY)
+def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
+    name: str, mesh: str, kind: str, reduction: str, nodes: int, batch: int
+) -> None:
+    d, h = 64, 128
+    params = {"up": normal(1, d, h), "down": normal(2, h, d)}
+    args = params, (normal(3, batch, d), normal(4, batch, d))
+    plan = planned(args, name, mesh, kind, reduction, nodes)
+    found = plan.accept()
+    assert found.exchange_accepted and found.planned == found.found, str(found)
+    assert found.predicted.arguments == found.arguments, "of what is split among nodes a device has its part"
+    step = plan.step()
+    actual, expected = step(step.put(params), args[1]), STEPS[name](*args)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
