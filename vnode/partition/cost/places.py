@@ -11,10 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Mapping
+from typing import Any
 
 from jax.extend.core import Var
 
-from vnode.analysis.program import Program
+from vnode.analysis.program import Atom
 from vnode.operators import Algebra, describe
 from vnode.partition.cost.buffers import Buffers, Vacant
 from vnode.partition.cost.collectives import KINDS
@@ -31,20 +32,11 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     program = device.program
     kernels = kernels_of(program, target)
     there = {*program.inputs, *program.constants}
-    taken, aliased, elsewhere = set[int](), 0, set(there)
-    matched: dict[Var, Var] = {}  # results in place of arguments
-    for atom in program.outputs:  # as jax matches what is donated: in order, by type
-        for i in sorted(device.donated - taken):
-            given = program.inputs[i].aval
-            if (given.shape, given.dtype) == (getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)):
-                taken.add(i)
-                aliased += room_for(given, target.tiles)
-                if isinstance(atom, Var):
-                    elsewhere.add(kernels.memory_of(atom))
-                    matched[kernels.memory_of(atom)] = program.inputs[i]
-                break
-    moved = brought_in_place(kernels, program, matched) if target.copies_gathered else {}
-    elsewhere -= moved.keys()
+    pairs = results_in_place(device)
+    aliased = sum(room_for(given.aval, target.tiles) for _, given in pairs)
+    matched = {kernels.memory_of(atom): given for atom, given in pairs if isinstance(atom, Var)}
+    moved = brought_in_place(kernels, matched) if target.copies_gathered else {}
+    elsewhere = there | (matched.keys() - moved.keys())
     results = frozenset(kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var))
     own = results - elsewhere - moved.keys()
     buffers = buffers_of(kernels, target, elsewhere=elsewhere, written_over=(), kept=own | moved.keys())
@@ -52,6 +44,31 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     if target.turns_updates:
         buffers = turned_first(buffers, kernels, matched)
     return kernels, vacated(buffers, kernels, matched) if target.lodges else buffers, own, aliased
+
+
+def results_in_place(device: DeviceProgram) -> list[tuple[Atom, Var]]:
+    """The results that take the place of arguments, with these, as jax matches them: in order, by type."""
+    program, taken, found = device.program, set[int](), list[tuple[Atom, Var]]()
+    for atom in program.outputs:
+        kind = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
+        fitting = (i for i in sorted(device.donated - taken) if type_of(program.inputs[i]) == kind)
+        place = next(fitting, None)
+        if place is not None:
+            taken.add(place)
+            found.append((atom, program.inputs[place]))
+    return found
+
+
+def type_of(var: Var) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype."""
+    return var.aval.shape, var.aval.dtype
+
+
+def copied_results(device: DeviceProgram, target: Target) -> frozenset[Var]:
+    """The results that are copied to where they shall be, once they are made."""
+    kernels = kernels_of(device.program, target)
+    matched = {kernels.memory_of(atom): given for atom, given in results_in_place(device) if isinstance(atom, Var)}
+    return frozenset(brought_in_place(kernels, matched)) if target.copies_gathered else frozenset()
 
 
 def vacated(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> Buffers:
@@ -143,7 +160,7 @@ def turns_another(kernel: Kernel, given: Var) -> bool:
     return given.aval.size in sizes
 
 
-def brought_in_place(kernels: Kernels, program: Program, matched: Mapping[Var, Var]) -> dict[Var, Var]:
+def brought_in_place(kernels: Kernels, matched: Mapping[Var, Var]) -> dict[Var, Var]:
     """The results in place of arguments that are gathered, with these arguments: TPUs' compiler copies both.
 
     A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
