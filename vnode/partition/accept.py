@@ -312,7 +312,7 @@ def compared(
     module, temporary = parse(text), temporary_of(compiled)
     found = found_collectives(module, over_nodes)
     there = counted(each for each in found if not each.added)
-    missing, extra, rewritten = matched(wanted - there, there - wanted)
+    missing, extra, rewritten = matched(wanted - there, there - wanted, wanted & there)
     return Acceptance(
         planned=by_kind(wanted),
         found=by_kind(there),
@@ -368,6 +368,8 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
     return found
 
 
+NONE: Counts = collections.Counter()
+
 REWRITES = (
     ("all-reduce", "reduce-scatter", 1),
     *(("reduce-scatter", "all-reduce", factor) for factor in (1, 0.5)),
@@ -381,8 +383,13 @@ ROW = 128 * 4
 """Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are not gathered, but summed."""
 
 
-def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
+def matched(
+    missing: Counts, extra: Counts, alike: Counts = NONE
+) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
     """What is left of differences where a planned exchange is carried out as another that is known, and these pairs.
+
+    Two that are carried out with twice or half the bytes may look like one that is, with four times or a quarter, if
+    what one of them is carried out as is what the other was planned to be: that is one of `alike`.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
     >>> missing, extra, ((before, after),) = matched(planned, found)
@@ -402,6 +409,15 @@ def matched(missing: Counts, extra: Counts) -> tuple[Counts, Counts, tuple[tuple
                 missing[planned, n, devices] -= runs
                 extra[other, int(n * factor), devices] -= runs
                 pairs.append((Exchange(kind, n, devices, runs), Exchange(other, int(n * factor), devices, runs)))
+    for factor in (0.5, 2):
+        for kind, n, devices in sorted(missing):
+            between, last = (kind, int(n * factor), devices), (kind, int(n * factor**2), devices)
+            runs = min(missing[kind, n, devices], alike[between], extra[last])
+            if runs:
+                missing[kind, n, devices] -= runs
+                extra[last] -= runs
+                one, two, three = (Exchange(*each, runs) for each in ((kind, n, devices), between, last))
+                pairs += [(one, two), (two, three)]
     return +missing, +extra, tuple(pairs)
 
 

@@ -161,7 +161,7 @@ def sums_parts(eqn: JaxprEqn) -> bool:
 def multiplied_places(eqn: JaxprEqn) -> frozenset[int]:
     """The operands of a loop, by number, that it does not carry, and that it only multiplies, in bfloat16."""
     region = region_of(eqn)
-    if region is None or not region.carried:
+    if region is None or region.chooser is not None:
         return frozenset()
     found = {*region.fixed, *region.scanned}
     for body, inputs in zip(region.bodies, region.inputs, strict=True):
@@ -174,7 +174,7 @@ def multiplied_places(eqn: JaxprEqn) -> frozenset[int]:
 def rounded_ends(eqn: JaxprEqn, body: Program, kernels: Kernels) -> frozenset[Var]:
     """Of what a loop's body gives, that which is in bfloat16: it is stacked for contractions, or carried to them."""
     region = region_of(eqn)
-    if region is None or not region.carried or region.tests:
+    if region is None or region.chooser is not None or region.tests:
         return frozenset()
     count = len(region.carried)
     pairs = [(out, end) for out, end in zip(eqn.outvars, body.outputs, strict=True) if isinstance(end, Var)]

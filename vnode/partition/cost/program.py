@@ -374,7 +374,7 @@ class _Taken:
         for body, inputs, turns in zip(bodies, region.inputs, counts, strict=True):
             ends = rounded_ends(eqn, body, kernels) if self.target.contractions else frozenset[Var]()
             own = kernels_of(body, self.target, ends)
-            if self.target.contractions and region.carried:
+            if self.target.contractions and region.chooser is None:
                 own = self.rounded(eqn, region, inputs, own, kernels, runs)
             held = carried_on_chip(region, inputs, own, self.target)
             seconds = self.timeline(body, runs * turns, (own, ()), held).seconds * turns

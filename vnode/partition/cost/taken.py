@@ -46,7 +46,7 @@ def begun_empty(kernels: Kernels) -> set[Var]:
     empty, found = made_of_nothing(kernels), set[Var]()
     for kernel in kernels.kernels:
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        if region is None or not region.carried or region.tests:
+        if region is None or region.chooser is not None or region.tests:
             continue
         (body,) = bodies_of(kernel.root)
         makers = body.definitions
@@ -167,7 +167,7 @@ def multiplied_in(kernel: Kernel, region: Region | None, kernels: Kernels) -> li
 
     (TPUs' compiler rounds it once, before the loop; seen of weights.)
     """
-    if region is None or not region.carried:
+    if region is None or region.chooser is not None:
         return []
     found: dict[Var, bool] = {}
     for body, inputs in zip(bodies_of(kernel.root), region.inputs, strict=True):
@@ -308,7 +308,7 @@ def body_buffers(
     ends = [] if tests else program.outputs
     count = len(region.carried)
     elsewhere = {*program.inputs, *program.constants}
-    if not region.carried:  # a branch writes its results where they belong
+    if region.chooser is not None:  # a branch writes its results where they belong
         elsewhere |= {kernels.memory_of(atom) for atom in ends if isinstance(atom, Var)}
     else:
         shapes = {kernels.memory_of(var): each.shape for each in kernels.kernels for var in each.piece.writes}
