@@ -6,6 +6,7 @@ hold.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,8 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.partition.test_plan import V5E, normal
-from vnode.partition import Plan
+from tests.partition.test_plan import normal
+from vnode.partition import Machine, Plan
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
@@ -85,12 +86,19 @@ def fixed_point(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
 
 
 STEPS = {step.__name__: step for step in (all_pairs, ranked, of_each, beside_the_least, fixed_point)}
-MESHES = {"8": {"vnode": 8}, "4x2": {"vnode": 4, "model": 2}, "2x2x2": {"vnode": 2, "model": 2, "model2": 2}}
+MESHES = {
+    "8": {"vnode": 8},
+    "1x2": {"vnode": 1, "model": 2},
+    "4x2": {"vnode": 4, "model": 2},
+    "2x2x2": {"vnode": 2, "model": 2, "model2": 2},
+}
 
 
 def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: int) -> Plan:
     subject = subject_of(on_nodes(STEPS[name], nodes, {"reduction": reduction}), args)
-    on = OnMesh(subject, V5E, MESHES[mesh], "cpu", None)
+    sizes = MESHES[mesh]
+    machine = Machine.gpus("P100", hosts=1, per_host=math.prod(sizes.values()))
+    on = OnMesh(subject, machine, sizes, "cpu", None)
     match kind:
         case "Megatron":
             made = on.over_rows(on.megatron()[-1])
@@ -100,7 +108,12 @@ def planned(args: Any, name: str, mesh: str, kind: str, reduction: str, nodes: i
             made = found
         case _:
             made = on.candidate(kind, on.whole, over_rows=kind == "FSDP")
-    return plan_of(subject, made, V5E, GIB, {})
+    return plan_of(subject, made, machine, GIB, {})
+
+
+def arguments(batch: int) -> tuple[Params, tuple[jax.Array, jax.Array]]:
+    d, h = 64, 128
+    return {"up": normal(1, d, h), "down": normal(2, h, d)}, (normal(3, batch, d), normal(4, batch, d))
 
 
 EVERY = [
@@ -121,14 +134,26 @@ EVERY = [
 def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
     name: str, mesh: str, kind: str, reduction: str, nodes: int, batch: int
 ) -> None:
-    d, h = 64, 128
-    params = {"up": normal(1, d, h), "down": normal(2, h, d)}
-    args = params, (normal(3, batch, d), normal(4, batch, d))
+    args = arguments(batch)
     plan = planned(args, name, mesh, kind, reduction, nodes)
     found = plan.accept()
     assert found.exchange_accepted and found.planned == found.found, str(found)
     assert found.predicted.arguments == found.arguments, "of what is split among nodes a device has its part"
     step = plan.step()
-    actual, expected = step(step.put(params), args[1]), STEPS[name](*args)
+    actual, expected = step(step.put(args[0]), args[1]), STEPS[name](*args)
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("batch", [128, 125])
+@pytest.mark.parametrize("name", ["all_pairs", "ranked", "fixed_point"])
+def test_bits_do_not_depend_on_how_many_devices_put_values_together(name: str, batch: int) -> None:
+    """With the same split of what nodes compute, on two devices and on eight."""
+    args = arguments(batch)
+    results = []
+    for mesh, devices in (("1x2", 2), ("4x2", 8)):
+        step = planned(args, name, mesh, "Megatron", "invariant", 16).step(jax.devices()[:devices])
+        results.append(step(step.put(args[0]), args[1]))
+    for a, b in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -64,11 +64,14 @@ def type_of(var: Var) -> tuple[tuple[int, ...], Any]:
     return var.aval.shape, var.aval.dtype
 
 
-def copied_results(device: DeviceProgram, target: Target) -> frozenset[Var]:
-    """The results that are copied to where they shall be, once they are made."""
+def copied(device: DeviceProgram, target: Target) -> list[Var]:
+    """What is copied because of where results shall be: these, once they are made, and arguments that are read."""
+    if not target.copies_gathered:
+        return []
     kernels = kernels_of(device.program, target)
     matched = {kernels.memory_of(atom): given for atom, given in results_in_place(device) if isinstance(atom, Var)}
-    return frozenset(brought_in_place(kernels, matched)) if target.copies_gathered else frozenset()
+    moved = brought_in_place(kernels, matched)
+    return [*moved, *(var for var, readers in readers_of(kernels, moved.values()).items() if readers)]
 
 
 def vacated(buffers: Buffers, kernels: Kernels, matched: Mapping[Var, Var]) -> Buffers:

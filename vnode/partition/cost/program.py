@@ -34,7 +34,7 @@ from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.memory import Memory, memory_of, near_of
 from vnode.partition.cost.narrow import multiplied_inside, rounded_ends, with_narrow
 from vnode.partition.cost.pieces import Piece, traced_piece
-from vnode.partition.cost.places import copied_results
+from vnode.partition.cost.places import copied
 from vnode.partition.cost.shapes import BESIDE, Kernels, Shape
 from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Time, by_source
@@ -198,7 +198,7 @@ def program_cost(
         program = device_program(program, axes, platform=platform, donated=donated)
     target = target or Target.on(platform, machine.kinds[0].name)
     taken = _Taken(machine, mesh, program.axes, times or Times(), target, overlap)
-    taken.copied = copied_results(program, target)
+    taken.copied = copied(program, target)
     timeline = taken.timeline(program.program, 1, near_of(program, target))
     return ProgramCost(
         compute=sum(time.seconds * runs for time, runs in taken.times),
@@ -246,7 +246,7 @@ class _Taken:
         self.unknown: set[str] = set()
         self.open_loops = 0
         self.seconds: list[float] = []  # of the outermost program's kernels
-        self.copied = frozenset[Var]()  # results that are copied once they are there
+        self.copied: list[Var] = []  # because of where results shall be
 
     def timeline(
         self,
@@ -271,7 +271,7 @@ class _Taken:
             tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
         if known is not None and len(near):
             self.seconds = [task.seconds for task in tasks]
-            tasks += [self.brought(var) for task in tasks for var in task.writes if var in self.copied]
+            tasks += [self.brought(var) for var in self.copied]
         return simulate(graph_of(tasks, self.overlap, len(self.machine.resources)))
 
     def taken(
@@ -331,7 +331,7 @@ class _Taken:
         return total
 
     def brought(self, var: Var) -> _Task:
-        """The copy that brings what was gathered to where it is to be in the end."""
+        """The copy of a result to where it is to be in the end, or of the argument that is there before."""
         piece = traced_piece(lambda x: 1 * x, var.aval)
         time = self.source.slowest(piece, self.machine.kinds)
         self.times.append((time, 1))
