@@ -55,6 +55,17 @@ def test_products_of_what_is_no_matrix_copy_it(spec: str, a: tuple[int, ...], b:
     check(lambda x, y: jnp.einsum(spec, x, y), ones(*a), ones(*b))
 
 
+def test_groups_of_rows_are_multiplied_as_copies_of_all_rows() -> None:
+    """Of experts that take examples from a list; going back each mask is written too, which is not predicted."""
+
+    def loss(x: Any, w: Any, sizes: Any) -> Any:
+        return jnp.mean(lax.ragged_dot(x, w, sizes) ** 2)
+
+    given = ones(256, 64), ones(4, 64, 128), ones(4, dtype=jnp.int32)
+    check(lax.ragged_dot, *given)
+    check(jax.grad(loss, (0, 1)), *given, off=0.15)
+
+
 def test_what_a_sum_and_others_read_is_written_for_the_sum() -> None:
     """A library sums; what is repeated for that, and for others, is an array."""
 

@@ -9,11 +9,13 @@ second; batch dimensions lead. If each of the two is one dimension, they may als
 (``transpose_folding.cc``); anything else is transposed before. Operands that are repeated along dimensions of one are
 arrays of their own. What goes back through a maximum over windows is sent to where the maximum was found
 (``select_and_scatter_expander.cc``): a reduction of windows carries the indices of each element along each dimension
-beside its value, and a scatter follows.
+beside its value, and a scatter follows. A product of groups of rows with a matrix each is one product (that is jax's
+lowering of ``ragged_dot``), of as many copies of the rows as there are groups, each zero but for its own.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,7 +42,7 @@ def lowered(program: Program) -> Program:
       ['transpose', 'transpose', 'conv_general_dilated', 'transpose']
     """
     equations: list[JaxprEqn] = []
-    for eqn in program.equations:
+    for eqn in itertools.chain.from_iterable(map(of_all_groups, program.equations)):
         if isinstance(eqn.params.get("dimension_numbers"), lax.ConvDimensionNumbers):
             equations += in_order(eqn)
         elif "select_prim" in eqn.params and len(eqn.outvars) == 1:
@@ -56,6 +58,44 @@ def lowered(program: Program) -> Program:
         else:
             equations.append(eqn)
     return program.with_equations(equations)
+
+
+def of_all_groups(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """A product of groups of rows as one of copies of them all; anything else, and products of a batch, as they are.
+
+    Example:
+      >>> rows, matrices, sizes = jnp.ones((8, 2)), jnp.ones((3, 2, 4)), jnp.array([2, 5, 1])
+      >>> traced = jax.make_jaxpr(lax.ragged_dot)(rows, matrices, sizes)
+      >>> (product,) = [e for e in lowered(inline(traced.jaxpr, traced.consts)).equations if "dot" in e.primitive.name]
+      >>> [atom.aval.shape for atom in product.invars]
+      [(8, 2, 3), (2, 3, 4)]
+    """
+    ragged = eqn.params.get("ragged_dot_dimension_numbers")
+    if ragged is None or len(eqn.invars) != 3 or eqn.invars[2].aval.ndim != 1:
+        return [eqn]
+    (summed, several), (batch, _) = ragged.dot_dimension_numbers
+    (rows,) = ragged.lhs_ragged_dimensions
+    if batch:
+        return [eqn]
+    params = {name: eqn.params[name] for name in ("precision", "preferred_element_type")}
+
+    def apart(x: Any, dim: int, sizes: Any) -> Any:
+        ends = jnp.cumsum(sizes)
+        row = lax.broadcasted_iota(sizes.dtype, (sizes.size, *x.shape), dim + 1)
+        start, end = (lax.broadcast_in_dim(each, row.shape, (0,)) for each in (ends - sizes, ends))
+        copies = lax.broadcast_in_dim(x, row.shape, range(1, x.ndim + 1))
+        return lax.select((start <= row) & (row < end), copies, lax.full_like(copies, 0))
+
+    def function(x: Any, y: Any, sizes: Any) -> Any:
+        groups = apart(x, rows, sizes)
+        if rows in summed:  # of the gradient of the matrices: each group has its sum
+            others = apart(y, several[summed.index(rows)], sizes)
+            numbers = ([d + 1 for d in summed], [d + 1 for d in several]), ([0], [0])
+            return lax.dot_general(groups, others, numbers, **params)
+        numbers = ([d + 1 for d in summed] + [0], [*several, *ragged.rhs_group_dimensions]), ([], [])
+        return lax.dot_general(groups, y, numbers, **params)
+
+    return traced_as(eqn, function)
 
 
 def in_order(eqn: JaxprEqn) -> list[JaxprEqn]:
