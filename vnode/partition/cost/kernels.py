@@ -19,6 +19,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
 - There, a product takes in a slice whose place is known at run time only if it is of whole tiles, and keeps them;
   others are written first. What such a slice is cut out of is written if others read it too, and so is what is computed
   element by element for the slice and for others.
+- There, a slice of what is gathered over devices is written: it is in no kernel with others.
 - There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
 - Everything else (other scatters, sorts, windows, loops, collectives) reads from memory and writes to it, and so does
@@ -44,6 +45,7 @@ from vnode.analysis.program import Program
 from vnode.operators import Algebra, Role, describe
 from vnode.operators.cost import nbytes
 from vnode.operators.monoid import Monoid
+from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.narrow import multiplied, multiplied_so, packed_masks, rounded_beside
 from vnode.partition.cost.pieces import piece_of
 from vnode.partition.cost.sent import combined, gathered
@@ -130,7 +132,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             cut.add(id(eqn))
         if own == 0 or len(eqn.outvars) != 1 or eqn.outvars[0] in ends or not users.get(eqn.outvars[0]):
             continue
-        if id(eqn) in masks:
+        if id(eqn) in masks or (target.weighs and slices_gathered(eqn, program, shapes)):
             continue
         readers = users[eqn.outvars[0]]
         if id(eqn) in rows:
@@ -223,6 +225,18 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         narrow |= rounded_beside(program, made, shapes, users, ends)
     found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def slices_gathered(eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape]) -> bool:
+    """Whether an equation takes a slice, whose place is written down, of what is gathered over devices."""
+    if not cuts(eqn) or len(eqn.invars) > 1:
+        return False
+    (source,) = eqn.invars
+    maker = program.definitions.get(source) if isinstance(source, Var) else None
+    while maker is not None and shapes[id(maker)] is Shape.SAME:
+        source = maker.invars[0]
+        maker = program.definitions.get(source) if isinstance(source, Var) else None
+    return maker is not None and KINDS.get(maker.primitive.name) == "all-gather"
 
 
 def cuts_anywhere(eqn: JaxprEqn) -> bool:
