@@ -228,10 +228,16 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
 
 
 def slices_gathered(eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape]) -> bool:
-    """Whether an equation takes a slice, whose place is written down, of what is gathered over devices."""
+    """Whether an equation takes a slice of what is gathered over devices, that is in many places in memory.
+
+    Seen of slices whose places are written down, and that keep the first dimension.
+    """
     if not cuts(eqn) or len(eqn.invars) > 1:
         return False
-    (source,) = eqn.invars
+    (source,), shape = eqn.invars, eqn.outvars[0].aval.shape
+    first = next((d for d, n in enumerate(source.aval.shape) if n > 1), 0)
+    if len(shape) != source.aval.ndim or shape[first] != source.aval.shape[first]:
+        return False
     maker = program.definitions.get(source) if isinstance(source, Var) else None
     while maker is not None and shapes[id(maker)] is Shape.SAME:
         source = maker.invars[0]
