@@ -252,7 +252,9 @@ def test_contrastive_loss_holds_activations_per_node() -> None:
     params = {"w1": normal(3, hidden), "w2": normal(hidden, width)}
     jaxpr = program(step, params, normal(batch, 3), recompute_budget=10.0)
     whole = {shape for _, _, shape in of_batch_size(jaxpr, batch)}
-    assert (batch, batch) in whole and {(batch, width), (width, batch)} & {shape for *_, shape in shapes(jaxpr)}
+    gathered = [shape for _, name, shape in shapes(jaxpr) if name == "all_gather"]
+    assert gathered and all(np.prod(shape) == batch * width for shape in gathered) and (batch, batch) in whole
+    assert {(batch, width), (width, batch)} & {shape for *_, shape in shapes(jaxpr)}
     assert not any(hidden in shape for shape in whole)
 
 

@@ -206,6 +206,10 @@ class Flow:
             self._wholes[key] = self.one(State(WHOLE, level, local, ghost, model=model))
         return self._wholes[key]
 
+    def filled_by(self, nodes: int) -> bool:
+        """Whether so many nodes hold the batch without padding."""
+        return nodes * self.node_size == self.batch.size
+
     @functools.cached_property
     def position(self) -> dict[Var, int]:
         """Of the step that defines a variable; inputs and constants have none."""

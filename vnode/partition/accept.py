@@ -312,7 +312,7 @@ def compared(
     module, temporary = parse(text), temporary_of(compiled)
     found = found_collectives(module, over_nodes)
     there = counted(each for each in found if not each.added)
-    missing, extra, rewritten = matched(wanted - there, there - wanted, wanted & there)
+    missing, extra, rewritten = matched(wanted, there)
     return Acceptance(
         planned=by_kind(wanted),
         found=by_kind(there),
@@ -368,8 +368,6 @@ def counted(collectives_found: Iterable[Found]) -> Counts:
     return found
 
 
-NONE: Counts = collections.Counter()
-
 REWRITES = (
     ("all-reduce", "reduce-scatter", 1),
     *(("reduce-scatter", "all-reduce", factor) for factor in (1, 0.5)),
@@ -383,13 +381,11 @@ ROW = 128 * 4
 """Bytes of a row of a TPU's tiles in float32: parts that are no whole rows are not gathered, but summed."""
 
 
-def matched(
-    missing: Counts, extra: Counts, alike: Counts = NONE
-) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
+def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
     """What is left of differences where a planned exchange is carried out as another that is known, and these pairs.
 
     Two that are carried out with twice or half the bytes may look like one that is, with four times or a quarter, if
-    what one of them is carried out as is what the other was planned to be: that is one of `alike`.
+    what one of them is carried out as is what the other was planned to be.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
     >>> missing, extra, ((before, after),) = matched(planned, found)
@@ -398,7 +394,7 @@ def matched(
     >>> print(before, "as", after)
     1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
     """
-    missing, extra = missing.copy(), extra.copy()
+    missing, extra, alike = wanted - there, there - wanted, wanted & there
     pairs = []
     for kind, other, factor in REWRITES:
         for planned, n, devices in sorted(missing):

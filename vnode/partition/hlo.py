@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 COLLECTIVES = (
@@ -264,7 +264,7 @@ def loops_over_nodes(module: Module) -> set[str]:
     return {v.instruction.name for v in module.walk() if scope_of(v.instruction) in OVER_NODES}
 
 
-def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> tuple[int, bool]:
+def runs_of(visit: Visit, nodes: Set[str], over_nodes: int | None) -> tuple[int, bool]:
     """How often an instruction runs, and whether it is in a loop whose length the text does not tell: these count once.
 
     Args:
@@ -274,8 +274,8 @@ def runs_of(visit: Visit, nodes: Collection[str], over_nodes: int | None) -> tup
     """
     runs = math.prod(trip for _, trip in visit.loops if trip is not None)
     unknown = {name for name, trip in visit.loops if trip is None}
-    if over_nodes is not None and unknown & set(nodes):
-        runs, unknown = runs * over_nodes, unknown - set(nodes)
+    if over_nodes is not None and unknown & nodes:
+        runs, unknown = runs * over_nodes, unknown - nodes
     return runs, bool(unknown)
 
 

@@ -549,7 +549,7 @@ class Emission:
     @property
     def fits(self) -> bool:
         """Whether devices hold equal parts of the batch, without padding."""
-        return self.placement.even and self.placement.nodes * self.flow.node_size == self.flow.batch.size
+        return self.placement.even and self.flow.filled_by(self.placement.nodes)
 
     @property
     def range(self) -> tuple[int, int]:

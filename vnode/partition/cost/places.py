@@ -34,8 +34,8 @@ def outer_buffers(device: DeviceProgram, target: Target) -> tuple[Kernels, Buffe
     there = {*program.inputs, *program.constants}
     pairs = results_in_place(device)
     aliased = sum(room_for(given.aval, target.tiles) for _, given in pairs)
-    matched = {kernels.memory_of(atom): given for atom, given in pairs if isinstance(atom, Var)}
-    moved = brought_in_place(kernels, matched) if target.copies_gathered else {}
+    matched = by_memory(pairs, kernels)
+    moved = brought_in_place(kernels, matched, target)
     elsewhere = there | (matched.keys() - moved.keys())
     results = frozenset(kernels.memory_of(atom) for atom in program.outputs if isinstance(atom, Var))
     own = results - elsewhere - moved.keys()
@@ -50,8 +50,7 @@ def results_in_place(device: DeviceProgram) -> list[tuple[Atom, Var]]:
     """The results that take the place of arguments, with these, as jax matches them: in order, by type."""
     program, taken, found = device.program, set[int](), list[tuple[Atom, Var]]()
     for atom in program.outputs:
-        kind = getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
-        fitting = (i for i in sorted(device.donated - taken) if type_of(program.inputs[i]) == kind)
+        fitting = (i for i in sorted(device.donated - taken) if type_of(program.inputs[i]) == type_of(atom))
         place = next(fitting, None)
         if place is not None:
             taken.add(place)
@@ -59,18 +58,20 @@ def results_in_place(device: DeviceProgram) -> list[tuple[Atom, Var]]:
     return found
 
 
-def type_of(var: Var) -> tuple[tuple[int, ...], Any]:
+def type_of(atom: Atom) -> tuple[tuple[int, ...], Any]:
     """Shape and dtype."""
-    return var.aval.shape, var.aval.dtype
+    return getattr(atom.aval, "shape", ()), getattr(atom.aval, "dtype", None)
+
+
+def by_memory(pairs: Collection[tuple[Atom, Var]], kernels: Kernels) -> dict[Var, Var]:
+    """The results in place of arguments, as what is in memory, with these."""
+    return {kernels.memory_of(atom): given for atom, given in pairs if isinstance(atom, Var)}
 
 
 def copied(device: DeviceProgram, target: Target) -> list[Var]:
     """What is copied because of where results shall be: these, once they are made, and arguments that are read."""
-    if not target.copies_gathered:
-        return []
     kernels = kernels_of(device.program, target)
-    matched = {kernels.memory_of(atom): given for atom, given in results_in_place(device) if isinstance(atom, Var)}
-    moved = brought_in_place(kernels, matched)
+    moved = brought_in_place(kernels, by_memory(results_in_place(device), kernels), target)
     return [*moved, *(var for var, readers in readers_of(kernels, moved.values()).items() if readers)]
 
 
@@ -163,12 +164,14 @@ def turns_another(kernel: Kernel, given: Var) -> bool:
     return given.aval.size in sizes
 
 
-def brought_in_place(kernels: Kernels, matched: Mapping[Var, Var]) -> dict[Var, Var]:
+def brought_in_place(kernels: Kernels, matched: Mapping[Var, Var], target: Target) -> dict[Var, Var]:
     """The results in place of arguments that are gathered, with these arguments: TPUs' compiler copies both.
 
     A gather does not write where an argument is; what is brought there in the end is copied, and so is the argument
     before it is read, as long as it is read.
     """
+    if not target.copies_gathered:
+        return {}
     gathers = {var for kernel in kernels.kernels if is_gather(kernel) for var in kernel.piece.writes}
     return {result: given for result, given in matched.items() if kernels.memory_of(result) in gathers}
 

@@ -167,16 +167,19 @@ def added(flow: Flow, across: Across) -> Flow:
             steps.append(together(list(several), across))
         else:
             inner = dataclasses.replace(across, far=0)
-            steps += [
-                dataclasses.replace(s, bodies=tuple(added(b, inner) for b in s.bodies))
-                if s.eqn.primitive not in CARRIED_OUT
-                else dataclasses.replace(s, eqn=CARRIED_OUT[s.eqn.primitive](s.eqn, across), choice=None, anyhow=False)
-                for s in several
-            ]
+            steps += [by_itself(step, inner) for step in several]
     program = flow.program
     equations = [step.eqn for step in steps]
     made = program.derived(program.inputs, equations, program.outputs)
     return dataclasses.replace(flow, program=made, steps=tuple(steps))
+
+
+def by_itself(step: Step, across: Across) -> Step:
+    """A step that is no total, as devices carry it out; with what its bodies have for all rows."""
+    eqn = step.eqn
+    if eqn.primitive in CARRIED_OUT:
+        return dataclasses.replace(step, eqn=CARRIED_OUT[eqn.primitive](eqn, across), choice=None, anyhow=False)
+    return dataclasses.replace(step, bodies=tuple(added(body, across) for body in step.bodies))
 
 
 def together(steps: Sequence[Step], across: Across) -> Step:

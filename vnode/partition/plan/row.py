@@ -152,11 +152,14 @@ class Row(Emission):
         self.groups = groups
         self.nodes: list[Node] = []
         self.invariant = invariant
-        fits = spread.fits(self.flow)
-        self.in_parts = fits if in_loop is None else in_loop  # batched inputs and outputs
-        self.in_parts_inside = fits or not spread.even  # those of loops and branches: as slots of devices, if uneven
+        self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
+        self.in_parts_inside = self.fits or not spread.even  # of loops and branches: slots, if uneven
         given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
+
+    @property
+    def fits(self) -> bool:
+        return self.spread.fits(self.flow)
 
     @property
     def one_by_one(self) -> bool:
@@ -210,7 +213,7 @@ class Row(Emission):
         """A batched value, whole on each device: of the parts of all rows, where it was not computed whole."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        if var in self.own and form.outer == 1 and self.spread.fits(self.flow):
+        if var in self.own and form.outer == 1 and self.fits:
             return self.of_rows(self.batched[var], form.dim, var.aval.shape[form.dim])
         if var in self.batched and var not in self.own:
             return self.batched[var]

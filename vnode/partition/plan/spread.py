@@ -40,7 +40,7 @@ class Spread:
 
     def fits(self, flow: Flow) -> bool:
         """Whether rows have equal parts of a batch, without padding: they are shards of an array then."""
-        return self.even and self.nodes * flow.node_size == flow.batch.size
+        return self.even and flow.filled_by(self.nodes)
 
     def part(self, flow: Flow, var: Var) -> tuple[int, ...]:
         """The shape of a row's part of a batched value."""
