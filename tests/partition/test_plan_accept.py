@@ -25,7 +25,7 @@ from vnode.partition.plan.candidates import Candidate, OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.runtime import emit
-from vnode.runtime.emit import sums_of
+from vnode.runtime.one_pass import sums_of
 from vnode.spmd.flow import Flow, follow
 from vnode.spmd.layout import from_spec
 

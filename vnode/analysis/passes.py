@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Var
 
-from vnode.analysis.forms import Slice
+from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.narrow import itemsize
 from vnode.analysis.recipe import Evaluation, Recipe
 from vnode.analysis.states import Flow, Step
@@ -58,6 +58,16 @@ class Pass:
     recipe: Recipe
     accumulators: tuple[Accumulator, ...]
     collected: tuple[tuple[Var, Slice], ...]
+
+    @functools.cached_property
+    def wholes(self) -> list[Var]:
+        """The whole values that a node reads."""
+        return [var for var, form in self.recipe.leaves if isinstance(form, Whole)]
+
+    @functools.cached_property
+    def sliced(self) -> list[tuple[Var, Slice]]:
+        """The batched values of which a node reads its part."""
+        return [(var, form) for var, form in self.recipe.leaves if isinstance(form, Slice)]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

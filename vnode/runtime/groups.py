@@ -28,8 +28,10 @@ from vnode.operators.in_program import as_array
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.runtime import collectives
-from vnode.runtime.emit import Emission, Mode, sums_of
+from vnode.runtime.emit import Emission
 from vnode.runtime.evaluate import typed
+from vnode.runtime.mode import Mode
+from vnode.runtime.one_pass import sums_of
 from vnode.runtime.parts import Replicas, join_along, part
 from vnode.runtime.pieces import Key, ProgramPlan
 

@@ -39,10 +39,13 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, whole_batches
 from vnode.placement.transfer import partition
 from vnode.runtime.divided import Division, Records, Rooms
-from vnode.runtime.emit import Mode, emit, inner_axes, once_axes
+from vnode.runtime.emit import emit
 from vnode.runtime.evaluate import typed
 from vnode.runtime.groups import GroupProgram
+from vnode.runtime.mode import Mode
+from vnode.runtime.one_pass import once_axes
 from vnode.runtime.tree import Tree
+from vnode.runtime.values import inner_axes
 from vnode.spmd.layout import Axes, Layout, from_spec
 from vnode.step.collector import collector_paused
 from vnode.step.couplings import Option, check_couplings, mode_of, of_step

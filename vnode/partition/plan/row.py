@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
-from vnode.analysis.forms import Form, Slice, Whole
+from vnode.analysis.forms import Form, Slice
 from vnode.analysis.meshless import meshless
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Atom, Program, bind, context_of, inline
@@ -32,9 +32,12 @@ from vnode.partition.plan.spread import Spread
 from vnode.placement.placement import Placement
 from vnode.runtime import loops
 from vnode.runtime.divided import Division, Rooms, as_program, traced
-from vnode.runtime.emit import Emission, Mode, runs_apart, sums_of
+from vnode.runtime.emit import Emission
+from vnode.runtime.mode import Mode
 from vnode.runtime.node import Once, arrange
 from vnode.runtime.once import Together, stands_apart
+from vnode.runtime.one_pass import sums_of
+from vnode.runtime.values import runs_apart
 from vnode.spmd.blocks import gathered, in_blocks
 from vnode.spmd.flow import Flow, Path, Step
 from vnode.spmd.groups import Group, grouped
@@ -297,17 +300,14 @@ class Row(Emission):
         return outputs
 
     def run_pass(self, nodes: Pass) -> Any:
-        wholes = [var for var, form in nodes.recipe.leaves if isinstance(form, Whole)]
-        sliced = [(var, form) for var, form in nodes.recipe.leaves if isinstance(form, Slice)]
-        kept = [var in self.collected for var, _ in sliced]
-        shards = [self.shard(var) for var, _ in sliced]
-        whole = [self.as_stored(var) for var in wholes]
-        run = functools.partial(self.as_node, nodes, wholes, sliced)
-        made = traced(run, self.given_shapes(wholes, sliced), self.mesh_axes)
+        kept = [var in self.collected for var, _ in nodes.sliced]
+        shards = [self.shard(var) for var, _ in nodes.sliced]
+        whole = [self.as_stored(var) for var in nodes.wholes]
+        made = traced(functools.partial(self.as_node, nodes), self.given_shapes(nodes), self.mesh_axes)
         written = inline(meshless(made.jaxpr), made.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = grouped(written, groups) if groups else written
-        program, dims = self.blocked(program, [None, *(var for var, _ in sliced), *wholes])
+        program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
         made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
         self.dims.update((var, dim) for var, dim in zip(made_so, dims, strict=True) if dim is not None)
         sums = [
@@ -316,7 +316,7 @@ class Row(Emission):
         ]
         captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
         given = frozenset(i for i, there in enumerate(kept) if not there)
-        examples = tuple(form.dim for _, form in sliced)
+        examples = tuple(form.dim for _, form in nodes.sliced)
         own = tuple(dims[: len(sums)])
         self.nodes.append(Node(program, examples, given, written, groups, tuple(nodes.accumulators), own))
 
@@ -329,9 +329,8 @@ class Row(Emission):
                 return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
             return loops.add_all(sums, totals, pieces), values[len(sums) :]
 
-        several = [
-            self.in_turns(form, *shard, there) for (_, form), shard, there in zip(sliced, shards, kept, strict=True)
-        ]
+        held = zip(nodes.sliced, shards, kept, strict=True)
+        several = [self.in_turns(form, *shard, there) for (_, form), shard, there in held]
         numbers = NUMBERS.bind(turns=self.spread.turns)
         totals, results = jax.lax.scan(turn, [s.identity() for s in sums], [numbers, *several])
         self.collected.update(zip((var for var, _ in nodes.collected), results, strict=True))

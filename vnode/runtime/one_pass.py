@@ -1,0 +1,370 @@
+"""Emits one pass: a loop over a device's nodes under `shard_map`, then one reduction across devices.
+
+Knows passes, placements and the values so far. Must not know what is computed once, nor any primitive.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Var
+from jax.sharding import PartitionSpec
+
+from vnode.analysis.forms import WHOLE, Slice, Whole
+from vnode.analysis.passes import Pass, Schedule
+from vnode.errors import UnsupportedPrimitiveError
+from vnode.placement.placement import Placement
+from vnode.runtime import collectives, loops
+from vnode.runtime.away import can_be_waited_for
+from vnode.runtime.divided import Divided, Division, refuse_windows, sharded
+from vnode.runtime.evaluate import Env, evaluate_recipe
+from vnode.runtime.handed import Among, handed_on
+from vnode.runtime.mode import Mode
+from vnode.runtime.node import Node, Once
+from vnode.runtime.once import Together, stands_apart
+from vnode.runtime.packed import Packing
+from vnode.runtime.values import Values, inner_axes
+from vnode.runtime.waiting import stacked_far
+from vnode.spmd.exchange import convert, in_step, placed
+from vnode.spmd.layout import Layout, replicated
+from vnode.spmd.program import long_axes, spec_of
+
+PLATFORMS = ("cpu", "gpu", "tpu")
+"""What a plan may have been made for, whatever it is carried out on."""
+
+
+class PassEmission(Values):
+    """An emission as far as its passes go.
+
+    Args:
+      schedule: the step.
+      placement: where its nodes live.
+      inputs: values of the program's inputs; None if others hold other nodes, and put in place what is read.
+      mode: what is asked of the emission.
+      lane: see `vnode.runtime.emit.emit`, as for what follows.
+      slotted: which batched inputs are as devices hold them.
+      division: who divides what is computed.
+      far: how many of the sums that wait are on the host.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        inputs: Sequence[Any] | None,
+        mode: Mode,
+        lane: int = 1,
+        slotted: Collection[int] | None = None,
+        division: Division | None = None,
+        far: int = 0,
+    ) -> None:
+        super().__init__(schedule, placement, inputs, mode, slotted, division)
+        self.alone = inputs is not None  # else others hold other nodes
+        self.lane = lane
+        self.far = far
+        self.once = Once(self.platform)
+        self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
+        # Axes whose size must not show in bits.
+        self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
+        wanted = zip(schedule.flow.program.outputs, self.division.ends, strict=False)
+        self.ends = {a: layout for a, layout in wanted if isinstance(a, Var) and layout is not None}
+
+    def run_pass(self, nodes: Pass) -> Any:
+        """Emits one pass.
+
+        Returns:
+          The totals; or, if other programs hold other nodes, what `collectives.partial_blocks` gives.
+        """
+        placement, axis = self.placement, self.placement.axis
+        shards = [self.shard(var) for var, _ in nodes.sliced]
+        slots = [var in self.collected for var, _ in nodes.sliced]
+        divided = self.divided_pass(nodes)
+        lying = divided.inputs if divided else self.lying(nodes)
+        # What is known to lie in some way is moved explicitly, before the loop.
+        mesh_axes, wanted = long_axes(placement.mesh), lying[1 + len(nodes.sliced) :]
+        given = [
+            self.layout(var) if var in self.layouts else end for var, end in zip(nodes.wholes, wanted, strict=True)
+        ]
+        if divided:
+            made_so = [*(a.var for a in nodes.accumulators), *(var for var, _ in nodes.collected)]
+            found = zip(made_so, divided.dims, strict=True)
+            self.dims.update((var, dim) for var, dim in found if dim is not None)
+        sums = sums_of(nodes, divided)
+        plan = collectives.ReductionPlan.of(
+            placement.counts, self.lane, self.one_axis, placement.first, placement.virtual_nodes
+        )
+        if divided:
+            lies = [each.complete for each in divided.results[: len(sums)]]
+        else:
+            lies = [replicated(len(s.shape)) for s in sums]
+        ends = self.handed_on(nodes, lies) if self.alone else lies
+        made = divided.results[: len(sums)] if divided else lies
+        among = Among(axis, self.once_axes, bool(self.exact))
+        parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
+        barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
+        packing = self.packing(nodes, barriers and divided is None)
+
+        def device_program(
+            first: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
+        ) -> tuple[Any, list[Any]]:
+            origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
+            packed = packing.packed(lambda i: self.by_node(shard[i], nodes.sliced[i], shards[i], slots[i]))
+            whole = [
+                convert(value, start, end, self.shape(var), mesh_axes)
+                for var, value, start, end in zip(nodes.wholes, whole, given, wanted, strict=True)
+            ]
+
+            def take(index: jax.Array) -> list[Any]:
+                number = origin + index
+                alone = [self.of_node(shard[i], nodes.sliced[i], shards[i], slots[i], index) for i in packing.alone]
+                return [number, *alone, *packing.taken(packed, index)]
+
+            def compute(taken: list[Any]) -> tuple[list[Any], list[Any]]:
+                alone = 1 + len(packing.alone)
+                taken = [taken[0].reshape(1), *packing.apart(taken[1:alone], taken[alone:])]
+                with in_step(everywhere=placement.even, in_branches=placement.size == 1):
+                    values = divided([*taken, *whole]) if divided else self.as_node(nodes, [*taken, *whole])
+                return values[: len(sums)], values[len(sums) :]
+
+            program = loops.NodeProgram(take, compute, placement.waves == 1, barriers)
+            buffers = [] if self.scans else self.buffers(nodes, divided, whole)
+            totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers)
+            if not self.divides or not self.alone:
+                return totals, kept
+            # What devices along the other axes have pieces of is combined once, not for every node.
+            several = zip(nodes.accumulators, totals, made, parts, ends, strict=True)
+            return [
+                convert(total, among.divided(start, dim, self.shape(a.var)), end, self.shape(a.var), mesh_axes)
+                for a, total, start, dim, end in several
+            ], kept
+
+        spec = PartitionSpec
+        in_specs = (
+            spec(axis),
+            spec(axis),
+            spec(axis),
+            [spec_of(layout) if self.divides else spec() for layout in given],
+            [
+                sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
+                for layout, (_, form), (_, dim), slot in zip(lying[1:], nodes.sliced, shards, slots, strict=False)
+            ],
+        )
+        kept_in = divided.results[len(sums) :] if divided else None
+        out_specs = (
+            [spec_of(layout) for layout in ends] if self.divides and self.alone else spec(),
+            [sharded(layout, 0, axis) for layout in kept_in] if kept_in is not None else spec(axis),
+        )
+        run = jax.shard_map(
+            placed(mesh_axes if self.divides else {})(device_program),
+            mesh=placement.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            axis_names=set(placement.mesh.axis_names) if self.divides else {axis},
+            check_vma=False,
+        )
+        totals, kept = run(
+            jnp.asarray(placement.starts, jnp.int32),
+            jnp.asarray(placement.counts, jnp.int32),
+            [jnp.asarray(table) for table in plan.tables],
+            [self.as_stored(var) for var in nodes.wholes],
+            [value for value, _ in shards],
+        )
+        self.collected.update((var, value) for (var, _), value in zip(nodes.collected, kept, strict=True))
+        self.layouts.update((a.var, layout) for a, layout in zip(nodes.accumulators, ends, strict=True))
+        if kept_in is not None:
+            self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
+        return totals
+
+    @property
+    def one_axis(self) -> bool:
+        """Whether what a device runs in a pass is its own along every axis of the mesh."""
+        return self.divides or self.placement.size == len(self.placement.devices)
+
+    @property
+    def scans(self) -> bool:
+        """Whether a pass is a loop of fixed length, alike on all devices."""
+        return self.mode is not Mode.INVARIANT and self.placement.even
+
+    def packing(self, nodes: Pass, asked: bool) -> Packing:
+        """Which of the batched values that a pass reads are packed: none, if it is not asked for."""
+        own = [jax.ShapeDtypeStruct(self.shape_in_node(*each), each[0].aval.dtype) for each in nodes.sliced]
+        several = asked and self.one_axis and self.placement.virtual_nodes > 1
+        return Packing.of(own, self.placement.virtual_nodes) if several else Packing((), len(own))
+
+    def summed(
+        self,
+        program: loops.NodeProgram,
+        sums: Sequence[loops.Sum],
+        parts: Sequence[int | None],
+        plan: collectives.ReductionPlan,
+        count: jax.Array,
+        runs: Sequence[jax.Array],
+        buffers: list[Any],
+    ) -> tuple[Any, list[Any]]:
+        """Runs a device's nodes and adds up over devices what they contribute.
+
+        Args:
+          program: of a node.
+          sums: what nodes contribute to.
+          parts: for each the dimension along which it is handed on in parts.
+          plan: of the order of additions.
+          count: of the device's nodes, ``int32[1]``.
+          runs: the plan's tables, of this device.
+          buffers: where a device puts what is kept of each of its nodes.
+
+        Returns:
+          What `run_pass` does, and what is kept of each node.
+        """
+        axis, waves = self.placement.axis, self.placement.waves
+        if self.mode is Mode.INVARIANT:
+            number, starts, merges = (table[0] for table in runs)
+            held = loops.Runs(loops.opaque(number), starts, merges)
+            fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
+            rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold)
+            combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
+            return combine(sums, rest, exact, plan, axis), kept
+        if self.scans:
+            totals, kept = loops.scanned(program, sums, waves)
+        elif self.mode is Mode.DIFFERENTIABLE:
+            totals, kept = loops.skipping(program, sums, count[0], waves, buffers)
+        else:
+            totals, kept = loops.counted(program, sums, count[0], buffers)
+        return collectives.combined(sums, totals, axis, parts), kept
+
+    def of_node(
+        self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
+    ) -> Any:
+        """The part of one node, by its number on the device, of a device's part of a batched value."""
+        (_, form), (_, dim) = of, lies
+        if in_slots:
+            return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
+        n = int(self.flow.node_size * form.ratio)
+        part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
+        return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
+
+    def by_node(self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool) -> Any:
+        """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
+        (var, form), (_, dim), waves = of, lies, self.placement.waves
+        if not in_slots:
+            n = int(self.flow.node_size * form.ratio)
+            value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
+        return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
+
+    def buffers(self, nodes: Pass, divided: Divided | None, whole: Sequence[Any]) -> list[Any]:
+        """Where a device puts what is kept of each of its nodes, in a pass that reads such whole values.
+
+        These, latest first, are what keeps compilers from making the buffers before the pass.
+        """
+        late = sorted(zip(nodes.wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
+        plain = self.mode is not Mode.DIFFERENTIABLE and self.one_axis  # an element of a sharded one is dear
+        read, found = [value for _, value in late] if plain else (), list[Any]()
+        for i, (var, form) in enumerate(nodes.collected):
+            shape = divided.local(len(nodes.accumulators) + i) if divided else self.shape_in_node(var, form)
+            found.append(loops.unwritten((self.placement.waves, *shape), var.aval.dtype, read))
+        return found
+
+    def there_at(self, var: Var) -> int:
+        """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""
+        state = self.flow.states[var]
+        return state.level if isinstance(state.form, Whole) else state.level + (not state.given)
+
+    def handed_on(self, nodes: Pass, lies: Sequence[Layout]) -> list[Layout]:
+        """How a pass hands on its totals, of which it could hand on all that `lies` says: as who reads them wants them.
+
+        Where the next that is computed once reads a part only, a part is handed on: a gradient of what is sharded.
+        """
+        if not self.once_axes or not self.divides or self.division.rooms is not None:
+            return list(lies)
+        stages = itertools.dropwhile(lambda stage: stage.nodes is not nodes, self.schedule.stages)
+        after = [
+            action for stage in itertools.islice(stages, 1, None) for action in stage.once if not stands_apart(action)
+        ]
+        together = Together.of(after, self.readers, self.flow.program, self.once, self.ends)
+        ends = {a.var: layout for a, layout in zip(nodes.accumulators, lies, strict=True)}
+        return list(handed_on(ends, self.layout, together.reading, self.axes, self.once_axes, self.exact).values())
+
+    def as_node(self, nodes: Pass, given: Sequence[Any], platform: str | None = None) -> list[Any]:
+        """What one node computes in a pass, of its number, its parts of batched values, and whole values.
+
+        As it is written for another platform, if one is named: what a plan for that says of it holds on this one.
+        """
+        number, *values = given
+        placement = self.placement
+        env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
+        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, platform or self.platform)
+        return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the parts of a node that share nothing are to wait for one another.
+
+        XLA's CPU backend computes first what can be computed first, and so would hold what the backward passes of all
+        need at once; the compilers for other devices look for an order that takes little memory.
+        """
+        return self.platform == "cpu" and self.mode is not Mode.DIFFERENTIABLE and not self.axes
+
+    def given_shapes(self, nodes: Pass) -> list[jax.ShapeDtypeStruct]:
+        """What a node is given in a pass: its number, its parts of batched values, and whole values."""
+        return [
+            jax.ShapeDtypeStruct((1,), jnp.int32),
+            *(jax.ShapeDtypeStruct(self.shape_in_node(var, form), var.aval.dtype) for var, form in nodes.sliced),
+            *(self.type_of(var, self.as_stored(var)) for var in nodes.wholes),
+        ]
+
+    def lying(self, nodes: Pass) -> list[Layout]:
+        """How it lies."""
+        parts = (self.layout_in_node(var, form) for var, form in nodes.sliced)
+        return [replicated(1), *parts, *map(self.layout_in_pass, nodes.wholes)]
+
+    def divided_pass(self, nodes: Pass) -> Divided | None:
+        """What a node computes in a pass, divided over the axes that nodes are not spread over; None if XLA does so."""
+        if not self.axes:
+            return None
+        shapes, layouts = self.given_shapes(nodes), self.lying(nodes)
+        on = [self.platform, *(platform for platform in PLATFORMS if platform != self.platform)]
+        run, *others = (functools.partial(self.as_node, nodes, platform=platform) for platform in on)
+        pieces = [a.monoid for a in nodes.accumulators]
+        records = self.division.records
+        rooms = self.rooms_of(
+            [None, *(var for var, _ in nodes.sliced), *nodes.wholes]
+        )  # the first is the node's number
+        try:
+            divided = Divided(
+                run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms
+            )
+        except UnsupportedPrimitiveError:
+            if self.divides:
+                raise
+            return None
+        if self.divides:
+            return divided
+        refuse_windows(divided.flow)
+        return None
+
+    def complete(self, nodes: Pass, totals: Sequence[Any]) -> None:
+        """Takes up the totals of a pass."""
+        for accumulator, total in zip(nodes.accumulators, totals, strict=True):
+            if self.mode is Mode.FAST and self.placement.size > 1:
+                total = collectives.all_bits(total)
+            if accumulator.rounded is not None:
+                total = total.astype(accumulator.rounded)
+            total = total.astype(accumulator.var.aval.dtype)
+            self.take_up(accumulator.var, self.dims.get(accumulator.var), total)
+            self.latest = total if can_be_waited_for(total) else self.latest
+
+
+def once_axes(placement: Placement, over_nodes: bool) -> dict[str, int]:
+    """The axes of a placement's mesh over which what is computed once is divided: the nodes' only if that is asked."""
+    return long_axes(placement.mesh) if over_nodes else inner_axes(placement)
+
+
+def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
+    """What the nodes of a pass contribute to, each device its own part of it if it is divided."""
+    shapes = [divided.local(i) if divided else a.var.aval.shape for i, a in enumerate(nodes.accumulators)]
+    return [loops.Sum(a.monoid, shape, a.dtype) for a, shape in zip(nodes.accumulators, shapes, strict=True)]

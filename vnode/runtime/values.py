@@ -1,0 +1,352 @@
+"""The values of an emission so far: which there are, how each lies on the devices, and how it is had otherwise.
+
+Knows flows, layouts and placements. Must not know how values are computed, in passes or once, nor any primitive.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Literal, Var
+from jax.sharding import PartitionSpec
+
+from vnode.analysis.forms import Form, Slice
+from vnode.analysis.passes import Schedule
+from vnode.analysis.program import Atom
+from vnode.operators.in_program import as_array
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch
+from vnode.runtime import loops
+from vnode.runtime.away import fetched, is_away
+from vnode.runtime.divided import Division, Rooms, shape_of, sharded
+from vnode.runtime.mode import Mode
+from vnode.runtime.node import arrange
+from vnode.runtime.once import read_by
+from vnode.spmd.exchange import convert, placed
+from vnode.spmd.layout import Layout, over, replicated
+from vnode.spmd.program import long_axes, spec_of
+from vnode.spmd.shares import Share, restored
+
+
+class Values:
+    """The values of an emission so far.
+
+    Args:
+      schedule: the step.
+      placement: where its nodes live.
+      inputs: values of the program's inputs, as `vnode.runtime.emit.emit` takes them; None if others put in place what
+        is read.
+      mode: what is asked of the emission.
+      slotted: which batched inputs are as devices hold them.
+      division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
+
+    Attributes:
+      whole: values at their global shapes.
+      batched: values of all nodes, in the order of the batch.
+      collected: values of all nodes as devices hold them, of each slot a node's part.
+      stacked: which of these a loop has made: slots are dimension 1, not 0.
+      rooms: values in blocks, of which devices have different numbers, as they are stored; along which dimension is
+        in `dims`.
+      away: values in the host's memory, with their specs.
+      layouts: how values lie, where they do not as a whole one does.
+      arguments: which of them are arguments of the step, in memory as they are.
+      latest: the value that was computed last.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        placement: Placement,
+        inputs: Sequence[Any] | None,
+        mode: Mode,
+        slotted: Collection[int] | None,
+        division: Division | None,
+    ) -> None:
+        self.mode = mode
+        self.schedule = schedule
+        self.placement = placement
+        self.flow = schedule.flow
+        program = self.flow.program
+        self.whole: dict[Var, Any] = dict(program.constants)
+        self.batched: dict[Var, Any] = {}
+        self.collected: dict[Var, Any] = {}
+        self.stacked: set[Var] = set()
+        self.slotted = slotted is not None
+        self.arguments: set[Var] = set()
+        self.platform: str = placement.devices[0].platform
+        self.division = division or Division(automatic=True)
+        self.divides = not self.division.automatic
+        self.by_xla = division is not None and division.automatic  # what is computed once, of shards
+        self.axes = inner_axes(placement) if division is not None else {}
+        lying = zip(program.inputs, self.division.layouts, strict=False)
+        self.layouts = {var: layout for var, layout in lying if layout is not None and not layout.whole}
+        rooms = self.division.rooms
+        stored_so = zip(program.inputs, rooms.inputs if rooms else (), strict=False)
+        self.dims = {var: dim for var, dim in stored_so if dim is not None}
+        self.rooms: dict[Var, Any] = {}
+        self.away: dict[Var, tuple[Any, PartitionSpec]] = {}
+        self.latest: Any = None
+        for i, (var, value) in enumerate(zip(program.inputs, inputs, strict=True)) if inputs is not None else ():
+            if isinstance(value, ShardedBatch):
+                self.collected[var], *_ = value.parts
+            elif slotted is not None and i in slotted and isinstance(self.flow.states[var].form, Slice):
+                self.collected[var] = value
+            elif isinstance(self.flow.states[var].form, Slice):
+                self.batched[var] = value
+            elif var in self.dims:
+                self.rooms[var] = value
+            elif is_away(value):
+                spec = self.division.specs[i] if i < len(self.division.specs) else None
+                self.away[var] = value, spec or PartitionSpec()
+            else:
+                self.whole[var] = value
+
+    def rooms_of(self, several: Sequence[Var | None]) -> Rooms | None:
+        """Which of some values are held in blocks; None for what is no variable."""
+        dims = [None if var is None else self.dims.get(var) for var in several]
+        return Rooms(self.division.rooms.share, dims) if self.division.rooms is not None and any_of(dims) else None
+
+    @functools.cached_property
+    def readers(self) -> dict[Var, set[int]]:
+        """For each value who reads it: actions by their number as objects, and passes and the caller as 0."""
+        found: dict[Var, set[int]] = {}
+        for stage in self.schedule.stages:
+            for action in stage.once:
+                for var in read_by(action):
+                    found.setdefault(var, set()).add(id(action))
+            for var, _ in stage.nodes.recipe.leaves if stage.nodes is not None else ():
+                found.setdefault(var, set()).add(0)
+        for atom in self.flow.program.outputs:
+            if isinstance(atom, Var):
+                found.setdefault(atom, set()).add(0)
+        return found
+
+    def layout(self, var: Var) -> Layout:
+        """How a whole value lies; one that is kept for all nodes, once it is put together."""
+        layout, form = self.layouts.get(var) or replicated(len(var.aval.shape)), self.flow.states[var].form
+        return whole_along(form.dim, layout) if isinstance(form, Slice) else layout
+
+    def layout_in_pass(self, var: Var) -> Layout:
+        """How it lies where nodes read it, which have all of it along their own axis."""
+        return over(self.axes, self.layout(var), self.shape(var))
+
+    def layout_in_node(self, var: Var, form: Slice) -> Layout:
+        """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
+        kept = self.layouts.get(var) if var in self.collected else None
+        return self.layout_in_pass(var) if kept is None else over(self.axes, kept, self.shape(var))
+
+    def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
+        """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
+        entries = [*spec_of(layout)] if self.divides else [None] * (form.dim + 1)
+        return PartitionSpec(
+            *entries[: form.dim], *[None] * (dim - form.dim), self.placement.axis, *entries[form.dim + 1 :]
+        )
+
+    def take_up(self, var: Var, dim: int | None, value: Any) -> None:
+        """Holds a whole value that was made, perhaps in blocks."""
+        if dim is None:
+            self.whole[var] = value
+        else:
+            self.dims[var], self.rooms[var] = dim, value
+
+    def as_stored(self, var: Var) -> Any:
+        """A whole value as it is held: in blocks if it is."""
+        return self.rooms[var] if var in self.rooms else self.read(var)
+
+    def type_of(self, var: Var, value: Any) -> jax.ShapeDtypeStruct:
+        """The type of a whole value, that is held so, in its own shape."""
+        kind = shape_of(value)
+        return kind if var not in self.dims else kind.update(shape=var.aval.shape)
+
+    def shape(self, var: Var) -> tuple[int, ...]:
+        """The shape in which a value is held."""
+        shape, dim, rooms = list(var.aval.shape), self.dims.get(var), self.division.rooms
+        if dim is not None and rooms is not None:
+            shape[dim] = rooms.share.room(shape[dim])
+        return tuple(shape)
+
+    def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
+        """The shape of one node's part of a batched value."""
+        n = form.outer * int(self.flow.node_size * form.ratio)
+        return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
+
+    def read(self, atom: Atom) -> Any:
+        """The whole value of an atom."""
+        if isinstance(atom, Literal):
+            return atom.val
+        if atom in self.away:
+            value, spec = self.away.pop(atom)
+            self.whole[atom] = fetched(value, self.latest, spec, self.placement.mesh)
+        if atom not in self.whole and atom in self.rooms:
+            assert self.division.rooms is not None
+            self.whole[atom] = self.in_one_piece(self.rooms[atom], self.dims[atom], self.division.rooms.share)
+        if atom not in self.whole:
+            value = self.put_together(atom)
+            if self.mode is Mode.INVARIANT and atom not in self.arguments:
+                value = self.in_memory(value)
+            self.whole[atom] = value
+        return self.whole[atom]
+
+    def put_together(self, var: Var) -> Any:
+        """A batched value, whole on each device; along axes that divide what nodes compute it stays as it lies."""
+        if var in self.batched:
+            return self.everywhere(self.batched[var])
+        if not self.divides or var in self.dims:
+            return self.everywhere(self.in_order(var))
+        form, placement, mesh_axes = self.flow.states[var].form, self.placement, long_axes(self.placement.mesh)
+        assert isinstance(form, Slice)
+        kept = self.layout_in_node(var, form)
+        start, end = (Layout((None, *each.dims)) for each in (kept, self.layout_in_pass(var)))
+
+        def on_one(own: Any) -> Any:
+            held = lax.all_gather(own, placement.axis, tiled=True)
+            held = held if placement.even else held[np.array(placement.slots)]
+            shape = (placement.nodes, *self.shape_in_node(var, form))
+            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.node_size, self.units(form))
+
+        return jax.shard_map(
+            placed(mesh_axes)(on_one),
+            mesh=placement.mesh,
+            in_specs=sharded(kept, 0, placement.axis),
+            out_specs=spec_of(self.layout(var)),
+            check_vma=False,
+        )(jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0))
+
+    def output(self, atom: Atom) -> Any:
+        if isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice):
+            if self.divides and atom in self.collected and not self.fits:  # no shards of an array
+                return self.read(atom)
+            return self.batched[atom] if atom in self.batched else self.in_order(atom)
+        value = self.read(atom)
+        return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
+
+    def cut_along(self, value: Any, dim: int, share: Share) -> Any:
+        """A value in blocks, each device's on it."""
+        spec = PartitionSpec(*[None] * dim, share.axes)
+        return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
+
+    def in_one_piece(self, value: Any, dim: int, share: Share) -> Any:
+        """A value in blocks, put together on every device."""
+        return restored(self.everywhere(value), dim, share)
+
+    def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
+        """A batched value as devices hold it, with the slots as dimension `dim`."""
+        if isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form:
+            value, now = self.of_slots(atom), int(atom in self.stacked)
+        else:
+            d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
+            value = self.divided(as_array(self.output(atom), atom), form)
+            value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
+            value = jnp.moveaxis(value, d + 1, 0)
+            value = value.reshape(*value.shape[: d + 1], form.outer * n, *value.shape[d + 3 :])
+            value = lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
+        return jnp.moveaxis(value, now, dim)
+
+    def in_order(self, var: Var) -> Any:
+        """A collected value in the order of the batch."""
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        return arrange(self.of_nodes(var), form, self.flow.node_size, self.units(form))
+
+    def of_nodes(self, var: Var) -> Any:
+        """A collected value, ``[nodes, ...]``."""
+        value = jnp.moveaxis(self.of_slots(var), int(var in self.stacked), 0)
+        return value if self.placement.even else self.everywhere(value)[np.array(self.placement.slots)]
+
+    def of_slots(self, var: Var) -> Any:
+        """A collected value in one piece, ``[slots, ...]``."""
+        value, rooms = self.collected[var], self.division.rooms
+        if rooms is None or var not in self.dims:
+            return value
+        return self.in_one_piece(value, self.dims[var] + 1, rooms.share)
+
+    def in_memory(self, value: Any) -> Any:
+        """A value that what reads it finds in memory; see `vnode.runtime.loops.in_memory`."""
+        return loops.in_memory(value, self.platform in loops.KEEP_BARRIERS)
+
+    def everywhere(self, value: Any) -> Any:
+        """A value whole on each device: the partitioner picks elements of a sharded one by adding zeros to them, which
+        changes the sign of a negative zero."""
+        return lax.with_sharding_constraint(value, self.placement.sharding())
+
+    def as_computed_once(self, value: Any) -> Any:
+        """A value that is computed once: the partitioner, led by who reads it, would compute it in parts, and compilers
+        round those differently."""
+        return self.everywhere(value) if self.mode is Mode.INVARIANT else value
+
+    def in_shards(self, value: Any, form: Form | None) -> Any:
+        """A value that goes through a loop or branch; a batched one is divided by nodes only, if in equal parts.
+
+        Or XLA's partitioner would look for a layout, and who reads the value would gather it, each time.
+        """
+        if not self.divides or not self.axes or not isinstance(form, Slice) or (self.fits and form.outer > 1):
+            return value
+        spec = [*[None] * form.dim, self.placement.axis] if self.fits else []
+        return lax.with_sharding_constraint(value, self.placement.sharding(*spec))
+
+    def units(self, form: Slice) -> int:
+        """How many elements of a run of the batch the placement's nodes hold, padding not included."""
+        start, stop = (min(n * int(self.flow.node_size * form.ratio), form.units) for n in self.range)
+        return stop - start
+
+    @property
+    def fits(self) -> bool:
+        """Whether devices hold equal parts of the batch, without padding."""
+        return self.placement.even and self.flow.filled_by(self.placement.nodes)
+
+    @property
+    def range(self) -> tuple[int, int]:
+        """The first node of the placement, and the one after the last."""
+        return self.placement.first, self.placement.first + self.placement.nodes
+
+    def shard(self, var: Var) -> tuple[Any, int]:
+        """A batched value laid out so that each device's part holds its nodes; with the dimension that is split."""
+        if var in self.collected:
+            return self.collected[var], int(var in self.stacked)
+        form = self.flow.states[var].form
+        assert isinstance(form, Slice)
+        value, n = self.batched[var], int(self.flow.node_size * form.ratio)
+        if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
+            return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
+        return self.divided(value, form), form.dim + 1
+
+    def divided(self, value: Any, form: Slice) -> Any:
+        """A value in the order of the batch as the elements of each slot, one after another.
+
+        Returns:
+          The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
+          a node hold what their device's last real one does.
+        """
+        placement, n = self.placement, int(self.flow.node_size * form.ratio)
+        first, last = placement.first, placement.first + placement.nodes - 1
+        nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
+        rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)
+        value, axis = runs_apart(value, form), form.dim + 1
+        rows = np.minimum(rows - first * n, value.shape[axis] - 1)
+        return jnp.take(self.everywhere(value), rows, axis=axis, mode="clip")
+
+
+def any_of(dims: Sequence[int | None]) -> bool:
+    """Whether one is given."""
+    return any(dim is not None for dim in dims)
+
+
+def inner_axes(placement: Placement) -> dict[str, int]:
+    """The axes of a placement's mesh that nodes are not spread over, as far as they are longer than one."""
+    return {name: size for name, size in long_axes(placement.mesh).items() if name != placement.axis}
+
+
+def whole_along(dim: int, layout: Layout) -> Layout:
+    """A layout of which one dimension is not cut."""
+    return Layout((*layout.dims[:dim], None, *layout.dims[dim + 1 :]))
+
+
+def runs_apart(value: Any, form: Slice) -> Any:
+    """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
+    return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
