@@ -404,6 +404,14 @@ def unpadded(x):
 
 found["unpadded"] = both(unpadded, (1024, 4, 27, 128), timed)
 
+# Zeros that a loop begins with are made there, also if others read them.
+def zeros(x):
+    start = jnp.zeros((8192, 8192))
+    total, _ = lax.scan(lambda c, time: (c + jnp.tanh(time * x), None), start, jnp.arange(8.0))
+    return jnp.sum(jnp.sin(total)), jnp.sum(jnp.square(start) + jnp.square(total))
+
+found["zeros"] = both(zeros, (8192, 8192))
+
 # Residuals of several arrays are written, and the loss's gradient is not; updates come after products, or at once.
 for plan in plans(models("tpu")["mlp"]()):
     if plan.name in ("Megatron over x, y on 2x4", "state at random 7 on 8"):
@@ -414,6 +422,6 @@ print(json.dumps(found))
 
 def test_what_is_written_and_when(tmp_path: Path) -> None:
     found = said(WRITTEN.replace("FOLDER", repr(str(tmp_path))))
-    assert len(found) == 13
+    assert len(found) == 14
     for name, (predicted, held) in found.items():
         assert abs(predicted / held - 1) <= 0.05, (name, predicted, held)

@@ -37,6 +37,10 @@ GOES_BY_EACH = {Shape.EACH, Shape.SAME, Shape.MOVED}
 """What goes element by element, so that it reads in any order; what is another name for its operand is no kernel."""
 
 
+COMPUTES = {Shape.EACH, Shape.SAME, Shape.MOVED, Shape.REDUCED, Shape.CONTRACTED}
+"""What makes the constants that it reads."""
+
+
 SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
 """What reads a slice of an array that a loop goes through without a copy of it."""
 
@@ -81,7 +85,7 @@ def buffers_of(
     read: list[frozenset[Var]] = []
     inside, over = list[int](), list[tuple[tuple[Var, Var], ...]]()
     later: list[tuple[int, list[Var], list[tuple[tuple[Var, int], ...]]]] = []  # of kernels what else they do, in order
-    counted = set(maker) - set(elsewhere) - (made_in_loops(kernels) if target.sinks else set())
+    counted = set(maker) - set(elsewhere) - (made_where_read(kernels) if target.sinks else set())
     readers: dict[Var, list[Shape]] = {}
     beside: dict[int, list[Var]] = {}  # for loops what they hold besides their results
     rounded: dict[Var, Var] = {}  # what loops read, as it is made in bfloat16 before the first of them
@@ -196,15 +200,17 @@ def made_of_nothing(kernels: Kernels) -> set[Var]:
     return nothing
 
 
-def made_in_loops(kernels: Kernels) -> set[Var]:
-    """What is made of constants, and read by loops alone: compilers make it there, bit by bit.
+def made_where_read(kernels: Kernels) -> set[Var]:
+    """What is made of constants, and read by loops, and by what computes: compilers make it there, bit by bit.
 
-    (``WhileLoopConstantSinking``; seen of broadcasts and masks in programs for TPUs.) What loops carry and begin with
-    so is in the place of what they give.
+    (``WhileLoopConstantSinking``, and fusions that have constants of their own; seen of broadcasts and masks in
+    programs for TPUs.) What loops carry and begin with so is in the place of what they give.
     """
     found = {kernels.memory_of(var) for var in made_of_nothing(kernels)}
     found -= {kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)}
     for kernel in kernels.kernels:
+        if kernel.shape in COMPUTES:
+            continue
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
         changing = region.scanned if region is not None else ()
         reads = kernel.piece.reads if region is None else [kernel.root.invars[i] for i in changing]

@@ -36,7 +36,7 @@ class Target:
       adds_after: whether sums over devices that a loop, or the program, adds up are done once, after it.
       ordered: whether convolutions read and write arrays in one order of dimensions only.
       on_chip: bytes of temporary arrays that are held on the chip, rather than in the device's memory.
-      sinks: whether what is made of constants is made in loops, where these read it, rather than before them.
+      sinks: whether what is made of constants is made where loops, and others that compute, read it, and not before.
       weighs: whether what several read is computed in each of them, however dear, unless it has several large operands
         and these then read more bytes than are moved if it is written once; otherwise unless it is dear.
       copies_gathered: whether arguments whose place gathered results take are copied, and these results too.
