@@ -18,7 +18,7 @@ The rules are those of XLA's fusion of producers into consumers (``instruction_f
   transposition of a contraction's result that nobody else reads, which the contraction writes in that order.
 - There, a product takes in a slice whose place is known at run time only if it is of whole tiles, and keeps them;
   others are written first. What such a slice is cut out of is written if others read it too, and so is what is computed
-  element by element for the slice and for others.
+  element by element for the slice and for others; these compute it again if they read what it is made of anyway.
 - There, a slice of what is gathered over devices is written: it is in no kernel with others.
 - There, what makes a block that is put into an array, in place, writes it there.
 - There, an array with some elements replaced (a scatter) is made inside of what reads only a part of it.
@@ -157,6 +157,15 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         least = min(takes[id(reader)] for reader in readers)
         in_cut = any(id(reader) in cut for reader in readers)
         if in_cut and len(within) > 1 and shape is not Shape.SAME:
+            others = [sinks.get(id(reader), {id(reader)}) for reader in readers if id(reader) not in cut]
+            roots = {root for several in others for root in several if takes[root] >= 2}
+            able = {root for root in roots if reads_all_of(root, eqn, program, shapes, users, sinks)}
+            if able and shape is Shape.EACH and id(eqn) not in kept:
+                only[id(eqn)] = sinks[id(eqn)] = frozenset(able)
+                takes[id(eqn)] = min(takes[root] for root in able)
+                inside.add(id(eqn))
+                written.add(id(eqn))
+                repeated.add(id(eqn))
             continue
         if shape is Shape.CONTRACTED:
             same = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
@@ -225,6 +234,41 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
         narrow |= rounded_beside(program, made, shapes, users, ends)
     found = Kernels(program, made, names, frozenset(narrow), target.aligned, target.tiles)
     return dataclasses.replace(found, kernels=tuple(in_memory(kernel, found) for kernel in made)) if narrow else found
+
+
+def reads_all_of(
+    root: int,
+    eqn: JaxprEqn,
+    program: Program,
+    shapes: Mapping[int, Shape],
+    users: Mapping[Var, Sequence[JaxprEqn]],
+    sinks: Mapping[int, Set[int]],
+) -> bool:
+    """Whether a kernel reads from memory all arrays from which something is computed element by element, whatever else.
+
+    Args:
+      root: the kernel's last equation, by its number as an object.
+      eqn: what computes it.
+      program: of both.
+      shapes: of its equations.
+      users: who reads what.
+      sinks: for equations that are computed in kernels, in which.
+    """
+    pending, seen = [atom for atom in eqn.invars if isinstance(atom, Var)], set[Var]()
+    found = False
+    while pending:
+        var = pending.pop()
+        if var in seen or var.aval.size < eqn.outvars[0].aval.size:
+            continue
+        seen.add(var)
+        maker = program.definitions.get(var)
+        if any(each is not eqn and root in sinks.get(id(each), {id(each)}) for each in users[var]):
+            found = True
+        elif maker is None or shapes[id(maker)] not in (Shape.EACH, Shape.SAME):
+            return False
+        else:
+            pending += [atom for atom in maker.invars if isinstance(atom, Var)]
+    return found
 
 
 def slices_gathered(eqn: JaxprEqn, program: Program, shapes: Mapping[int, Shape]) -> bool:
