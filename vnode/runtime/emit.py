@@ -316,7 +316,11 @@ class Emission:
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
         kept = self.layouts.get(var) if var in self.collected else None
-        return self.layout_in_pass(var) if kept is None else over(self.axes, kept, self.shape(var))
+        if kept is None:
+            return self.layout_in_pass(var)
+        shape = [*self.shape(var)]
+        shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # whose indices `kept` counts
+        return over(self.axes, kept, shape)
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
         """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
@@ -404,6 +408,10 @@ class Emission:
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
+    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+        """A value for a loop or branch that takes it in a form: a whole one may be where a batched one comes later."""
+        return self.output(atom) if isinstance(form, Slice) else self.read(atom)
+
     def run_nested(self, action: Evaluation) -> None:
         """Evaluates a loop or branch whose bodies have passes of their own.
 
@@ -422,28 +430,26 @@ class Emission:
             if i in apart and isinstance(form, Slice):
                 operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
             else:
-                value = as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom)
+                value = as_array(self.taken_as(form, atom), atom)
                 operands.append(value if slotted else self.in_shards(value, form))
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
             arguments = [k for k, i in enumerate(given) if i in lying]
 
-            def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
+            def bounded(forms: Sequence[Form], values: Sequence[Any]) -> list[Any]:
+                pairs = list(zip(values, forms, strict=True))
                 if flow.batch == self.flow.batch:
-                    pairs = zip(values, (flow.state(atom).form for atom in atoms), strict=True)
                     return [*values] if slotted else list(itertools.starmap(self.in_shards, pairs))
-                return [  # a batch of the body's own exists whole around it
-                    self.as_computed_once(value) if isinstance(flow.state(atom).form, Slice) else value
-                    for atom, value in zip(atoms, values, strict=True)
-                ]
+                # a batch of the body's own exists whole around it
+                return [self.as_computed_once(value) if isinstance(form, Slice) else value for value, form in pairs]
 
-            values = bounded(flow.program.inputs, inputs)
+            values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
-            return bounded(flow.program.outputs, outputs)
+            return bounded(flow.output_forms, outputs)  # and not as this body has them: another may have them in parts
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [
@@ -562,7 +568,11 @@ class Emission:
             return self.collected[var], int(var in self.stacked)
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        value, n = self.batched[var], int(self.flow.node_size * form.ratio)
+        return self.laid_out(self.batched[var], form)
+
+    def laid_out(self, value: Any, form: Slice) -> tuple[Any, int]:
+        """The same of a value in the order of the batch."""
+        n = int(self.flow.node_size * form.ratio)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
         return self.divided(value, form), form.dim + 1
