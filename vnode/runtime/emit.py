@@ -881,7 +881,8 @@ def whole_along(dim: int, layout: Layout) -> Layout:
 
 def runs_apart(value: Any, form: Slice) -> Any:
     """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
-    return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
+    before, n, after = value.shape[: form.dim], value.shape[form.dim], value.shape[form.dim + 1 :]
+    return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may be of length 0
 
 
 def sums_of(nodes: Pass, divided: Divided | None = None) -> list[loops.Sum]:
