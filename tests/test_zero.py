@@ -200,6 +200,30 @@ def test_elements_are_rounded_alike_in_parts_of_any_length() -> None:
     assert all(bits == seen[0] for bits in seen)
 
 
+@pytest.mark.quickly
+@pytest.mark.parametrize("order", [("model", "data"), ("data", "model")], ids=str)
+def test_concatenated_and_cut_over_two_axes(order: tuple[str, ...]) -> None:
+    """Blocks of 8 that are moved: along the other axis they are cut by elements, and along the nodes' further."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(x * params["short"]) @ params["long"].reshape(8, 2)) ** 2)
+
+        grads = jax.grad(loss)(params)
+        both = jnp.concatenate([grads["short"], grads["long"]])
+        both = both * jnp.tanh(both)
+        return {"short": params["short"] - both[:8], "long": params["long"] - both[8:]}
+
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=n), jnp.float32) for name, n in (("short", 8), ("long", 16))}
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    placement = vnode.Placement(8, mesh=mesh_of(2, 2), axis="data")
+    virtual = vnode.virtualize(
+        step, virtual_nodes=8, placement=placement, partition={"short|long": PartitionSpec(order)}
+    )
+    assert_same(virtual(virtual.put(params), x), jax.jit(step), params, x)
+
+
 def collectives(compiled: Any) -> dict[str, list[int]]:
     """Elements of the results of a compiled program's collectives, by kind; of more than a hundred each."""
     found = collections.defaultdict(list)
