@@ -200,6 +200,53 @@ def test_elements_are_rounded_alike_in_parts_of_any_length() -> None:
     assert all(bits == seen[0] for bits in seen)
 
 
+def of_constants(state: Any, x: jax.Array) -> Any:
+    """What is added to gradients is computed of nothing, or of what the step holds itself."""
+    held = np.random.default_rng(3).normal(size=(WIDTH, HIDDEN)).astype(np.float32)
+
+    def noise(name: str, g: jax.Array) -> jax.Array:
+        counted = jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)
+        if name == "in":
+            return 0.0137 * jnp.tanh(held) + 0.01 * jax.lax.erf_inv(0.9 * jnp.sin(counted * 0.77))
+        return 0.1137 * jax.lax.broadcasted_iota(g.dtype, g.shape, g.ndim - 1) + 0.3331 * g + 1e-3 * counted
+
+    grads = jax.grad(loss_fn)(state, x)
+    return {name: p - 0.1 * (grads[name] + noise(name, grads[name])) for name, p in state.items()}
+
+
+def of_gradients(state: Any, x: jax.Array) -> Any:
+    """Functions of gradients alone, whose last bits are those of what comes back."""
+    grads = jax.grad(loss_fn)(state, x)
+    return {name: p - 0.1 * jnp.sin(grads[name] * 7) * jnp.exp(grads[name]) for name, p in state.items()}
+
+
+@pytest.mark.parametrize("given", ["as it is", "sharded", "by patterns"])
+@pytest.mark.parametrize("step", [of_constants, of_gradients])
+@pytest.mark.parametrize("model", [1, 2])
+def test_one_device_along_the_nodes_computes_as_several(step: Any, given: str, model: int) -> None:
+    """An axis of one device divides nothing, and XLA does not name it; and one device sees all of a constant."""
+    params, x, seen = state_of(OPTIMIZERS["adamw"])["params"], examples(), []
+    for nodes in (1, 2, 8 // model):
+        over = mesh_of(nodes, model)
+        placement = vnode.Placement(8, mesh=over, axis="data")
+        specs = {"in": PartitionSpec("data", None), "bias": PartitionSpec("data"), "out": PartitionSpec(None, "data")}
+        virtual = vnode.virtualize(
+            step, virtual_nodes=8, placement=placement, partition={} if given == "sharded" else specs
+        )
+        state = params
+        if given == "sharded":
+            state = {name: jax.device_put(leaf, NamedSharding(over, specs[name])) for name, leaf in params.items()}
+        elif given == "by patterns":
+            state = virtual.put(params)
+        for _ in range(3):
+            state = virtual(state, x)
+        assert {name: leaf.sharding.spec for name, leaf in state.items()} == {
+            name: PartitionSpec(*[entry for entry in spec if entry or spec[-1]]) for name, spec in specs.items()
+        }
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert all(bits == seen[0] for bits in seen)
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("order", [("model", "data"), ("data", "model")], ids=str)
 def test_concatenated_and_cut_over_two_axes(order: tuple[str, ...]) -> None:

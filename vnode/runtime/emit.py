@@ -242,17 +242,35 @@ class Emission:
         else:
             given, far = [self.read(var) for var in together.reads], [False] * len(given)
 
-        def device_program(latest: Any, values: Sequence[Any]) -> list[Any]:
-            own = [Later(functools.partial(brought, v)) if late else v for v, late in zip(values, far, strict=True)]
-            return divided(own, latest)
+        constant = [var in self.flow.program.constants for var in together.reads]
+        made = [v for v, late, known in zip(given, far, constant, strict=True) if not late and not known]
+        other = None if alike is None or any(map(Rounding.can_be_of, made)) else self.other_for_rounding
+
+        def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
+            several = list(zip(values, far, constant, strict=True))
+            own = [Later(functools.partial(brought, v)) if late else v for v, late, _ in several]
+            rounding = None
+            if alike is not None:
+                rounding = Rounding.of([*(v for v, late, known in several if not late and not known), other])
+            if rounding is not None:
+                own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
+            return divided(own, latest, rounding)
 
         values = jax.shard_map(
             device_program,
             mesh=self.placement.mesh,
-            in_specs=(PartitionSpec(), list(map(spec_of, divided.inputs))),
+            in_specs=(
+                PartitionSpec(),
+                None if other is None else spec_of(self.layout(other)),
+                list(map(spec_of, divided.inputs)),
+            ),
             out_specs=list(map(spec_of, divided.results)),
             check_vma=False,
-        )(element(self.latest) if any(far) and self.latest is not None else None, given)
+        )(
+            element(self.latest) if any(far) and self.latest is not None else None,
+            None if other is None else self.whole[other],
+            given,
+        )
         several = zip(together.wanted, divided.dims, divided.results, values, strict=True)
         for (var, form), dim, layout, value in several:
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
@@ -260,6 +278,15 @@ class Emission:
                 self.layouts[var] = layout
             if not isinstance(form, Slice) and can_be_waited_for(value):
                 self.latest = value
+
+    @property
+    def other_for_rounding(self) -> Var | None:
+        """A whole value for what is given none of which a rounding can be made; as it lies, so that nothing is sent.
+
+        What is computed of constants alone, say, which compilers compute themselves where they see all of it.
+        """
+        several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
+        return next((var for var, value in several if Rounding.can_be_of(value)), None)
 
     def take_up(self, var: Var, dim: int | None, value: Any) -> None:
         """Holds a whole value that was made, perhaps in blocks."""
