@@ -200,6 +200,77 @@ def test_elements_are_rounded_alike_in_parts_of_any_length() -> None:
     assert all(bits == seen[0] for bits in seen)
 
 
+def of_constants(state: Any, x: jax.Array) -> Any:
+    """What is added to gradients is computed of nothing, or of what the step holds itself."""
+    held = np.random.default_rng(3).normal(size=(WIDTH, HIDDEN)).astype(np.float32)
+
+    def noise(name: str, g: jax.Array) -> jax.Array:
+        counted = jnp.arange(g.size, dtype=g.dtype).reshape(g.shape)
+        if name == "in":
+            return 0.0137 * jnp.tanh(held) + 0.01 * jax.lax.erf_inv(0.9 * jnp.sin(counted * 0.77))
+        return 0.1137 * jax.lax.broadcasted_iota(g.dtype, g.shape, g.ndim - 1) + 0.3331 * g + 1e-3 * counted
+
+    grads = jax.grad(loss_fn)(state, x)
+    return {name: p - 0.1 * (grads[name] + noise(name, grads[name])) for name, p in state.items()}
+
+
+def of_gradients(state: Any, x: jax.Array) -> Any:
+    """Functions of gradients alone, whose last bits are those of what comes back."""
+    grads = jax.grad(loss_fn)(state, x)
+    return {name: p - 0.1 * jnp.sin(grads[name] * 7) * jnp.exp(grads[name]) for name, p in state.items()}
+
+
+@pytest.mark.parametrize("given", ["as it is", "sharded", "by patterns"])
+@pytest.mark.parametrize("step", [of_constants, of_gradients])
+@pytest.mark.parametrize("model", [1, 2])
+def test_one_device_along_the_nodes_computes_as_several(step: Any, given: str, model: int) -> None:
+    """An axis of one device divides nothing, and XLA does not name it; and one device sees all of a constant."""
+    params, x, seen = state_of(OPTIMIZERS["adamw"])["params"], examples(), []
+    for nodes in (1, 2, 8 // model):
+        over = mesh_of(nodes, model)
+        placement = vnode.Placement(8, mesh=over, axis="data")
+        specs = {"in": PartitionSpec("data", None), "bias": PartitionSpec("data"), "out": PartitionSpec(None, "data")}
+        virtual = vnode.virtualize(
+            step, virtual_nodes=8, placement=placement, partition={} if given == "sharded" else specs
+        )
+        state = params
+        if given == "sharded":
+            state = {name: jax.device_put(leaf, NamedSharding(over, specs[name])) for name, leaf in params.items()}
+        elif given == "by patterns":
+            state = virtual.put(params)
+        for _ in range(3):
+            state = virtual(state, x)
+        assert {name: leaf.sharding.spec for name, leaf in state.items()} == {
+            name: PartitionSpec(*[entry for entry in spec if entry or spec[-1]]) for name, spec in specs.items()
+        }
+        seen.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)])
+    assert all(bits == seen[0] for bits in seen)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("order", [("model", "data"), ("data", "model")], ids=str)
+def test_concatenated_and_cut_over_two_axes(order: tuple[str, ...]) -> None:
+    """Blocks of 8 that are moved: along the other axis they are cut by elements, and along the nodes' further."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            return jnp.mean((jnp.tanh(x * params["short"]) @ params["long"].reshape(8, 2)) ** 2)
+
+        grads = jax.grad(loss)(params)
+        both = jnp.concatenate([grads["short"], grads["long"]])
+        both = both * jnp.tanh(both)
+        return {"short": params["short"] - both[:8], "long": params["long"] - both[8:]}
+
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=n), jnp.float32) for name, n in (("short", 8), ("long", 16))}
+    x = jnp.asarray(rng.normal(size=(16, 8)), jnp.float32)
+    placement = vnode.Placement(8, mesh=mesh_of(2, 2), axis="data")
+    virtual = vnode.virtualize(
+        step, virtual_nodes=8, placement=placement, partition={"short|long": PartitionSpec(order)}
+    )
+    assert_same(virtual(virtual.put(params), x), jax.jit(step), params, x)
+
+
 def collectives(compiled: Any) -> dict[str, list[int]]:
     """Elements of the results of a compiled program's collectives, by kind; of more than a hundred each."""
     found = collections.defaultdict(list)

@@ -15,7 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.partition.test_plan import normal
+from benchmarks.partition import possible
+from tests.partition.test_plan import V5E, normal
+from tests.rounding import assert_same
 from vnode.partition import Machine, Plan
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.search import plan_of
@@ -157,3 +159,93 @@ def test_bits_do_not_depend_on_how_many_devices_put_values_together(name: str, b
         results.append(step(step.put(args[0]), args[1]))
     for a, b in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def by_words(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """Examples and their words are one dimension, of which something is needed whole."""
+    x, y = batch
+
+    def loss(params: Params) -> Any:
+        each = ((encoded(params, x) - y) ** 2).mean(-1).reshape(-1)
+        return each.mean(), each
+
+    params, (value, each) = updated(loss, params, has_aux=True)
+    return params, (value, jnp.sort(each), each * each.max())
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize(
+    ("sizes", "nodes", "batch", "seed"),
+    [
+        ({"vnode": 2, "model": 4}, 3, 16, 0),  # one row has two nodes, the other one
+        ({"vnode": 2, "model": 4}, 4, 15, 1),  # the last node is not full
+        ({"vnode": 2, "model": 2, "model2": 2}, 4, 16, 2),
+    ],
+)
+def test_parts_of_nodes_are_put_together_that_are_divided_along_their_examples(
+    sizes: dict[str, int], nodes: int, batch: int, seed: int
+) -> None:
+    """A node's examples do not count as the whole batch's do: neither are all, nor are they padded alike."""
+    args = {"up": normal(1, 12, 24), "down": normal(2, 24, 8)}, (normal(3, batch, 6, 12), normal(4, batch, 6, 8))
+    subject = subject_of(on_nodes(by_words, nodes, {}), args)
+    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    drawn = possible(on.search.problem, np.random.default_rng(seed))
+    plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
+    assert_same(plan.step()(*args), jax.jit(by_words), *args)
+
+
+def in_one_branch(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """What one branch computes of each example, another has zeros for."""
+    x, y = batch
+
+    def centred(h: jax.Array) -> Any:
+        h = h - h.mean(0)
+        return h, jnp.sum(h**2, 1)
+
+    def as_it_is(h: jax.Array) -> Any:
+        return h * 0.5, jnp.zeros(len(h))
+
+    h = x @ params["up"]
+    h, more = jax.lax.cond(h.mean() > params["above"], centred, as_it_is, h)
+    loss = jnp.mean((h @ params["down"] - y) ** 2) + more.mean()
+    return {**params, "above": params["above"] + loss}, (loss, more)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("above", [-9.0, 9.0])
+@pytest.mark.parametrize(("sizes", "nodes"), [({"vnode": 2, "model": 4}, 5), ({"vnode": 4, "model": 2}, 4)])
+def test_zeros_in_the_place_of_what_another_branch_computes_of_each_example(
+    sizes: dict[str, int], nodes: int, above: float
+) -> None:
+    """Branches hand on alike what only one of them has in parts: where rows differ their own part, else shards."""
+    params = {"up": normal(1, 12, 24), "down": normal(2, 24, 8), "above": jnp.asarray(np.float32(above))}
+    args = params, (normal(3, 16, 12), normal(4, 16, 8))
+    subject = subject_of(on_nodes(in_one_branch, nodes, {}), args)
+    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    for seed in range(2):
+        drawn = possible(on.search.problem, np.random.default_rng(seed))
+        plan = plan_of(subject, on.candidate("random", on.search.flow(drawn)), V5E, GIB, {})
+        assert_same(plan.step()(*args), jax.jit(in_one_branch), *args)
+
+
+def in_turn(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
+    """One example after another, each with what those before left; and what all of them are needed for beside it."""
+    x, y = batch
+
+    def loss(params: Params) -> Any:
+        h = encoded(params, x)
+        after, seen = jax.lax.scan(lambda c, row: (jnp.tanh(0.5 * c + row), c.sum()), jnp.zeros(8), h)
+        return jnp.mean((h - y) ** 2) + after.mean(), seen
+
+    return updated(loss, params, has_aux=True)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize(("sizes", "nodes"), [({"vnode": 2, "model": 4}, 3), ({"vnode": 4, "model": 2}, 8)])
+def test_examples_in_turn_are_read_whole(sizes: dict[str, int], nodes: int) -> None:
+    """Where rows have different numbers of nodes, too."""
+    args = {"up": normal(1, 12, 24), "down": normal(2, 24, 8)}, (normal(3, 16, 12), normal(4, 16, 8))
+    subject = subject_of(on_nodes(in_turn, nodes, {}), args)
+    on = OnMesh(subject, V5E, sizes, "cpu", None)
+    plan = plan_of(subject, on.candidate("whole", on.whole), V5E, GIB, {})
+    assert_same(plan.step()(*args), jax.jit(in_turn), *args)

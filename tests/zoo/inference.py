@@ -229,3 +229,19 @@ def statistics_collection_for_evaluation() -> Program:
 
     state = (kit.dense(WIDTH, 6, CLASSES), jnp.asarray(10), kit.normal(6), kit.uniform(6))
     return Program(step, (state, kit.normal(14, WIDTH)))
+
+
+@case(item=12, batch=7)
+def leaves_without_elements() -> Program:
+    """Optional features that this data set does not have: nothing of each example, in a batch that is no multiple."""
+
+    def step(w: jax.Array, batch: dict[str, jax.Array]) -> Any:
+        def loss_fn(w: jax.Array) -> jax.Array:
+            return jnp.mean((jnp.concatenate([batch["x"], batch["more"]], 1) @ w) ** 2)
+
+        loss, grad = jax.value_and_grad(loss_fn)(w)
+        per_example = {"doubled": batch["more"] * 2, "names": batch["names"] + 1, "sorted": jnp.sort(batch["more"], 0)}
+        return kit.sgd(w, grad), (loss, batch["more"].sum(), per_example)
+
+    batch = {"x": kit.normal(7, 3), "more": jnp.zeros((7, 0), kit.real()), "names": jnp.zeros((7, 0, 2), jnp.int32)}
+    return Program(step, (kit.normal(3, 2, scale=0.3), batch))

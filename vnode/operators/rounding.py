@@ -44,11 +44,25 @@ class Rounding:
             loops, and what is made in one is in memory for whoever reads it.
         """
         for value in values:
-            if getattr(value, "size", 0) and not jnp.issubdtype(value.dtype, jax.dtypes.extended):
+            if Rounding.can_be_of(value):
                 first = lax.slice(value, (0,) * value.ndim, (1,) * value.ndim).reshape(())
                 start = ((first != 0).astype(jnp.int32), jnp.uint32(0))
                 return Rounding(lax.while_loop(lambda s: s[0] > 0, lambda s: (s[0] - 1, s[1] * 2), start)[1])
         return None
+
+    @staticmethod
+    def can_be_of(value: Any) -> bool:
+        """Whether a value has a number of which a rounding can be made."""
+        return bool(getattr(value, "size", 0)) and not jnp.issubdtype(value.dtype, jax.dtypes.extended)
+
+    def unknown(self, constant: Any) -> Any:
+        """A constant of several elements that compilers do not know for one.
+
+        They would compute what is made of it while they compile, and round that otherwise than a device does; and only
+        where they see all of it, which of parts they do not.
+        """
+        several = jnp.size(constant) > 1 and self.is_at_stake(constant, adds=False)
+        return self.rounded(jnp.asarray(constant)) if several else constant
 
     def each(self, eqn: JaxprEqn, description: OperatorDescription | None, results: Sequence[Any]) -> list[Any]:
         """Results of an equation, rounded before anything else is computed of them if compilers might not.

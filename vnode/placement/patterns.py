@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement
-from vnode.placement.transfer import lies_on, resharding, to_placement
+from vnode.placement.transfer import lies_on, named_so, resharding, to_placement
 from vnode.placement.uneven import UnevenSpec
 from vnode.show.units import several
 
@@ -183,7 +183,7 @@ def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[
         if not isinstance(leaf, jax.Array):
             return jax.device_put(leaf, target)
         if leaf.sharding.is_equivalent_to(target, leaf.ndim):
-            return leaf
+            return named_so(leaf, target)
         if not lies_on(leaf.sharding, placement.devices):
             leaf = to_placement(leaf, placement)
         if away:

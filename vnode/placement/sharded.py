@@ -94,7 +94,7 @@ def in_order(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, .
     def run(parts: tuple[Any, ...]) -> jax.Array:
         held = jax.lax.with_sharding_constraint(parts, here)
         nodes = jnp.concatenate([part[np.array(group.slots)] for part, group in zip(held, groups, strict=True)])
-        return nodes.reshape(-1, *nodes.shape[2:])[:size]
+        return nodes.reshape(nodes.shape[0] * nodes.shape[1], *nodes.shape[2:])[:size]
 
     return jax.jit(run)
 

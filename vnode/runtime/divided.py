@@ -17,6 +17,7 @@ from vnode.analysis.meshless import meshless
 from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
+from vnode.operators.rounding import Rounding
 from vnode.placement.context import NO_MESH
 from vnode.spmd.backward import wished
 from vnode.spmd.blocks import in_blocks
@@ -73,6 +74,9 @@ class Division:
 
 class Divided:
     """A function of arrays, followed by layouts; called with one device's arrays, it gives that device's results.
+
+    It may be called with the latest result of the program around it as well, and with a rounding; else one is made of
+    what it is called with, if it is to have one.
 
     Args:
       fun: from a list of arrays to a list of arrays.
@@ -136,8 +140,9 @@ class Divided:
         self.shapes = [atom.aval.shape for atom in program.outputs]
         self.axes, self.platform, self.alike = axes, platform, alike
 
-    def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
-        return run(self.flow, [*values, *self.captured], self.axes, self.platform, alike=self.alike, latest=latest)
+    def __call__(self, values: Sequence[Any], latest: Any = None, rounding: Rounding | None = None) -> list[Any]:
+        alike = self.alike and dataclasses.replace(self.alike, rounding=rounding)
+        return run(self.flow, [*values, *self.captured], self.axes, self.platform, alike=alike, latest=latest)
 
     def local(self, i: int) -> tuple[int, ...]:
         """The shape of one device's array of a result."""

@@ -159,17 +159,35 @@ class Emission(PassEmission):
         else:
             given, far = [self.read(var) for var in together.reads], [False] * len(given)
 
-        def device_program(latest: Any, values: Sequence[Any]) -> list[Any]:
-            own = [Later(functools.partial(brought, v)) if late else v for v, late in zip(values, far, strict=True)]
-            return divided(own, latest)
+        constant = [var in self.flow.program.constants for var in together.reads]
+        made = [v for v, late, known in zip(given, far, constant, strict=True) if not late and not known]
+        other = None if alike is None or any(map(Rounding.can_be_of, made)) else self.other_for_rounding
+
+        def device_program(latest: Any, other: Any, values: Sequence[Any]) -> list[Any]:
+            several = list(zip(values, far, constant, strict=True))
+            own = [Later(functools.partial(brought, v)) if late else v for v, late, _ in several]
+            rounding = None
+            if alike is not None:
+                rounding = Rounding.of([*(v for v, late, known in several if not late and not known), other])
+            if rounding is not None:
+                own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
+            return divided(own, latest, rounding)
 
         values = jax.shard_map(
             device_program,
             mesh=self.placement.mesh,
-            in_specs=(PartitionSpec(), list(map(spec_of, divided.inputs))),
+            in_specs=(
+                PartitionSpec(),
+                None if other is None else spec_of(self.layout(other)),
+                list(map(spec_of, divided.inputs)),
+            ),
             out_specs=list(map(spec_of, divided.results)),
             check_vma=False,
-        )(element(self.latest) if any(far) and self.latest is not None else None, given)
+        )(
+            element(self.latest) if any(far) and self.latest is not None else None,
+            None if other is None else self.whole[other],
+            given,
+        )
         several = zip(together.wanted, divided.dims, divided.results, values, strict=True)
         for (var, form), dim, layout, value in several:
             self.take_up(var, dim, value) if not isinstance(form, Slice) else self.batched.update({var: value})
@@ -177,6 +195,15 @@ class Emission(PassEmission):
                 self.layouts[var] = layout
             if not isinstance(form, Slice) and can_be_waited_for(value):
                 self.latest = value
+
+    @property
+    def other_for_rounding(self) -> Var | None:
+        """A whole value for what is given none of which a rounding can be made; as it lies, so that nothing is sent.
+
+        What is computed of constants alone, say, which compilers compute themselves where they see all of it.
+        """
+        several = ((var, value) for var, value in self.whole.items() if var not in self.flow.program.constants)
+        return next((var for var, value in several if Rounding.can_be_of(value)), None)
 
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
@@ -225,28 +252,26 @@ class Emission(PassEmission):
             if i in apart and isinstance(form, Slice):
                 operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
             else:
-                value = as_array(self.output(atom) if isinstance(form, Slice) else self.read(atom), atom)
+                value = as_array(self.taken_as(form, atom), atom)
                 operands.append(value if slotted else self.in_shards(value, form))
 
         def body(made: Schedule, given: Sequence[int], inputs: Sequence[Any]) -> list[Any]:
             flow = made.flow
             arguments = [k for k, i in enumerate(given) if i in lying]
 
-            def bounded(atoms: Sequence[Atom], values: Sequence[Any]) -> list[Any]:
+            def bounded(forms: Sequence[Form], values: Sequence[Any]) -> list[Any]:
+                pairs = list(zip(values, forms, strict=True))
                 if flow.batch == self.flow.batch:
-                    pairs = zip(values, (flow.state(atom).form for atom in atoms), strict=True)
                     return [*values] if slotted else list(itertools.starmap(self.in_shards, pairs))
-                return [  # a batch of the body's own exists whole around it
-                    self.as_computed_once(value) if isinstance(flow.state(atom).form, Slice) else value
-                    for atom, value in zip(atoms, values, strict=True)
-                ]
+                # a batch of the body's own exists whole around it
+                return [self.as_computed_once(value) if isinstance(form, Slice) else value for value, form in pairs]
 
-            values = bounded(flow.program.inputs, inputs)
+            values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
             layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
-            return bounded(flow.program.outputs, outputs)
+            return bounded(flow.output_forms, outputs)  # and not as this body has them: another may have them in parts
 
         lying = {i for i in region.fixed if isinstance(atom := eqn.invars[i], Var) and atom in self.arguments}
         bodies = [

@@ -98,8 +98,8 @@ class Whole:
         self.results = [replicated(len(var.aval.shape)) for var, _ in fun.wanted]
         self.dims = (None,) * len(fun.wanted)
 
-    def __call__(self, values: Sequence[Any], latest: Any = None) -> list[Any]:
-        rounding = Rounding.of(values) if self.alike is not None else None
+    def __call__(self, values: Sequence[Any], latest: Any = None, rounding: Rounding | None = None) -> list[Any]:
+        rounding = rounding or Rounding.of(values) if self.alike is not None else None
         return dataclasses.replace(self.fun, place=Once(self.fun.place.platform, rounding))(values)
 
 

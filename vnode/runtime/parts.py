@@ -32,7 +32,7 @@ def part(value: Any, form: Slice, flow: Flow, group: Placement) -> Any:
         shape = value.shape
         runs = value.reshape(*shape[: form.dim], form.outer, form.units, *shape[form.dim + 1 :])
         runs = runs[(slice(None),) * (form.dim + 1) + (slice(start, stop),)]
-        value = runs.reshape(*shape[: form.dim], -1, *shape[form.dim + 1 :])
+        value = runs.reshape(*shape[: form.dim], form.outer * (stop - start), *shape[form.dim + 1 :])
     fits = form.outer == 1 and group.even and stop - start == group.nodes * n
     return jax.device_put(value, group.sharding(*[None] * form.dim, group.axis) if fits else group.sharding())
 
@@ -42,10 +42,10 @@ def join_along(dim: int, outer: int) -> Callable[[Sequence[Any]], Any]:
     """A program that concatenates parts of a batched value, run by run."""
 
     def join(parts: Sequence[Any]) -> Any:
-        shape = parts[0].shape
-        runs = [part.reshape(*shape[:dim], outer, -1, *shape[dim + 1 :]) for part in parts]
+        before, after = parts[0].shape[:dim], parts[0].shape[dim + 1 :]  # of which one may be 0, so that there is no -1
+        runs = [part.reshape(*before, outer, part.shape[dim] // outer, *after) for part in parts]
         whole = lax.concatenate(runs, dim + 1)
-        return whole.reshape(*shape[:dim], -1, *shape[dim + 1 :])
+        return whole.reshape(*before, outer * whole.shape[dim + 1], *after)
 
     return jax.jit(join)
 

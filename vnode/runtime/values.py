@@ -139,7 +139,11 @@ class Values:
     def layout_in_node(self, var: Var, form: Slice) -> Layout:
         """How one node's part of a batched value lies: what is not kept node by node is not cut along the batch."""
         kept = self.layouts.get(var) if var in self.collected else None
-        return self.layout_in_pass(var) if kept is None else over(self.axes, kept, self.shape(var))
+        if kept is None:
+            return self.layout_in_pass(var)
+        shape = [*self.shape(var)]
+        shape[form.dim] = self.shape_in_node(var, form)[form.dim]  # whose indices `kept` counts
+        return over(self.axes, kept, shape)
 
     def spec_of_batched(self, layout: Layout, form: Slice, dim: int) -> PartitionSpec:
         """The `PartitionSpec` of a batched value whose nodes are its dimension `dim`, behind the runs if there are."""
@@ -226,6 +230,10 @@ class Values:
         value = self.read(atom)
         return jnp.asarray(value, dtype=atom.aval.dtype) if isinstance(atom, Literal) else value
 
+    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+        """A value for a loop or branch that takes it in a form: a whole one may be where a batched one comes later."""
+        return self.output(atom) if isinstance(form, Slice) else self.read(atom)
+
     def cut_along(self, value: Any, dim: int, share: Share) -> Any:
         """A value in blocks, each device's on it."""
         spec = PartitionSpec(*[None] * dim, share.axes)
@@ -311,7 +319,11 @@ class Values:
             return self.collected[var], int(var in self.stacked)
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        value, n = self.batched[var], int(self.flow.node_size * form.ratio)
+        return self.laid_out(self.batched[var], form)
+
+    def laid_out(self, value: Any, form: Slice) -> tuple[Any, int]:
+        """The same of a value in the order of the batch."""
+        n = int(self.flow.node_size * form.ratio)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
         return self.divided(value, form), form.dim + 1
@@ -349,4 +361,5 @@ def whole_along(dim: int, layout: Layout) -> Layout:
 
 def runs_apart(value: Any, form: Slice) -> Any:
     """A value whose batched dimension is two: the runs of the batch, and the elements of a run."""
-    return value.reshape(*value.shape[: form.dim], form.outer, -1, *value.shape[form.dim + 1 :])
+    before, n, after = value.shape[: form.dim], value.shape[form.dim], value.shape[form.dim + 1 :]
+    return value.reshape(*before, form.outer, n // form.outer, *after)  # no -1: another dimension may be of length 0

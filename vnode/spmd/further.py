@@ -187,12 +187,13 @@ def chosen_further(
     Args:
       eqn: the equation.
       description: of it.
-      ways: how it is cut over `inner`.
+      ways: how it is cut over `inner`; of a `Choice`, which may count elements where the description counts blocks.
       given: what is known of each operand.
       wishes: for each result the layout that it should have, if somebody says so.
       inner: the axes that were there before.
       axes: all of them.
     """
+    ways = tuple(dataclasses.replace(way, split=description.factors[way.lead[0]].split) for way in ways)
     found, best = ways, total_cost(eqn, description, ways, given, axes, (), wishes)
     for axis in (name for name in axes if name not in inner):
         for more in with_axis(description, given, wishes, found, axis, axes):

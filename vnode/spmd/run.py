@@ -24,6 +24,7 @@ from vnode.operators import (
     Algebra,
     Free,
     Monoid,
+    OperatorDescription,
     Prefix,
     Reduced,
     Role,
@@ -125,8 +126,10 @@ class _Run:
         self.alike = self.alike and self.alike.there(values)
         for var, value, layout in zip(program.inputs, values, self.flow.inputs, strict=True):
             self.held[var] = {layout: value}
+        rounding = self.rounding
         for var, value in program.constants.items():
-            self.held[var] = {replicated(len(var.aval.shape)): value}
+            known = value if rounding is None else rounding.unknown(value)
+            self.held[var] = {replicated(len(var.aval.shape)): known}
         for steps in as_written(self.flow.steps, equation_of, program.describe, lambda *_: True):
             if len(steps) > 1:
                 with context_of(steps[0].eqn):
@@ -139,10 +142,15 @@ class _Run:
                 continue
             with context_of(step.eqn):
                 results = self.step(step)
-                if self.alike is not None and self.alike.rounding is not None and not step.bodies:
-                    results = self.alike.rounding.each(step.eqn, self.flow.program.describe(step.eqn), results)
+                if rounding is not None and not step.bodies:
+                    results = rounding.each(step.eqn, program.describe(step.eqn), results)
             self.hold(step, results)
         return [self.read(atom, layout) for atom, layout in zip(program.outputs, self.flow.outputs, strict=True)]
+
+    @property
+    def rounding(self) -> Rounding | None:
+        """Of single elements, if compilers shall not choose."""
+        return None if self.alike is None else self.alike.rounding
 
     def hold(self, step: Step, results: Sequence[Any]) -> None:
         """Keeps what a step makes."""
@@ -241,19 +249,20 @@ class _Run:
             given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
             choice = None if ways is None else carried_out(eqn, description, ways, given, self.axes, ())
             if choice is not None and choice.results[0] == layout:
-                (value,) = self.evaluated(eqn, choice)
-                return self.apart(eqn, value)
+                return self.apart(eqn, description, self.evaluated(eqn, choice))
             whole = replicated(len(layout.dims))
             operands = [self.read(atom, replicated(len(getattr(atom.aval, "shape", ())))) for atom in eqn.invars]
-            (value,) = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
-            return convert(self.apart(eqn, value), whole, layout, eqn.outvars[0].aval.shape, self.axes)
+            results = evaluate(description, eqn, operands, description.sizes, {}, self.platform)
+            value = self.apart(eqn, description, results)
+            return convert(value, whole, layout, eqn.outvars[0].aval.shape, self.axes)
 
-    def apart(self, eqn: JaxprEqn, value: Any) -> Any:
+    def apart(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
         """A value from nothing of which compilers do not see what it is made of, unless that is constants.
 
         XLA divides by what is one number everywhere by multiplying with its reciprocal, or does not, depending on which
         other arrays have the same shape. On how many devices that is so depends on the sizes of parts.
         """
+        (value,) = results if self.rounding is None else self.rounding.each(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
         rounded = computed and jnp.issubdtype(value.dtype, np.inexact)
         return lax.optimization_barrier(value) if self.alike is not None and rounded else value

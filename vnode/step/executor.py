@@ -40,7 +40,7 @@ from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Specs, Surroundings, laid_out, specs_after, specs_of, types_of
+from vnode.step.layouts import Specs, Surroundings, laid_out, named_again, specs_after, specs_of, types_of
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
@@ -170,8 +170,9 @@ class Executor:
         if len(self.placement.groups) > 1:
             return self._on_groups(mesh, args, kwargs)
         given = self._arguments(args, kwargs)
+        around = self._surroundings(mesh, given[0])
         try:
-            results = self._launch(self._surroundings(mesh, given[0]), *given)
+            results = self._launch(around, *given)
         except ProcessError:
             raise
         except Exception as error:
@@ -186,7 +187,10 @@ class Executor:
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
-            results = self._launch(self._surroundings(mesh, again[0]), *again)
+            around = self._surroundings(mesh, again[0])
+            results = self._launch(around, *again)
+        if around.specs:
+            results = named_again(results, given[0], around.specs, self.placement.mesh)
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()

@@ -16,9 +16,10 @@ from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from vnode.placement.context import is_typed
+from vnode.placement.patterns import axes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.transfer import target_sharding
+from vnode.placement.transfer import named_so, short, target_sharding
 from vnode.runtime.away import is_away
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -54,14 +55,6 @@ def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -
             says = i in wholes and isinstance(getattr(leaf, "sharding", None), NamedSharding)
             specs.append(short(target_sharding(leaf, placement).spec) if says else None)
     return tuple(specs) if len(placement.devices) > placement.size or any(specs) else ()
-
-
-def short(spec: PartitionSpec) -> PartitionSpec:
-    """A spec without the dimensions at its end that it does not name, which XLA does not give back."""
-    entries = list(spec)
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
 
 
 def types_of(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
@@ -101,6 +94,31 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
 
     placed = [leaf if i is None else place(leaf, i) for leaf, i in zip(leaves, before, strict=True)]
     return jax.tree.unflatten(treedef, placed)
+
+
+def named_again(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh) -> Any:
+    """Results that name the axes that the arguments name which they succeed; XLA does not, if there is one device.
+
+    Args:
+      results: arrays in a pytree.
+      args: the arguments of the step.
+      specs: what `specs_of` says of them.
+      mesh: that which specs speak of.
+
+    Returns:
+      The same pytree, of the same buffers.
+    """
+    if not any(mesh.shape[name] == 1 for spec in specs if spec is not None for name in axes_of(spec)):
+        return results
+    leaves, treedef = jax.tree.flatten(results)
+
+    def named(leaf: Any, spec: PartitionSpec | None) -> Any:
+        if spec is None:
+            return leaf
+        target = NamedSharding(mesh, spec, memory_kind=leaf.sharding.memory_kind)
+        return named_so(leaf, target) if leaf.sharding.is_equivalent_to(target, leaf.ndim) else leaf
+
+    return jax.tree.unflatten(treedef, map(named, leaves, specs_after(results, args, specs)))
 
 
 def specs_after(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:

@@ -26,6 +26,7 @@ from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Atom, Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
 from vnode.errors import PartitionError, UnsupportedPrimitiveError
+from vnode.operators.in_program import as_array
 from vnode.operators.sharding import constraint_equation
 from vnode.partition.plan.other_rows import NUMBERS, OF_ROWS, OVER_ROWS
 from vnode.partition.plan.spread import Spread
@@ -234,8 +235,26 @@ class Row(Emission):
             return self.batched[atom]
         form = self.flow.state(atom).form
         assert isinstance(atom, Var) and isinstance(form, Slice)
-        value = self.in_turns(form, *self.shard(atom), atom in self.collected)
-        return arrange(value, form, self.flow.node_size, self.spread.turns * int(self.flow.node_size * form.ratio))
+        return self.in_part(form, *self.shard(atom), atom in self.collected)
+
+    def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
+        """A batched value as the row's part of it; see `in_turns`."""
+        units = self.spread.turns * int(self.flow.node_size * form.ratio)
+        return arrange(self.in_turns(form, value, dim, there), form, self.flow.node_size, units)
+
+    def taken_as(self, form: Form | None, atom: Atom) -> Any:
+        in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
+        return self.as_taken(form, atom) if in_part else super().taken_as(form, atom)
+
+    def as_taken(self, form: Form | None, atom: Atom) -> Any:
+        """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
+        such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
+        if isinstance(self.flow.state(atom).form, Slice):
+            return self.own_part(atom)
+        value = self.read(atom)
+        return (
+            self.in_part(form, *self.laid_out(as_array(value, atom), form), False) if isinstance(form, Slice) else value
+        )
 
     def shard(self, var: Var) -> tuple[Any, int]:
         if var not in self.own:
@@ -260,8 +279,7 @@ class Row(Emission):
         return self.own_part(atom) if batched and self.in_parts_inside else self.read(atom)
 
     def returned(self, atom: Atom, form: Form) -> Any:
-        batched = isinstance(atom, Var) and isinstance(self.flow.states[atom].form, Slice)
-        return self.own_part(atom) if batched and self.in_parts else self.read(atom)
+        return self.as_taken(form, atom) if self.in_parts else self.read(atom)
 
     def in_shards(self, value: Any, form: Form | None) -> Any:
         if not self.mesh_axes or not isinstance(form, Slice):
