@@ -97,6 +97,9 @@ def _without_fusion_emitters() -> None:
     optimizations such a module is optimized all the same if one of its kernels calls a reducer, and is not if none
     does: whether a product and a sum are contracted in one kernel then depends on which others there are in the
     program, hence on the placement. (With optimizations all are optimized; the newer generator makes no such calls.)
+    Kernels run in an order that uses little memory, rather than one for several threads: in programs made so, devices
+    did not always begin collectives in a branch and those beside it in the same order, and waited for ever, or mixed
+    them up. (With optimizations this was not seen in hundreds of runs.)
     """
     import jax
     from jax._src import compiler
@@ -107,7 +110,11 @@ def _without_fusion_emitters() -> None:
 
     def quicker(*args: Any, env_options_overrides: dict[str, Any] | None = None, **kwargs: Any) -> Any:
         if jax.config.read("jax_disable_most_optimizations") and not FUSION_EMITTERS[0]:
-            older = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_parallel_codegen_split_count": 1}
+            older = {
+                "xla_cpu_use_fusion_emitters": False,
+                "xla_cpu_parallel_codegen_split_count": 1,
+                "xla_cpu_enable_concurrency_optimized_scheduler": False,
+            }
             env_options_overrides = {**older, **(env_options_overrides or {})}
         return options_of(*args, env_options_overrides=env_options_overrides, **kwargs)
 

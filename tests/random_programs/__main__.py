@@ -37,6 +37,7 @@ FLAGS = {
     "xla_llvm_disable_expensive_passes": "true",
     "xla_cpu_use_fusion_emitters": "false",
     "xla_cpu_parallel_codegen_split_count": "1",
+    "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }
 """Of XLA, unless others are given."""
 
