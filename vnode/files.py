@@ -73,4 +73,6 @@ def reason(why: OSError | ValueError) -> str:
     >>> reason(FileNotFoundError(2, "No such file or directory", "plan.json"))
     'No such file or directory'
     """
+    if isinstance(why, UnicodeDecodeError):
+        return f"it is no text in UTF-8, as from byte {why.start} on"
     return (why.strerror if isinstance(why, OSError) else None) or str(why)

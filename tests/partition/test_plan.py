@@ -737,6 +737,11 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
         with pytest.raises(error, match=r"(?s)some\.json' cannot be read.*No such file"):
             read(path)
     assert not list(tmp_path.iterdir())
+    path.parent.mkdir()
+    path.write_bytes("{}".encode("utf-16"))
+    for read, error in reads.items():
+        with pytest.raises(error, match=r"(?s)some\.json' cannot be read.*no text in UTF-8"):
+            read(path)
 
 
 def test_a_file_is_written_whole_and_links_stay_links(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ those of their parameters, so that a pattern means both.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -201,24 +202,31 @@ def on_mesh(spec: PartitionSpec, placement: Placement) -> PartitionSpec:
 
 
 def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> None:
-    """Refuses a sharding that does not divide evenly.
+    """Refuses a sharding that does not divide evenly, by a plan or by hand.
 
     Raises:
       PlacementError: it does not.
     """
-    try:
-        target.shard_shape(tuple(shape))
-    except ValueError:
+    sizes = target.mesh.shape
+    for length, entry in zip(shape, target.spec, strict=False):
+        names = entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+        devices = math.prod(sizes[axis] for axis in names)
+        if length % devices == 0:
+            continue
+        along, beside = names[0], devices // sizes[names[0]]
+        fitting = [str(n) for n in range(1, sizes[along] + 1) if length % (n * beside) == 0]
         raise PlacementError(
             layout_message(
                 f"partition: {name!r} of shape {tuple(shape)} cannot be divided as {target.spec}.",
-                facts=[f"the mesh has {dict(target.mesh.shape)}"],
+                facts=[f"the mesh has {dict(sizes)}, and {devices} does not divide {length}"],
                 remedies=[
+                    *([f"a mesh with {' or '.join(fitting)} along {along!r}"] if fitting else []),
                     "divide another dimension",
-                    "or give it a pattern of its own, before: PartitionSpec()",
+                    "give it a pattern of its own, before: PartitionSpec()",
+                    "if a plan divides it so: a plan for this mesh",
                 ],
             )
-        ) from None
+        )
 
 
 def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
