@@ -1023,7 +1023,7 @@ def test_transfers_run_beside_computation_one_at_a_time() -> None:
     after = [set(), set(), set(), {0}, {3, 1}, {4, 2}, {5}]
     buffers = bare([[(var[k], 1)] for k in range(7)], after)
     seconds = [3.0, 2.0, 2.0, 1.0, 1.5, 0.5, 1.0]
-    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3}, ())
+    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3}, {})
     # From the end: 6, 5; transfer 2 ends before 5, and 4 is put beside it; nothing else is left, for 3 and 1 wait for
     # the link. Of these 1, which takes longer, ends next, beside nothing, then 3, and then 0 is left.
     assert order == [0, 3, 1, 4, 2, 5, 6]
@@ -1036,16 +1036,16 @@ def test_beside_transfers_what_raises_nothing_comes_later() -> None:
     """By hand: 1 and 3 bring as much as they need, 2 less, after most: it is later only than what needs the same."""
     var = variables(4)
     buffers = bare([[(var[k], need)] for k, need in enumerate((4, 4, 1, 4))], [set(), {0}, {0}, {0}])
-    assert buffers.overlapped(range(4), [1.0, 1.0, 5.0, 2.0], (), ())[0] == [0, 1, 2, 3]
-    assert buffers.overlapped(range(4), [1.0, 2.0, 5.0, 1.0], (), ())[0] == [0, 3, 2, 1]
+    assert buffers.overlapped(range(4), [1.0, 1.0, 5.0, 2.0], (), {})[0] == [0, 1, 2, 3]
+    assert buffers.overlapped(range(4), [1.0, 2.0, 5.0, 1.0], (), {})[0] == [0, 3, 2, 1]
 
 
 @pytest.mark.parametrize(
     ("alone", "another", "place"),
-    [({2}, True, 1), (set(), True, 2), (set(), False, 0)],
-    ids=["an exchange hides nothing", "another waits", "none does"],
+    [({2: 0.0}, True, 1), ({2: 1.0}, True, 2), ({}, True, 2), ({}, False, 0)],
+    ids=["an exchange hides nothing", "a sum hides it", "another waits", "none does"],
 )
-def test_a_transfer_runs_on_until_another_waits(alone: set[int], another: bool, place: int) -> None:
+def test_a_transfer_runs_on_until_another_waits(alone: dict[int, float], another: bool, place: int) -> None:
     """By hand: 4 reads 2, which waits for 1, and the transfer 0, which takes as long as either; 3 may be another."""
     var = variables(5)
     buffers = bare([[(var[k], 1)] for k in range(5)], [set(), set(), {1}, set(), {0, 2, 3}])

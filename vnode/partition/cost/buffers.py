@@ -169,7 +169,7 @@ class Buffers:
         return max((now for _, now, _ in self.held(order)), default=0)
 
     def overlapped(
-        self, order: Sequence[int], seconds: Sequence[float], beside: Collection[int], alone: Collection[int]
+        self, order: Sequence[int], seconds: Sequence[float], beside: Collection[int], alone: Mapping[int, float]
     ) -> tuple[list[int], dict[int, int]]:
         """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
 
@@ -184,7 +184,7 @@ class Buffers:
           order: of the kernels, by which it is settled what else is not.
           seconds: how long each takes.
           beside: those that are such transfers.
-          alone: other transfers, which take their time, and hide nothing.
+          alone: other transfers, of which `seconds` says nothing, and how long one of those can run beside each.
 
         Returns:
           The order, and for transfers that begin before their place in it, where that is.
@@ -249,7 +249,7 @@ class Buffers:
             elif ready:
                 k = wanted()
                 backwards.append(k)
-                left -= 0.0 if k in alone else seconds[k]
+                left -= alone.get(k, seconds[k])
                 live.update(self.read[k])
                 done(k)
             else:
