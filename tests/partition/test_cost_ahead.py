@@ -47,12 +47,14 @@ with tempfile.TemporaryDirectory() as folder:
     # Passes and tiles beside the compiler's own estimates.
     wide, long = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 8192), (8192, 4096)))
     square, few = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((8192, 8192), (64, 8192)))
+    pair, between = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 4096, 4096), (4096, 2, 4096)))
     several = {
         "a pass": (lambda a: a * 2 + 1, wide),
         "three operands": (lambda a, b, c: a + b * c, wide, wide, wide),
         "a reduction": (lambda a: jnp.sum(a * a, 0), wide),
         "alone": (jnp.tanh, wide),
         "turned": (lambda a: a.T, wide),
+        "turned and added": (lambda a, b: jnp.transpose(a, (2, 0, 1)) + b, pair, between),
         "a product": (lambda a, b: a @ b, wide, long),
         "tiles": (lambda a, b: a @ b, square, square),
         "few rows": (lambda a, b: jnp.tanh(a @ b), few, square),
@@ -174,7 +176,7 @@ def test_the_compilers_estimates_and_memory() -> None:
     assert source == "compiler" and again == seconds and found["other"]
     assert peak <= seconds <= 1.5 * peak
     assert abs(found["error"]) <= 0.1, found["report"]
-    assert len(found["passes"]) == 8 * 4
+    assert len(found["passes"]) == 9 * 4
     for name, ratio in found["passes"].items():
         assert 0.75 <= ratio <= 1.25, (name, ratio)
     assert len(found["memory"]) == 3

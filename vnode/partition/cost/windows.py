@@ -13,7 +13,8 @@ v5e, and `COUNTS` has those of the other kinds:
 - A copy to another order of the last two dimensions takes 27 cycles for 1,024 elements.
 - An instruction that is by itself, not one of a fusion, takes 12 cycles more for each 1,024 elements.
 - Where the last dimension but one has two or four elements, registers are filled to a quarter or a half: a pass takes
-  2.6 or 1.3 times as long.
+  2.6 or 1.3 times as long. Copies within a program are in an order in which two longer dimensions, if there are, fill
+  them (of what a program is given, and gives, the order is not free).
 - A kernel has 16 MiB on the chip for its windows, two of each array. A product whose operands do not fit reads them
   once for each tile of its result: tiles are as large as windows can be, so that little is read. What lies on the chip
   already is not fetched. Element-wise operations that are computed inside take no time, but the arrays that they read
@@ -159,7 +160,9 @@ def turned(piece: Piece, copy: float) -> float:
         long = min(eqn.invars[0].aval.shape[-1], last.shape[-1]) >= SUBLANES
         if moves_last and long and sizes == [math.prod(last.shape)]:
             copies = 1 if len(piece.equations) == 1 else 2
-            found = max(found, copies * copy * sizes[0] * spread(last.shape) - (2 * sizes[0] if copies == 1 else 0))
+            filled = sum(n >= SUBLANES for n in last.shape) > 1  # these two can be those that lie in registers
+            fill = 1.0 if filled else spread(last.shape)
+            found = max(found, copies * copy * sizes[0] * fill - (2 * sizes[0] if copies == 1 else 0))
     return found
 
 
