@@ -21,6 +21,7 @@ import hashlib
 import importlib.metadata
 import itertools
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -306,6 +307,10 @@ def compared(plan: Plan, built: Build, platform: str) -> Row:
     )
 
 
+APART = 0.1
+"""By how much, of the larger, figures of two plans differ whose ranks are looked at apart: what predictions may err."""
+
+
 def summary(name: str, rows: Sequence[Row], whole: bool) -> list[str]:
     """A line of the table: errors relative to what was found, and rank correlations."""
     from scipy.stats import kendalltau
@@ -313,7 +318,18 @@ def summary(name: str, rows: Sequence[Row], whole: bool) -> list[str]:
     def errors(pairs: Sequence[tuple[float, float]]) -> list[str]:
         off = np.abs([a / b - 1 for a, b in pairs])
         tau = kendalltau(*np.transpose(pairs)).statistic
-        return [f"{np.mean(off):.1%}", f"{np.median(off):.1%}", f"{np.max(off):.1%}", f"{tau:.2f}"]
+        signs = [
+            math.copysign(1, (p - q) * (a - b))
+            for (p, a), (q, b) in itertools.combinations(pairs, 2)
+            if abs(a - b) > APART * max(a, b) and p != q
+        ]
+        return [
+            f"{np.mean(off):.1%}",
+            f"{np.median(off):.1%}",
+            f"{np.max(off):.1%}",
+            f"{tau:.2f}",
+            f"{np.mean(signs):.2f}",
+        ]
 
     near = sum(abs(a / b - 1) <= 0.1 for a, b in (row.memory for row in rows))
     n = len(rows)
@@ -431,9 +447,9 @@ def main(argv: list[str] | None = None) -> None:
         if rows:
             cells.append(summary(name, rows, options.platform == "tpu"))
     heads = ["model", "plans", "collectives exact", "after known rewrites", "memory within 10%"]
-    four = ["mean", "median", "largest", "tau"]
-    heads += [f"memory, {x}" for x in four]
-    heads += [f"compute, {x}" for x in four] if options.platform == "tpu" else []
+    five = ["mean", "median", "largest", "tau", f"tau of what is {APART:.0%} apart"]
+    heads += [f"memory, {x}" for x in five]
+    heads += [f"compute, {x}" for x in five] if options.platform == "tpu" else []
     where_ = TOPOLOGY if options.platform == "tpu" else "eight CPU devices"
     print(Sheet(f"Predicted beside compiled for {where_}", heads, cells).markdown())
 
