@@ -8,6 +8,8 @@ least four times the memory of the one TPU v5e that it is planned for:
             what the compiler makes of it: the memory that the compiled program takes on the device and on the host
   scan      32 layers with a norm in a scan (float32, width 512, 16,384 examples, two nodes), planned within less and
             less memory: what is computed again and what is on the host, beside what the compiler makes of it
+  devices   a model of `benchmarks.partition` on one v5e and on several, invariant, 8 nodes: what each device holds by
+            the compiler, of a plan that is searched within 1.15 times its share of what one device holds
 
 Nothing is run; the compiler is libtpu's, ahead of time. This file knows models, plans and the compiler. It must not
 know how a plan is found.
@@ -158,9 +160,37 @@ def of_scan(compiling: bool) -> list[dict[str, Any]]:
     return found
 
 
+def on_devices(name: str, budget: float) -> list[dict[str, Any]]:
+    """What each of several devices holds, times their number, beside what one holds, by the compiler."""
+    import jax
+
+    import vnode
+    from benchmarks.partition import models
+    from vnode.partition import Machine, search
+
+    made, nodes = models("tpu")[name](), 8
+    args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (made.state, made.batch))
+    devices = list(tpu.topology("v5e:2x4"))
+    options: dict[str, Any] = {"virtual_nodes": nodes, "donate_argnums": 0}
+    alone = vnode.virtualize(made.step, placement=vnode.Placement(nodes, devices[:1]), **options)
+    base = memory(alone.lower(*args).compile())["device, GiB"]
+    rows: list[dict[str, Any]] = [{"devices": 1, "GiB": base}]
+    for count, slice_ in ((4, "v5e:2x2"), (8, "v5e:2x4")):
+        limit = int(1.15 * base * GIB / count)
+        try:
+            plan = search(made.step, args, Machine.tpu(slice_), memory=limit, budget=budget, **options)
+        except vnode.VnodeError as error:
+            rows.append({"devices": count, "refused": " ".join(str(error).split("\n")[:2])})
+            continue
+        held = memory(plan.step(devices[:count]).lower(*args).compile())["device, GiB"]
+        rows.append({"devices": count, "GiB": held, "of its share": held * count / base, "plan": plan.name})
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("whole", "plan", "scan"))
+    parser.add_argument("what", choices=("whole", "plan", "scan", "devices"))
+    parser.add_argument("--model", default="lstm", help="for devices: mlp, transformer, lstm or alexnet")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--nodes", default="auto", help="virtual nodes; a number, or auto")
@@ -171,6 +201,8 @@ def main() -> None:
     made = model({name: getattr(args, name) for name in SIZES})
     if args.what == "whole":
         found = whole(made)
+    elif args.what == "devices":
+        found = on_devices(args.model, args.budget)
     elif args.what == "scan":
         found = of_scan(not args.no_compile)
     else:
