@@ -209,7 +209,7 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
     """
     sizes = target.mesh.shape
     for length, entry in zip(shape, target.spec, strict=False):
-        names = (entry,) if isinstance(entry, str) else tuple[str, ...](entry or ())
+        names = axes_of(PartitionSpec(entry))
         devices = math.prod(sizes[axis] for axis in names)
         if length % devices == 0:
             continue

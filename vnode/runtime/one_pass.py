@@ -99,12 +99,9 @@ class PassEmission(Values):
         plan = collectives.ReductionPlan.of(
             placement.counts, self.lane, self.one_axis, placement.first, placement.virtual_nodes
         )
-        if divided:
-            lies = [each.complete for each in divided.results[: len(sums)]]
-        else:
-            lies = [replicated(len(s.shape)) for s in sums]
+        made = divided.results[: len(sums)] if divided else [replicated(len(s.shape)) for s in sums]
+        lies = [each.complete for each in made]
         ends = self.handed_on(nodes, lies) if self.alone else lies
-        made = divided.results[: len(sums)] if divided else lies
         among = Among(axis, self.once_axes, bool(self.exact))
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
@@ -331,9 +328,7 @@ class PassEmission(Values):
         run, *others = (functools.partial(self.as_node, nodes, platform=platform) for platform in on)
         pieces = [a.monoid for a in nodes.accumulators]
         records = self.division.records
-        rooms = self.rooms_of(
-            [None, *(var for var, _ in nodes.sliced), *nodes.wholes]
-        )  # the first is the node's number
+        rooms = self.rooms_of([None, *(var for var, _ in nodes.sliced), *nodes.wholes])  # None for the node's number
         try:
             divided = Divided(
                 run, shapes, layouts, self.axes, self.platform, pieces, records, others=others, rooms=rooms

@@ -120,6 +120,15 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
     repeated: set[int] = set()  # equations that are computed in several kernels
     only: dict[int, frozenset[int]] = {}  # for each that some kernels compute and others read, the former
     cut: set[int] = set()  # slices whose places are known at run time only, and what is computed for one of them only
+
+    def compute_again(eqn: JaxprEqn, roots: frozenset[int]) -> None:
+        """Has an equation computed in some kernels, and written for the others that read it."""
+        only[id(eqn)] = sinks[id(eqn)] = roots
+        takes[id(eqn)] = min(takes[root] for root in roots)
+        inside.add(id(eqn))
+        written.add(id(eqn))
+        repeated.add(id(eqn))
+
     for eqn in reversed(equations):
         shape = shapes[id(eqn)]
         if target.library and shape is Shape.REDUCED and by_library(eqn, program):
@@ -161,11 +170,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             roots = {root for several in others for root in several if takes[root] >= 2}
             able = {root for root in roots if reads_all_of(root, eqn, program, shapes, users, sinks)}
             if able and shape is Shape.EACH and id(eqn) not in kept:
-                only[id(eqn)] = sinks[id(eqn)] = frozenset(able)
-                takes[id(eqn)] = min(takes[root] for root in able)
-                inside.add(id(eqn))
-                written.add(id(eqn))
-                repeated.add(id(eqn))
+                compute_again(eqn, frozenset(able))
             continue
         if shape is Shape.CONTRACTED:
             same = all(reader.outvars[0].aval.size == eqn.outvars[0].aval.size for reader in readers)
@@ -185,11 +190,7 @@ def kernels_of(program: Program, target: Target, rounded: frozenset[Var] = froze
             if least < wanted and again and target.repeats and not reads_more(eqn, program):
                 able = frozenset(root for root in within if takes[root] >= wanted)
                 if able:
-                    only[id(eqn)] = sinks[id(eqn)] = able
-                    takes[id(eqn)] = min(takes[root] for root in able)
-                    inside.add(id(eqn))
-                    written.add(id(eqn))
-                    repeated.add(id(eqn))
+                    compute_again(eqn, able)
             elif least >= wanted and (len(readers) == 1 or again):
                 inside.add(id(eqn))
                 sinks[id(eqn)] = within

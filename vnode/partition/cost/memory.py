@@ -200,9 +200,10 @@ def beside_computation(
     gathers = {k for k in exchanges if is_gather(own[k])}
     if not gathers:
         return [*order], {}
-    alone = {k: BESIDE_SUMS.get(kind, 0.0) * seconds[buffers.of[k]] for k, kind in exchanges.items()}
-    lengths = [seconds[k] if n in gathers or n not in alone else 0.0 for n, k in enumerate(buffers.of)]
-    found, begun = buffers.overlapped(order, lengths, gathers, {k: alone[k] for k in alone.keys() - gathers})
+    others = {k: kind for k, kind in exchanges.items() if k not in gathers}
+    alone = {k: BESIDE_SUMS.get(kind, 0.0) * seconds[buffers.of[k]] for k, kind in others.items()}
+    lengths = [0.0 if n in alone else seconds[k] for n, k in enumerate(buffers.of)]
+    found, begun = buffers.overlapped(order, lengths, gathers, alone)
     place = {k: i for i, k in enumerate(found)}
     computes = [k not in exchanges and lengths[k] > 0 for k in found]
     return found, {k: start for k, start in begun.items() if any(computes[start : place[k]])}

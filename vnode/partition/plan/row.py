@@ -252,9 +252,9 @@ class Row(Emission):
         if isinstance(self.flow.state(atom).form, Slice):
             return self.own_part(atom)
         value = self.read(atom)
-        return (
-            self.in_part(form, *self.laid_out(as_array(value, atom), form), False) if isinstance(form, Slice) else value
-        )
+        if not isinstance(form, Slice):
+            return value
+        return self.in_part(form, *self.laid_out(as_array(value, atom), form), False)
 
     def shard(self, var: Var) -> tuple[Any, int]:
         if var not in self.own:
