@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Var
@@ -136,6 +136,7 @@ def recipe(
     *,
     is_leaf: Callable[[Var, Form], bool] | None = None,
     effects: Sequence[Step] = (),
+    cut: Collection[Var] = (),
 ) -> Recipe:
     """Finds what to evaluate so that `requests` come out.
 
@@ -146,6 +147,7 @@ def recipe(
       is_leaf: says which pairs of variable and form are given; by default the program's inputs and constants in the
         form that batch flow found for them.
       effects: steps to evaluate whether or not their results are wanted.
+      cut: inputs, whole by batch flow, that are given as slices where slices are wanted.
 
     Returns:
       The recipe; `Recipe.leaves` holds the pairs that must be given.
@@ -162,7 +164,7 @@ def recipe(
     def want(atom: Atom, form: Form) -> None:
         if not isinstance(atom, Var):
             return
-        if leaf(atom, form):
+        if leaf(atom, form) or (atom in cut and isinstance(form, Slice)):
             leaves[(atom, form)] = None
         elif atom in wanted:
             wanted[atom][form] = None
@@ -254,23 +256,36 @@ def evaluation(step: Step, wanted: Sequence[bool], node_size: int) -> Evaluation
 
 
 def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
-    """Keeps the carries that the wanted results, a condition and other carries that are kept depend on."""
+    """Keeps the carries that the wanted results, a condition and other carries that are kept depend on.
+
+    A whole operand, the same at every turn, of which bodies need a slice, is given as that slice: who makes it need not
+    make more.
+    """
     first, carries = region.carried.start, len(region.carried)
     returned = {i for i, form in enumerate(results) if form is not None}
+    cut = {i for i in region.fixed if isinstance(step.operands[i], Whole) and not step.over_batch}
     while True:
         bodies = []
-        used = set() if region.chooser is None else {region.chooser}
+        read: dict[int, set[Form]] = {} if region.chooser is None else {region.chooser: {WHOLE}}
         for k, (flow, given) in enumerate(zip(step.bodies, region.inputs, strict=True)):
             outputs = list(zip(flow.program.outputs, flow.output_forms, strict=True))
             requests = outputs if k < region.tests else [outputs[i] for i in sorted(returned)]
             effects = [s for s in flow.steps if s.eqn.effects]
-            bodies.append(recipe(flow, requests, node_size, effects=effects))
             positions = dict(zip(flow.program.inputs, given, strict=True))
-            used |= {positions[var] for var, _ in bodies[-1].leaves if var in positions}
-        more = {i - first for i in used if i in region.carried}
-        if more <= returned:
+            may_be_cut = {var for var, i in positions.items() if i in cut}
+            bodies.append(recipe(flow, requests, node_size, effects=effects, cut=may_be_cut))
+            for var, form in bodies[-1].leaves:
+                if var in positions:
+                    read.setdefault(positions[var], set()).add(form)
+        more = {i - first for i in read if i in region.carried}
+        several = {i for i, forms in read.items() if i in cut and len(forms) > 1}
+        if more <= returned and not several:
             break
         returned |= more
-    used |= {first + i for i in returned if i < carries}
-    operands = tuple(form if i in used else None for i, form in enumerate(step.operands))
+        cut -= several
+    kept = read.keys() | {first + i for i in returned if i < carries}
+    operands = tuple(
+        None if i not in kept else next(iter(read[i])) if i in cut and i in read else form
+        for i, form in enumerate(step.operands)
+    )
     return Evaluation(step, operands, results, bodies=tuple(bodies), returned=tuple(sorted(returned)))

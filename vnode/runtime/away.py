@@ -4,9 +4,10 @@ Knows memory spaces, and orders of work. Must not know steps, nor who decided wh
 
 Compilers start a transfer as soon as they can, and barriers do not keep them from it (libtpu 0.0.42): all slots of an
 optimizer would come at once, and lie beside the gradients until they are read. A loop that copies a value piece by
-piece into a buffer made of an earlier result does not begin before that is there. So what is computed once is ordered
-by the outputs that it is for, those that need most of such values first: a parameter's slots come when the update of
-the parameter before is done.
+piece into a buffer made of an earlier result does not begin before that is there; short loops are unrolled, so that
+where a piece begins is computed from that result as well. What is computed once is ordered by the outputs that it is
+for, those that need most of such values first: a parameter's slots come when the update of the parameter before is
+done.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ from vnode.operators.spaces import DEVICE, on_host
 
 PIECE = 16 << 20
 """Bytes that are copied at a time, about: rows of at most so many."""
+
+SMALL = 1 << 20
+"""Bytes that may come at any time: what is larger is copied in two pieces at least, since one piece comes as early."""
 
 
 def is_away(value: Any) -> bool:
@@ -74,27 +78,40 @@ def brought(value: Any, after: Any) -> Any:
     if after is None or not jnp.issubdtype(value.dtype, jnp.number):
         return jax.device_put(value, DEVICE)
     first = element(after)
-    dim, pieces = pieces_of(value.shape, value.dtype.itemsize)
+    least = 1 if value.size * value.dtype.itemsize <= SMALL else 2
+    dim, pieces = pieces_of(value.shape, value.dtype.itemsize, least=least)
     if pieces == 1:
         return jax.device_put(lax.optimization_barrier((value, first))[0], DEVICE)
-    rows = value.shape[dim] // pieces
+    rows, start = value.shape[dim] // pieces, zero_of(first)
 
     def body(i: jax.Array, buffer: jax.Array) -> jax.Array:
-        piece = jax.device_put(lax.dynamic_slice_in_dim(value, i * rows, rows, dim), DEVICE)
+        piece = jax.device_put(lax.dynamic_slice_in_dim(value, start + i * rows, rows, dim), DEVICE)
         return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
 
     return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
 
 
-def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE) -> tuple[int, int]:
+def zero_of(number: jax.Array) -> jax.Array:
+    """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
+
+    >>> [int(zero_of(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
+    [0, 0, 0, 0, 0]
+    """
+    bits = lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
+    return lax.shift_right_logical(lax.population_count(bits), jnp.int32(6))
+
+
+def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:
     """The dimension along which an array is copied in pieces, of so many bytes or less if rows allow, and in how many.
 
     >>> pieces_of((24, 4096, 1024), 4), pieces_of((1, 1000, 40000), 4), pieces_of((100,), 4)
     ((0, 24), (1, 10), (0, 1))
+    >>> pieces_of((100,), 4, least=2)
+    (0, 2)
     """
     dim = next((d for d, n in enumerate(shape) if n > 1), 0)
-    least = -(-math.prod(shape) * itemsize // piece)
-    if least < 2:
+    least = max(least, -(-math.prod(shape) * itemsize // piece))
+    if least < 2 or shape[dim] < 2:
         return dim, 1
     return dim, next(k for k in range(min(least, shape[dim]), shape[dim] + 1) if shape[dim] % k == 0)
 
