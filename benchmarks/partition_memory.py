@@ -8,8 +8,8 @@ least four times the memory of the one TPU v5e that it is planned for:
             what the compiler makes of it: the memory that the compiled program takes on the device and on the host
   scan      32 layers with a norm in a scan (float32, width 512, 16,384 examples, two nodes), planned within less and
             less memory: what is computed again and what is on the host, beside what the compiler makes of it
-  devices   a model of `benchmarks.partition` on one v5e and on several, invariant, 8 nodes: what each device holds by
-            the compiler, of a plan that is searched within 1.15 times its share of what one device holds
+  devices   a model on one chip and on several, invariant, 8 nodes: what each device holds by the compiler, of a plan
+            that is searched within 1.15 times its share of what one device holds, and compiled until it does
 
 Nothing is run; the compiler is libtpu's, ahead of time. This file knows models, plans and the compiler. It must not
 know how a plan is found.
@@ -18,10 +18,12 @@ know how a plan is found.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import tpu
@@ -160,37 +162,53 @@ def of_scan(compiling: bool) -> list[dict[str, Any]]:
     return found
 
 
-def on_devices(name: str, budget: float) -> list[dict[str, Any]]:
+SLICES = {
+    "v5e": (("v5e:2x4", 1), ("v5e:2x2", 4), ("v5e:2x4", 8)),
+    "v5p": (("v5p:2x2x1", 1), ("v5p:2x2x1", 4), ("v5p:2x2x2", 8)),
+}
+"""Of each kind of chip what is compiled for, and how many of its devices are taken."""
+
+
+def on_devices(name: str, chip: str, budget: float) -> Iterator[dict[str, Any]]:
     """What each of several devices holds, times their number, beside what one holds, by the compiler."""
     import jax
 
     import vnode
     from benchmarks.partition import models
+    from benchmarks.partition_models import MODELS
     from vnode.partition import Machine, search
 
-    made, nodes = models("tpu")[name](), 8
+    make = models("tpu").get(name) or functools.partial(MODELS[name], "paper")
+    made = make()
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (made.state, made.batch))
-    devices = list(tpu.topology("v5e:2x4"))
-    options: dict[str, Any] = {"virtual_nodes": nodes, "donate_argnums": 0}
-    alone = vnode.virtualize(made.step, placement=vnode.Placement(nodes, devices[:1]), **options)
-    base = memory(alone.lower(*args).compile())["device, GiB"]
-    rows: list[dict[str, Any]] = [{"devices": 1, "GiB": base}]
-    for count, slice_ in ((4, "v5e:2x2"), (8, "v5e:2x4")):
+    options: dict[str, Any] = {"virtual_nodes": 8, "donate_argnums": 0}
+    base = 0.0
+    for slice_, count in SLICES[chip]:
+        devices = list(tpu.topology(slice_))[:count]
+        if count == 1:
+            alone = vnode.virtualize(made.step, placement=vnode.Placement(8, devices), **options)
+            base = memory(alone.lower(*args).compile())["device, GiB"]
+            yield {"devices": 1, "GiB": base}
+            continue
         limit = int(1.15 * base * GIB / count)
         try:
-            plan = search(made.step, args, Machine.tpu(slice_), memory=limit, budget=budget, **options)
+            plan = search(
+                made.step, args, Machine.tpu(slice_), memory=limit, budget=budget, compiled_for=devices, **options
+            )
         except vnode.VnodeError as error:
-            rows.append({"devices": count, "refused": " ".join(str(error).split("\n")[:2])})
+            yield {"devices": count, "refused": " ".join(str(error).split("\n")[:4])}
             continue
-        held = memory(plan.step(devices[:count]).lower(*args).compile())["device, GiB"]
-        rows.append({"devices": count, "GiB": held, "of its share": held * count / base, "plan": plan.name})
-    return rows
+        held = plan.acceptance.memory / GIB
+        mesh = " x ".join(f"{axis} {size}" for axis, size in plan.mesh.items())
+        found = {"GiB": held, "of its share": held * count / base, "plan": f"{plan.name} on {mesh}"}
+        yield {"devices": count, **found, "seconds": plan.figures.seconds, "on the host": plan.figures.on_host}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("whole", "plan", "scan", "devices"))
-    parser.add_argument("--model", default="lstm", help="for devices: mlp, transformer, lstm or alexnet")
+    parser.add_argument("--model", default="lstm", help="for devices: as in partition or partition_models")
+    parser.add_argument("--chip", default="v5e", choices=[*SLICES], help="for devices")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--nodes", default="auto", help="virtual nodes; a number, or auto")
@@ -199,10 +217,14 @@ def main() -> None:
     args = parser.parse_args()
     os.environ.update(tpu.ENVIRONMENT)
     made = model({name: getattr(args, name) for name in SIZES})
+    found: Any
     if args.what == "whole":
         found = whole(made)
     elif args.what == "devices":
-        found = on_devices(args.model, args.budget)
+        found = []
+        for row in on_devices(args.model, args.chip, args.budget):
+            print(json.dumps(row), flush=True)
+            found.append(row)
     elif args.what == "scan":
         found = of_scan(not args.no_compile)
     else:

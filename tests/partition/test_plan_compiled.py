@@ -5,18 +5,23 @@ Predictions are made too low on purpose, as they may be for a compiler that nobo
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
+import types
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import vnode
 from tests.partition.test_plan_accept import V5E, example
 from vnode.partition import Plan, search
 from vnode.partition.plan import candidates
+from vnode.partition.plan.compiled import fits_as_compiled
 
 pytestmark = pytest.mark.thorough
 
@@ -79,3 +84,55 @@ def test_nothing_fits_as_compiled(too_low: None) -> None:
 def test_other_devices_than_the_machine_has() -> None:
     with pytest.raises(vnode.PlacementError, match="8 devices"):
         found(None, compiled_for=jax.devices()[:3])
+
+
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """What takes so much as predicted, and so much as compiled."""
+
+    predicted: int
+    compiled: int
+    memory: int = 0
+    acceptance: Any = None
+    name: str = "plan"
+    mesh: Any = dataclasses.field(default_factory=lambda: {"vnode": 2})
+
+    @property
+    def figures(self) -> Any:
+        return types.SimpleNamespace(memory=self.predicted)
+
+    def accept(self, devices: Any) -> Any:
+        devices.append(self.predicted)
+        return types.SimpleNamespace(memory=self.compiled)
+
+
+def chosen(plans: list[Planned], memory: int, compiled: list[int]) -> Any:
+    """What is found of plans of which a search takes the largest that fits; `compiled` says which were compiled."""
+
+    def searched(limit: int) -> Any:
+        fits = [each for each in plans if each.predicted <= limit]
+        if not fits:
+            raise vnode.MemoryLimitError("nothing")
+        return max(fits, key=lambda each: each.predicted)
+
+    return fits_as_compiled(searched, memory, compiled)
+
+
+@given(
+    sizes=st.dictionaries(st.integers(50, 1000), st.integers(80, 300), min_size=1, max_size=6),
+    memory=st.integers(60, 1000),
+)
+def test_no_plan_is_compiled_twice_and_the_first_that_fits_is_taken(sizes: dict[int, int], memory: int) -> None:
+    plans = {n: Planned(n, n * per_cent // 100) for n, per_cent in sizes.items()}
+    compiled: list[int] = []
+    with contextlib.suppress(vnode.MemoryLimitError):
+        plan = chosen([*plans.values()], memory, compiled)
+        assert plan.predicted == compiled.pop() and plan.compiled <= memory
+    assert all(plans[n].compiled > memory for n in compiled) and len({*compiled}) == len(compiled) <= 4
+
+
+def test_a_plan_that_is_far_off_hides_no_other() -> None:
+    """The first is compiled to three times its prediction; in a third of the limit nothing fits."""
+    compiled: list[int] = []
+    plan = chosen([Planned(900, 2700), Planned(700, 800)], 1000, compiled)
+    assert plan.predicted == 700 and compiled == [900, 700]

@@ -3,7 +3,8 @@
 Knows plans, and what a compiler makes of them. Must not know how a plan is searched.
 
 A prediction is a model of a compiler, and off by some per cent, for some programs by more. Of the same step on the same
-machine it is off by about as much from one plan to the next, so that one or two more searches do.
+machine it is off by about as much from one plan to the next of its kind, so that one or two more searches do. Where
+nothing fits in that much less, it was that plan that was off: the next limit is half-way back.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from vnode.show.units import several, size
 
 ROUNDS = 4
 """How many plans are compiled at most."""
+
+NEAR = 0.02
+"""By which share limits in which nothing and something fits, as predicted, are apart at least for one in between."""
 
 LESS = 0.8
 """By which share the limit is lowered where the compiler refuses a program, and does not say what that needs."""
@@ -38,28 +42,35 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
     Raises:
       MemoryLimitError: nothing fits as predicted, or nothing does as compiled.
     """
-    allowed = memory
+    allowed, nothing = memory, 0  # in how much nothing fits as predicted
+    smallest = memory
     tried: list[str] = []
-    for _ in range(ROUNDS):
+    while len(tried) < ROUNDS:
         try:
             plan = search(allowed)
         except MemoryLimitError as error:
+            nothing = max(nothing, allowed)
+            if tried and smallest - nothing > NEAR * smallest:
+                allowed = (nothing + smallest) // 2
+                continue
             if not tried:
                 raise
             raise MemoryLimitError(refused(memory, tried)) from error
         plan = dataclasses.replace(plan, memory=memory)
         predicted = plan.figures.memory
+        smallest = min(smallest, predicted - 1)
         said = f"{placed(plan.name, plan.mesh)}: predicted {size(predicted)}, "
         try:
             found = plan.accept(devices)
         except MemoryLimitError:
             tried.append(f"{said}refused by the compiler")
-            allowed = int(LESS * min(allowed, predicted))
-            continue
-        if found.memory <= memory:
-            return dataclasses.replace(plan, acceptance=found)
-        tried.append(f"{said}compiled {size(found.memory)}")
-        allowed = min(int(memory * predicted / found.memory), predicted - 1)
+            less = int(LESS * min(allowed, predicted))
+        else:
+            if found.memory <= memory:
+                return dataclasses.replace(plan, acceptance=found)
+            tried.append(f"{said}compiled {size(found.memory)}")
+            less = min(int(memory * predicted / found.memory), predicted - 1)
+        allowed = less if less > nothing else (nothing + smallest) // 2
     raise MemoryLimitError(refused(memory, tried))
 
 
