@@ -18,7 +18,6 @@ know how a plan is found.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import os
 import re
@@ -139,12 +138,11 @@ def scanned(layers: int = 32, width: int = 512, examples: int = 16384) -> tuple[
     return step, (weights, jax.ShapeDtypeStruct((examples, width), jnp.float32))
 
 
-def of_scan(compiling: bool) -> list[dict[str, Any]]:
+def of_scan(compiling: bool) -> Iterator[dict[str, Any]]:
     """Plans of layers in a scan, for one device with so much memory, and what is compiled of them."""
     from vnode.partition import Machine, search
 
     step, args = scanned()
-    found = []
     for limit in LIMITS:
         plan = search(
             step, args, Machine.tpu(MACHINE), virtual_nodes=2, reduction="fast", donate_argnums=0, memory=limit
@@ -157,9 +155,7 @@ def of_scan(compiling: bool) -> list[dict[str, Any]]:
             parts["compiled"] = {"device, GiB": report.memory / GIB, "host, GiB": report.on_host / GIB}
             parts["fetched, GiB"] = [n / GIB for n in report.fetched]
             parts["accepted"] = report.accepted
-        found.append({"memory": limit, **parts})
-        print(json.dumps(found[-1]), flush=True)
-    return found
+        yield {"memory": limit, **parts}
 
 
 SLICES = {
@@ -178,8 +174,8 @@ def on_devices(name: str, chip: str, budget: float) -> Iterator[dict[str, Any]]:
     from benchmarks.partition_models import MODELS
     from vnode.partition import Machine, search
 
-    make = models("tpu").get(name) or functools.partial(MODELS[name], "paper")
-    made = make()
+    smaller = models("tpu")
+    made = smaller[name]() if name in smaller else MODELS[name]("paper")
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (made.state, made.batch))
     options: dict[str, Any] = {"virtual_nodes": 8, "donate_argnums": 0}
     base = 0.0
@@ -220,16 +216,15 @@ def main() -> None:
     found: Any
     if args.what == "whole":
         found = whole(made)
-    elif args.what == "devices":
-        found = []
-        for row in on_devices(args.model, args.chip, args.budget):
-            print(json.dumps(row), flush=True)
-            found.append(row)
-    elif args.what == "scan":
-        found = of_scan(not args.no_compile)
-    else:
+    elif args.what == "plan":
         nodes = args.nodes if args.nodes == "auto" else int(args.nodes)
         found = planned(made, nodes, args.budget, not args.no_compile)
+    else:
+        scan = args.what == "scan"
+        found = []
+        for row in of_scan(not args.no_compile) if scan else on_devices(args.model, args.chip, args.budget):
+            print(json.dumps(row), flush=True)
+            found.append(row)
     print(json.dumps(found))
 
 

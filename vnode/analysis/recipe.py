@@ -154,7 +154,11 @@ def recipe(
     """
     program = flow.program
     given = set(program.inputs) | set(program.constants)
-    leaf = is_leaf or (lambda var, form: var in given and flow.states[var].form == form)
+
+    def is_given(var: Var, form: Form) -> bool:
+        return var in given and (flow.states[var].form == form or (var in cut and isinstance(form, Slice)))
+
+    leaf = is_leaf or is_given
     wanted: dict[Var, dict[Form, None]] = {}
     waiting: list[int] = []
     leaves: dict[Key, None] = {}
@@ -164,7 +168,7 @@ def recipe(
     def want(atom: Atom, form: Form) -> None:
         if not isinstance(atom, Var):
             return
-        if leaf(atom, form) or (atom in cut and isinstance(form, Slice)):
+        if leaf(atom, form):
             leaves[(atom, form)] = None
         elif atom in wanted:
             wanted[atom][form] = None
@@ -284,8 +288,6 @@ def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ..
         returned |= more
         cut -= several
     kept = read.keys() | {first + i for i in returned if i < carries}
-    operands = tuple(
-        None if i not in kept else next(iter(read[i])) if i in cut and i in read else form
-        for i, form in enumerate(step.operands)
-    )
+    asked = {i: form for i in cut & read.keys() for form in read[i]}
+    operands = tuple(asked.get(i, form) if i in kept else None for i, form in enumerate(step.operands))
     return Evaluation(step, operands, results, bodies=tuple(bodies), returned=tuple(sorted(returned)))

@@ -42,35 +42,35 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
     Raises:
       MemoryLimitError: nothing fits as predicted, or nothing does as compiled.
     """
-    allowed, nothing = memory, 0  # in how much nothing fits as predicted
-    smallest = memory
+    allowed = most = memory  # `most`: what may be allowed and gives another plan
+    nothing = 0  # in how much nothing fits as predicted
     tried: list[str] = []
     while len(tried) < ROUNDS:
         try:
             plan = search(allowed)
         except MemoryLimitError as error:
-            nothing = max(nothing, allowed)
-            if tried and smallest - nothing > NEAR * smallest:
-                allowed = (nothing + smallest) // 2
-                continue
             if not tried:
                 raise
-            raise MemoryLimitError(refused(memory, tried)) from error
+            nothing = allowed
+            if most - nothing <= NEAR * most:
+                raise MemoryLimitError(refused(memory, tried)) from error
+            allowed = (nothing + most) // 2
+            continue
         plan = dataclasses.replace(plan, memory=memory)
         predicted = plan.figures.memory
-        smallest = min(smallest, predicted - 1)
+        most = predicted - 1
         said = f"{placed(plan.name, plan.mesh)}: predicted {size(predicted)}, "
         try:
             found = plan.accept(devices)
         except MemoryLimitError:
             tried.append(f"{said}refused by the compiler")
-            less = int(LESS * min(allowed, predicted))
+            less = int(LESS * predicted)
         else:
             if found.memory <= memory:
                 return dataclasses.replace(plan, acceptance=found)
             tried.append(f"{said}compiled {size(found.memory)}")
-            less = min(int(memory * predicted / found.memory), predicted - 1)
-        allowed = less if less > nothing else (nothing + smallest) // 2
+            less = min(int(memory * predicted / found.memory), most)
+        allowed = less if less > nothing else (nothing + most) // 2
     raise MemoryLimitError(refused(memory, tried))
 
 
