@@ -16,7 +16,6 @@ import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import jax
@@ -456,38 +455,65 @@ def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
         search(step, args, V5E, virtual_nodes=4, budget=1)
 
 
-@pytest.mark.parametrize(("left", "solved"), [(1e6, 3), (-1.0, 1)])
+class FakeMesh:
+    """A mesh with a straight relation between a search's account of memory and what is predicted.
+
+    Args:
+      slope: bytes that are predicted for each byte by the account.
+      more: bytes that are predicted besides.
+      fewest: by the account.
+      free: bytes by the account of what is best without a limit.
+    """
+
+    rows = 1
+
+    def __init__(self, slope: float, more: float, fewest: float, free: float) -> None:
+        self.slope, self.more, self.fewest, self.free = slope, more, fewest, free
+        self.asked: list[float] = []
+
+    def predicted(self, account: float) -> int:
+        return int(self.slope * account + self.more)
+
+    def solution(self, memory: float, *_: Any) -> Any:
+        return None if memory < self.fewest else memory
+
+    def least(self, _: float) -> float:
+        return self.fewest
+
+    def searched(self, memory: float, *_: Any) -> Any:
+        self.asked.append(memory)
+        account = min(memory, self.free)
+        figures = types.SimpleNamespace(memory=self.predicted(account), seconds=1.0)
+        return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0), False
+
+
+def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[_Search, list[Any]]:
+    run, found = _Search(None, (), V5E, limit, time.monotonic() + left, 1.0, None, {}), list[Any]()
+    assert not run.searched(cast(Any, on), found)
+    return run, found
+
+
+@pytest.mark.parametrize(("left", "solved"), [(1e6, 4), (-1.0, 1)])
 def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int) -> None:
     """Again with less memory, where that did not fit, only while there is time."""
-    allowed: list[float] = []
-    candidate = types.SimpleNamespace(name="searched", figures=types.SimpleNamespace(memory=101))
-
-    def solve(memory: float, *_: Any) -> Any:
-        allowed.append(memory)
-        return candidate, False
-
-    one_row: Any = types.SimpleNamespace(rows=1, searched=solve)
-    run = _Search(None, (), V5E, 100, time.monotonic() + left, 1.0, None, {})
-    assert not run.searched(one_row, [])
-    assert len(allowed) == solved and allowed == sorted(allowed, reverse=True)
+    on = FakeMesh(0.1, 100, 1, 1000)
+    run, _ = search_within(100, on, left)
+    assert len(on.asked) == solved and on.asked == sorted(on.asked, reverse=True)
     assert run.cut_short == (left < 0)
 
 
-@settings(max_examples=20, deadline=None)
-@given(st.floats(1.0, 4.0))
-def test_searched_with_less_memory_it_is_never_with_less_than_none(times: float) -> None:
-    asked: list[float] = []
-
-    def predicted(limit: float, seconds: float, gap: float, below: float) -> Any:  # as much, whatever is asked for
-        asked.append(limit)
-        figures = SimpleNamespace(memory=int(1000 * times), seconds=1.0)
-        return SimpleNamespace(figures=figures, name="searched"), False
-
-    step, args = example("mlp")
-    run = _Search(step, args, V5E, 1000, time.monotonic() + 1, 1.0, None, {})
-    run.add = lambda on, candidate, found: found.append(candidate)  # pyright: ignore[reportAttributeAccessIssue]
-    assert not run.searched(cast(Any, SimpleNamespace(searched=predicted)), [])
-    assert asked and all(0 <= limit <= 1000 for limit in asked)
+@settings(max_examples=200, deadline=None)
+@given(st.floats(0.3, 2.0), st.integers(-300, 1000), st.floats(10, 900), st.floats(0, 1000), st.integers(100, 2000))
+def test_a_search_finds_what_fits_as_predicted_whatever_its_own_account(
+    slope: float, more: int, fewest: float, beyond: float, limit: int
+) -> None:
+    """Where the least by its own account is predicted to fit, something is found that does; nothing is asked twice."""
+    on = FakeMesh(slope, more, fewest, fewest + beyond)
+    least = 1.002 * fewest  # sums of bytes are rounded
+    _, found = search_within(limit, on)
+    assert len({*on.asked}) == len(on.asked) <= 4 and all(asked >= fewest for asked in on.asked)
+    fits = any(each.figures.memory <= limit for each in found)
+    assert fits or on.predicted(min(least, on.free)) > limit
 
 
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled

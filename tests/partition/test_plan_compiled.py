@@ -136,3 +136,12 @@ def test_a_plan_that_is_far_off_hides_no_other() -> None:
     compiled: list[int] = []
     plan = chosen([Planned(900, 2700), Planned(700, 800)], 1000, compiled)
     assert plan.predicted == 700 and compiled == [900, 700]
+
+
+def test_what_is_predicted_to_take_a_little_more_is_compiled_where_nothing_less_is() -> None:
+    compiled: list[int] = []
+    plan = chosen([Planned(1100, 990), Planned(2000, 500)], 1000, compiled)
+    assert plan.predicted == 1100 and compiled == [1100]
+    with pytest.raises(vnode.MemoryLimitError, match="nothing"):
+        chosen([Planned(2000, 500)], 1000, compiled)
+    assert compiled == [1100]

@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from vnode.operators.spaces import DEVICE, on_host
+from vnode.runtime.loops import zero_of
 
 PIECE = 16 << 20
 """Bytes that are copied at a time, about: rows of at most so many."""
@@ -89,16 +90,6 @@ def brought(value: Any, after: Any) -> Any:
         return lax.dynamic_update_slice_in_dim(buffer, piece, i * rows, dim)
 
     return lax.fori_loop(0, pieces, body, jnp.broadcast_to(first.astype(value.dtype), value.shape))
-
-
-def zero_of(number: jax.Array) -> jax.Array:
-    """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
-
-    >>> [int(zero_of(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
-    [0, 0, 0, 0, 0]
-    """
-    bits = lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
-    return lax.shift_right_logical(lax.population_count(bits), jnp.int32(6))
 
 
 def pieces_of(shape: Sequence[int], itemsize: int, piece: int = PIECE, least: int = 1) -> tuple[int, int]:

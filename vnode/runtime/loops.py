@@ -37,6 +37,9 @@ REAL = (jnp.floating, jnp.integer, jnp.bool_)
 KEEP_BARRIERS = frozenset({"tpu"})
 """Platforms whose compilers keep `lax.optimization_barrier` until they have fused; others drop it before."""
 
+ROOM_EARLY = frozenset({"tpu"})
+"""Platforms whose compilers take memory for what a loop adds up long before it begins, if that waits for nothing."""
+
 LARGE = 64 << 10
 """Bytes of sums from which no compiler takes the loop over nodes for a small one."""
 
@@ -166,6 +169,7 @@ def stacked(
     depth: int,
     most: int,
     state: Any,
+    after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, Any]:
     """Adds pieces in the order of a `Fold`.
 
@@ -181,6 +185,7 @@ def stacked(
       depth: blocks that wait while another piece comes.
       most: blocks that any piece is joined by.
       state: passed from piece to piece.
+      after: values without which no piece comes, if any: there is no memory for sums before they are there.
 
     Returns:
       What partial_blocks, and the last state.
@@ -220,8 +225,9 @@ def stacked(
         return blocks._replace(last=piece, height=place + 1), state
 
     first = [s.identity() for s in sums] if depth else []
-    others = [lax.empty((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
-    none_yet = PartialBlocks(first, others, [lax.empty(s.shape, s.dtype) for s in sums], none)
+    others = [((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
+    places = room([*others, *((s.shape, s.dtype) for s in sums)], after)
+    none_yet = PartialBlocks(first, places[: len(others)], places[len(others) :], none)
     blocks, state = loop_of_nodes(count, sums, body, (none_yet, state))
     return into_first(blocks)[0] if depth else blocks._replace(first=blocks.last), state
 
@@ -262,6 +268,7 @@ def in_tree_order(
     most: int,
     buffers: list[Any],
     fold: Callable[..., tuple[PartialBlocks, Any]] = stacked,
+    after: Sequence[Any] = (),
 ) -> tuple[PartialBlocks, list[Any], list[Any]]:
     """Adds what nodes contribute in the order of a tree.
 
@@ -312,7 +319,7 @@ def in_tree_order(
     begun = [] if program.barriers else program.take(jnp.int32(0))
     first = State(begun, [s.identity() for s in exact], [] if program.barriers else [r[0] for r in buffers], buffers)
     with jax.named_scope("nodes"):
-        remaining, last = fold(run, rest, runs.count, runs.merges, depth, most, first)
+        remaining, last = fold(run, rest, runs.count, runs.merges, depth, most, first, after)
     kept = last.buffers if program.barriers else put(last.buffers, last.kept, nodes - 1)
     return remaining, last.totals, kept
 
@@ -406,6 +413,16 @@ def opaque(count: Any) -> jax.Array:
     return lax.optimization_barrier(jnp.asarray(count, jnp.int32))
 
 
+def zero_of(number: jax.Array) -> jax.Array:
+    """Zero, which is there when a number is, and which no compiler knows to be zero: of 32 bits no 64 are set.
+
+    >>> [int(zero_of(jnp.asarray(x))) for x in (0.0, -1.5, jnp.nan, 7, -1)]
+    [0, 0, 0, 0, 0]
+    """
+    bits = lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32)
+    return lax.shift_right_logical(lax.population_count(bits), jnp.int32(6))
+
+
 class BufferPart(NamedTuple):
     """Where a value is: the whole of a buffer, or elements of a flat one from `start` on."""
 
@@ -424,6 +441,28 @@ def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.A
         if jnp.size(value) and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in REAL):
             return jnp.broadcast_to(jnp.ravel(value)[0].astype(dtype), shape)
     return jnp.zeros(shape, dtype)
+
+
+def room(shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any]) -> list[jax.Array]:
+    """Buffers that are written before they are read, for which there is no memory before a value is there.
+
+    Nothing is written: they are what a branch has that is taken whatever the value is, and compilers do not know it.
+
+    Args:
+      shapes: with dtypes.
+      after: values, of which the first is waited for; if there are none, or little memory is asked for, nothing is.
+    """
+
+    def empty(_: Any) -> list[jax.Array]:
+        return [lax.empty(*each) for each in shapes]
+
+    def never(_: Any) -> list[jax.Array]:  # something else, or the branches were taken for one
+        return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
+
+    large = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes) >= LARGE
+    values = (v for v in after if jnp.size(v) and any(jnp.issubdtype(jnp.result_type(v), kind) for kind in REAL))
+    value = next(values, None) if large else None
+    return empty(None) if value is None else lax.cond(zero_of(jnp.ravel(value)[0]) == 0, empty, never, None)
 
 
 def materialized(places: Sequence[BufferPart]) -> list[Any]:

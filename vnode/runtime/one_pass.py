@@ -130,8 +130,10 @@ class PassEmission(Values):
                 return values[: len(sums)], values[len(sums) :]
 
             program = loops.NodeProgram(take, compute, placement.waves == 1, barriers)
-            buffers = [] if self.scans else self.buffers(nodes, divided, whole)
-            totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers)
+            late = self.late(nodes, whole)
+            buffers = [] if self.scans else self.buffers(nodes, divided, [value for _, value in late])
+            after = [value for level, value in late if level] if self.platform in loops.ROOM_EARLY else []
+            totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
             # What devices along the other axes have pieces of is combined once, not for every node.
@@ -203,6 +205,7 @@ class PassEmission(Values):
         count: jax.Array,
         runs: Sequence[jax.Array],
         buffers: list[Any],
+        after: Sequence[Any],
     ) -> tuple[Any, list[Any]]:
         """Runs a device's nodes and adds up over devices what they contribute.
 
@@ -214,6 +217,7 @@ class PassEmission(Values):
           count: of the device's nodes, ``int32[1]``.
           runs: the plan's tables, of this device.
           buffers: where a device puts what is kept of each of its nodes.
+          after: values before which there shall be no memory for sums.
 
         Returns:
           What `run_pass` does, and what is kept of each node.
@@ -223,7 +227,7 @@ class PassEmission(Values):
             number, starts, merges = (table[0] for table in runs)
             held = loops.Runs(loops.opaque(number), starts, merges)
             fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
-            rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold)
+            rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
             combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
             return combine(sums, rest, exact, plan, axis), kept
         if self.scans:
@@ -253,18 +257,25 @@ class PassEmission(Values):
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
-    def buffers(self, nodes: Pass, divided: Divided | None, whole: Sequence[Any]) -> list[Any]:
+    def late(self, nodes: Pass, whole: Sequence[Any]) -> list[tuple[int, Any]]:
+        """The whole values that a pass reads, latest first, with the level at which each can be there."""
+        if self.mode is Mode.DIFFERENTIABLE or not self.one_axis:  # an element of a sharded one is dear
+            return []
+        late = [(self.there_at(var), value) for var, value in zip(nodes.wholes, whole, strict=True)]
+        return sorted(late, key=lambda pair: pair[0], reverse=True)
+
+    def buffers(self, nodes: Pass, divided: Divided | None, after: Sequence[Any]) -> list[Any]:
         """Where a device puts what is kept of each of its nodes, in a pass that reads such whole values.
 
         These, latest first, are what keeps compilers from making the buffers before the pass.
         """
-        late = sorted(zip(nodes.wholes, whole, strict=True), key=lambda pair: self.there_at(pair[0]), reverse=True)
-        plain = self.mode is not Mode.DIFFERENTIABLE and self.one_axis  # an element of a sharded one is dear
-        read, found = [value for _, value in late] if plain else (), list[Any]()
+        shapes = list[tuple[tuple[int, ...], Any]]()
         for i, (var, form) in enumerate(nodes.collected):
             shape = divided.local(len(nodes.accumulators) + i) if divided else self.shape_in_node(var, form)
-            found.append(loops.unwritten((self.placement.waves, *shape), var.aval.dtype, read))
-        return found
+            shapes.append(((self.placement.waves, *shape), var.aval.dtype))
+        if self.placement.even and self.platform in loops.ROOM_EARLY:  # otherwise there are places without a node
+            return loops.room(shapes, after)
+        return [loops.unwritten(*each, after) for each in shapes]
 
     def there_at(self, var: Var) -> int:
         """The level at which a whole value can be there: one later than its pieces if it is completed or gathered."""

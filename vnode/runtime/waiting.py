@@ -22,7 +22,7 @@ from jax import lax
 
 from vnode.operators.spaces import DEVICE, HOST
 from vnode.runtime.away import pieces_of
-from vnode.runtime.loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop
+from vnode.runtime.loops import PartialBlocks, Pieces, Sum, loop_of_nodes, named_loop, room
 
 LEAST = 1 << 20
 """Bytes of a sum from which it may be on the host: of smaller ones the latency of the link is felt."""
@@ -194,6 +194,7 @@ def stacked_far(
     depth: int,
     most: int,
     state: Any,
+    after: Sequence[Any] = (),
     *,
     far: int,
     left: int,
@@ -208,6 +209,7 @@ def stacked_far(
       depth: as there.
       most: as there; not needed.
       state: as there.
+      after: as there.
       far: how many of the lowest that wait are on the host, at least one.
       left: how many blocks remain in the end, at most.
 
@@ -230,7 +232,7 @@ def stacked_far(
             added.append(value)
         return (waiting, added, low + 1), state
 
-    begun = [place.begun() for place in places], [lax.empty(s.shape, s.dtype) for s in sums], jnp.int32(0)
+    begun = [place.begun() for place in places], room([(s.shape, s.dtype) for s in sums], after), jnp.int32(0)
     (stacks, last, height), state = loop_of_nodes(count, sums, body, (begun, state))
     if left == 1:
         return PartialBlocks(last, [], last, height), state

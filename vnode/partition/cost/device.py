@@ -43,15 +43,23 @@ class DeviceProgram:
       program: its equations at local sizes; those of loops and branches are in their bodies (`bodies_of`).
       axes: of the mesh, those longer than one.
       donated: the inputs whose memory results may take.
+      passes: whether its loops are passes over nodes, which have room for their sums only when what they read is there.
     """
 
     program: Program
     axes: Mapping[str, int]
     donated: frozenset[int] = frozenset()
+    passes: bool = False
 
 
 def device_program(
-    flow: Flow, axes: Axes, *, platform: str = "tpu", donated: Collection[int] = (), single_turns: bool = False
+    flow: Flow,
+    axes: Axes,
+    *,
+    platform: str = "tpu",
+    donated: Collection[int] = (),
+    single_turns: bool = False,
+    passes: bool = False,
 ) -> DeviceProgram:
     """Traces what one device runs.
 
@@ -61,6 +69,7 @@ def device_program(
       platform: what is compiled for.
       donated: the inputs of the program that are given away.
       single_turns: whether loops of one turn stay loops, because the compiler is not told that they are.
+      passes: see `DeviceProgram`.
 
     Returns:
       The program; its inputs and outputs are those of the flow, in local shapes.
@@ -93,7 +102,7 @@ def device_program(
     traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
     program = inline(traced.jaxpr, traced.consts)
     program = compiled_as(program if single_turns else without_single_turns(program), Target.on(platform))
-    return DeviceProgram(program, dict(axes), frozenset(donated))
+    return DeviceProgram(program, dict(axes), frozenset(donated), passes)
 
 
 def compiled_as(program: Program, target: Target) -> Program:

@@ -123,7 +123,7 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
     most, at, when, on_chip = 0, -1, frozenset[Var](), 0
-    moments, away = placed(kernels, buffers, own, program, target, seconds=seconds)
+    moments, away = placed(kernels, buffers, own, device, target, seconds=seconds)
     lodged = buffers.lodged(moments, away)
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
@@ -153,7 +153,7 @@ def placed(
     kernels: Kernels,
     buffers: Buffers,
     own: Collection[Var],
-    program: Program,
+    device: DeviceProgram,
     target: Target,
     *,
     again: bool = False,
@@ -165,7 +165,7 @@ def placed(
       kernels: of the program.
       buffers: what they write and read.
       own: what is where results belong.
-      program: whose.
+      device: whose.
       target: how much room the chip has.
       again: whether what is fetched of temporary arrays in memory is there, too.
       seconds: how long kernels take; gathers then begin before them.
@@ -175,8 +175,9 @@ def placed(
     if target.hides_gathers and len(seconds):
         order, begun = beside_computation(kernels, buffers, order, seconds)
         buffers = apart(kernels, buffers, order, begun)
-    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, begun_empty(kernels) if begun else ())]
-    fetched = [arguments_of(kernels.kernels[buffers.of[k]], program, kernels) for k, _ in moments]
+    empty = begun_empty(kernels, device.passes) if begun else ()
+    moments = [(k, dict(sizes)) for k, _, sizes in buffers.held(order, begun, empty)]
+    fetched = [arguments_of(kernels.kernels[buffers.of[k]], device.program, kernels) for k, _ in moments]
     loops = [place for place, (k, _) in enumerate(moments) if kernels.kernels[buffers.of[k]].shape is Shape.REGION]
     reads: list[dict[Var, int]] = []
     for place, (k, sizes) in enumerate(moments if again else ()):
@@ -230,7 +231,7 @@ def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozen
     found: list[frozenset[Var]] = [frozenset() for _ in kernels.kernels]
     if not target.on_chip:
         return kernels, found
-    moments, away = placed(kernels, buffers, own, device.program, target, again=True)
+    moments, away = placed(kernels, buffers, own, device, target, again=True)
     for place, (k, _) in enumerate(moments):
         on_chip = {each[1] if isinstance(each, tuple) else each for each in away[place]}
         piece = kernels.kernels[buffers.of[k]].piece

@@ -45,12 +45,21 @@ SLICED = {Shape.EACH, Shape.REDUCED, Shape.UPDATED}
 """What reads a slice of an array that a loop goes through without a copy of it."""
 
 
-def begun_empty(kernels: Kernels) -> set[Var]:
-    """What loops add up, from constants: TPUs' compiler has room for it before gathers begin."""
-    empty, found = made_of_nothing(kernels), set[Var]()
+def begun_empty(kernels: Kernels, passes: bool) -> set[Var]:
+    """What loops add up, from constants: TPUs' compiler has room for it before gathers begin.
+
+    Args:
+      kernels: of a program.
+      passes: whether loops are passes over nodes: those that read what others made have room only then
+        (`vnode.runtime.loops.room`).
+    """
+    empty, found, late = made_of_nothing(kernels), set[Var](), set[Var]()
     for kernel in kernels.kernels:
         region = region_of(kernel.root) if kernel.shape is Shape.REGION else None
-        if region is None or region.chooser is not None or region.tests:
+        waits = passes and not late.isdisjoint(kernel.piece.reads)
+        if waits or region is not None:
+            late.update(kernel.piece.writes)
+        if waits or region is None or region.chooser is not None or region.tests:
             continue
         (body,) = bodies_of(kernel.root)
         makers = body.definitions
@@ -136,6 +145,7 @@ def buffers_of(
                 entries.append(entry)  # type: ignore[arg-type]
         maker.update((var, len(written) - 1) for var, _ in results[-1])
     several = [[maker[v] for v in map(kernels.memory_of, each.piece.reads) if v in maker] for each in kernels.kernels]
+    several = [[n for n in needs if n != k] for k, needs in enumerate(several)]  # it may read what it has let through
     operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
     results = [kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)]
     there = [

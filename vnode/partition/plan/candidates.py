@@ -84,6 +84,7 @@ class Candidate:
       far: how many of the sums that wait are in the host's memory.
       farther: the same with others, and how many there may be.
       estimate: seconds by the search's own cost; infinite if it was not asked for them.
+      account: bytes by the search's own account; likewise.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Candidate:
     far: int = 0
     farther: tuple[Callable[..., Candidate], int] | None = None
     estimate: float = math.inf
+    account: float = math.inf
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
@@ -250,6 +252,7 @@ class OnMesh:
             carried=self.subject.carried,
             fixed=fixed,
             together=self.subject.together,
+            donated=self.subject.donated,
         )
 
     @functools.cached_property
@@ -438,17 +441,24 @@ class OnMesh:
     ) -> tuple[Candidate | None, bool]:
         """What the exact search finds within a memory limit, and whether Ctrl-C ended it.
 
-        Where it finds nothing, what takes least memory by its own account, called so; None if that is not known, or if
-        what it finds takes more seconds than `below`, by its own cost.
+        None if it finds nothing, or if what it finds takes more seconds than `below`, by its own cost.
         """
         solution = self.solution(memory, budget, gap)
         if solution is None:
-            problem = dataclasses.replace(self.search.problem, limit=memory)
-            least = least_memory(problem, budget, lambda: None).strategies
-            return (None if least is None else self.candidate("least memory", self.search.flow(least))), False
+            return None, False
         if self.grouped:  # the search has added up what branches take: that is no bound
-            return self.candidate(BESIDE, self.search.flow(solution.strategies)), solution.interrupted
-        return self.estimated(SEARCHED, solution.strategies, below, solution.gap), solution.interrupted
+            made: Candidate | None = self.candidate(BESIDE, self.search.flow(solution.strategies))
+        else:
+            made = self.estimated(SEARCHED, solution.strategies, below, solution.gap)
+        account = self.search.problem.footprint(solution.strategies)
+        return made and dataclasses.replace(made, account=account), solution.interrupted
+
+    def least(self, budget: float) -> float:
+        """The fewest bytes that are possible by the search's own account; infinite if it does not find that in time."""
+        problem = self.search.problem
+        problem = dataclasses.replace(problem, limit=float(problem.most.max(initial=0)))
+        found = least_memory(problem, budget, lambda: None).strategies
+        return math.inf if found is None else problem.footprint(found)
 
 
 def pace_of(subject: Subject, machine: Machine, platform: str, times: Times | None) -> dict[str, float]:

@@ -4,7 +4,8 @@ Knows plans, and what a compiler makes of them. Must not know how a plan is sear
 
 A prediction is a model of a compiler, and off by some per cent, for some programs by more. Of the same step on the same
 machine it is off by about as much from one plan to the next of its kind, so that one or two more searches do. Where
-nothing fits in that much less, it was that plan that was off: the next limit is half-way back.
+nothing fits in that much less, it was that plan that was off: the next limit is half-way back. Where nothing is
+predicted to fit at all, what is predicted to take a little more is compiled.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ ROUNDS = 4
 
 NEAR = 0.02
 """By which share limits in which nothing and something fits, as predicted, are apart at least for one in between."""
+
+BEYOND = 1.25
+"""How many times the limit a plan may be predicted to take that is compiled, where nothing less is."""
 
 LESS = 0.8
 """By which share the limit is lowered where the compiler refuses a program, and does not say what that needs."""
@@ -45,16 +49,21 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
     allowed = most = memory  # `most`: what may be allowed and gives another plan
     nothing = 0  # in how much nothing fits as predicted
     tried: list[str] = []
+    first: MemoryLimitError | None = None  # says what would be predicted to fit
     while len(tried) < ROUNDS:
         try:
             plan = search(allowed)
         except MemoryLimitError as error:
-            if not tried:
-                raise
+            first = first or error
+            if not tried and allowed > memory:
+                raise first from None
             nothing = allowed
-            if most - nothing <= NEAR * most:
+            if not tried:
+                allowed = most = int(BEYOND * memory)
+            elif most - nothing <= NEAR * most:
                 raise MemoryLimitError(refused(memory, tried)) from error
-            allowed = (nothing + most) // 2
+            else:
+                allowed = (nothing + most) // 2
             continue
         plan = dataclasses.replace(plan, memory=memory)
         predicted = plan.figures.memory
@@ -75,9 +84,9 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
 
 
 def refused(memory: int, tried: Sequence[str]) -> str:
-    """The message for when nothing fits as compiled, though something did as predicted."""
+    """The message for when nothing that was compiled fits."""
     return layout_message(
-        f"no plan fits in {size(memory)} a device as it is compiled; {several(len(tried), 'plan')} did as predicted.",
+        f"no plan fits in {size(memory)} a device as it is compiled, of {several(len(tried), 'plan')}.",
         facts=tried,
         remedies=[
             "allow more memory, or use more virtual nodes or more devices",

@@ -33,6 +33,7 @@ from vnode.partition.plan.other_rows import OF_ROWS, OVER_ROWS
 from vnode.partition.plan.row import loop_bodies
 from vnode.partition.searches.costs import Estimate
 from vnode.partition.simulator import Timeline
+from vnode.runtime.loops import ROOM_EARLY
 from vnode.runtime.waiting import PIECE, can_be_far
 from vnode.show.units import size
 from vnode.spmd.choice import Choice, itemsize
@@ -188,7 +189,8 @@ def predicted(
     inner = dividing(axes)
     sums = local_sums(flow, inner)
     whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across), across)
-    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant)
+    late = across.invariant and platform in ROOM_EARLY
+    device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant, passes=late)
     target = Target.on(platform, machine.kinds[0].name)
     cost = program_cost(device, machine, mesh, times=times, target=target)
     given = [nbytes(layout, var, axes) for layout, var in zip(whole.inputs, flow.program.inputs, strict=True)]

@@ -43,8 +43,14 @@ from vnode.step.virtual import VirtualStep
 GAP = 0.01
 """How far above the best a search on one mesh may end."""
 
-TRIES = 3
-"""How often a search is repeated with less memory where the prediction is above what was searched for."""
+TRIES = 4
+"""How often at most a mesh is searched, with less memory where the prediction is above the limit."""
+
+ALMOST = 1.001
+"""So many times the least memory by a search's own account are searched for at least: sums of bytes are rounded."""
+
+FLATTEST = 0.2
+"""By what share at least a prediction is taken to be lower of what is less by a search's own account."""
 
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
@@ -244,7 +250,7 @@ class _Search:
         """
         low, high = 0, keeping.levels(host)
         count, level = high, None
-        for _ in range(TRIES + 1):
+        for _ in range(TRIES):
             if count == low:
                 break
             fits = yield from self.keeping_less(subject, keeping, count, host, tried)
@@ -401,26 +407,41 @@ class _Search:
     def searched(self, on: OnMesh, found: list[Candidate]) -> bool:
         """Adds the best on one mesh, searched again with less memory where its prediction is above the limit.
 
+        A search's own account of memory is of the same kind as the prediction, but not the same: where nothing fits by
+        it, that is looked at which needs no limit. How much less is asked for next is how much less is to be predicted,
+        by the ratio of the two in the last two tries; the last one is the fastest that takes least by that account.
+
         Returns:
           Whether Ctrl-C ended it.
         """
-        allowed = float(self.limit)
-        for again in range(TRIES):
-            if (again or (self.more and fitting(found, self.limit))) and time.monotonic() > self.until:
+        allowed, tried, least = float(self.limit), list[tuple[float, int]](), 0.0
+
+        def left() -> float:
+            return max(self.until - time.monotonic(), 1.0)
+
+        while len(tried) < TRIES:
+            if (tried or (self.more and fitting(found, self.limit))) and time.monotonic() > self.until:
                 self.cut_short = True
                 break
-            left = max(self.until - time.monotonic(), 1.0)
-            candidate, interrupted = on.searched(allowed, left, GAP, self.most(SEARCHED, found))
+            if on.solution(allowed, left(), GAP) is None:
+                if tried or allowed == math.inf:
+                    break
+                allowed = math.inf
+                continue
+            known = len(found)
+            candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
             if candidate is not None:
                 self.add(on, candidate, found)
             if interrupted:
                 self.interrupted()
-            if interrupted or candidate is None or candidate.name == "least memory":
+            if interrupted or candidate is None:
                 return interrupted
-            less = 1.05 * (candidate.figures.memory - self.limit)
-            if less <= 0 or allowed < less:
+            predicted = min(each.figures.memory for each in found[known:])
+            tried.append((candidate.account, predicted))
+            if predicted <= self.limit or candidate.account <= ALMOST * least:
                 break
-            allowed -= less
+            least = least or on.least(left())
+            allowed = max(less(tried, self.limit), ALMOST * least) if len(tried) < TRIES - 1 else ALMOST * least
         return False
 
     def most(self, name: str, found: Sequence[Candidate]) -> float:
@@ -580,6 +601,22 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.host,
         chosen.far,
     )
+
+
+def less(tried: Sequence[tuple[float, int]], limit: int) -> float:
+    """The account of memory with which a prediction would be a little below a limit.
+
+    Args:
+      tried: accounts with the predictions of what they were of, the last one above the limit.
+      limit: of the prediction, bytes.
+
+    >>> less([(100.0, 90)], 80), less([(100.0, 90), (80.0, 86)], 80)
+    (89.5, 48.5)
+    """
+    account, predicted = tried[-1]
+    before, first = tried[-2] if len(tried) > 1 else (account, predicted)
+    steep = (first - predicted) / (before - account) if before > account else 1.0
+    return account - 1.05 * (predicted - limit) / min(max(steep, FLATTEST), 1.0)
 
 
 def by_seconds(candidate: Candidate) -> float:

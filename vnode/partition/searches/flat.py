@@ -65,6 +65,29 @@ class Link:
     stays: str | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """A loop, or branches of which one is taken.
+
+    Attributes:
+      first: its first node.
+      last: its last node; that before the first if it has none.
+      reads: for each variable of the bodies that is an operand what is handed in; nothing for what is made of nothing.
+      scanned: those of which each turn reads a slice.
+      carried: those that turns hand on.
+      makes: its results.
+      stacked: those of which each turn makes a slice.
+    """
+
+    first: int
+    last: int
+    reads: Mapping[Var, Var | None]
+    scanned: frozenset[Var]
+    carried: frozenset[Var]
+    makes: tuple[Var, ...]
+    stacked: frozenset[Var]
+
+
 class Names:
     """Union-find."""
 
@@ -102,6 +125,7 @@ class Flat:
       uncut: how many of a variable's first dimensions are not cut: turns of a loop, loops that stop for themselves.
       apart: for variables in branches that are side by side the axes that divide nothing there.
       beside: for what such branches compute the axis along which devices of one index have it.
+      parts: loops, and branches of which one is taken, inner ones first.
     """
 
     program: Program
@@ -116,6 +140,7 @@ class Flat:
     uncut: Mapping[Var, int]
     apart: Mapping[Var, frozenset[str]]
     beside: Mapping[Var, str]
+    parts: tuple[Part, ...]
 
     def named(self, var: Var, dim: int) -> Hashable:
         """The named dimension of a value's dimension."""
@@ -159,6 +184,7 @@ def flat(program: Program, axes: Axes) -> Flat:
         walk.uncut,
         walk.apart,
         walk.beside,
+        tuple(walk.parts),
     )
 
 
@@ -177,6 +203,7 @@ class _Walk:
         self.uncut: dict[Var, int] = {}
         self.apart: dict[Var, frozenset[str]] = {}
         self.beside: dict[Var, str] = {}
+        self.parts: list[Part] = []
         self.without: frozenset[str] = frozenset()
 
     def all(self, flow: Flow, at: Path, times: float) -> None:
@@ -242,7 +269,7 @@ class _Walk:
             self.links.append(Link(source, target, times, dropped, back))
 
     def region(self, step: Step, region: Region, path: Path, times: float) -> None:
-        eqn, turns, first = step.eqn, times * region.times, dict[int, Var]()
+        eqn, turns, first, begins = step.eqn, times * region.times, dict[int, Var](), len(self.nodes)
         choosers = [] if region.chooser is None else [eqn.invars[region.chooser]]
         self.whole += [(a, times) for a in choosers if not isinstance(a, Literal) and a not in self.free]
         tested = [atom for body in step.bodies[: region.tests] for atom in body.program.outputs]
@@ -272,6 +299,17 @@ class _Walk:
                     self.link(atom, result, turns, -1)
                 else:
                     self.link(atom, result, times)
+        given = {i: atom for i, atom in enumerate(eqn.invars) if isinstance(atom, Var) and not self.is_free(atom)}
+        part = Part(
+            begins,
+            len(self.nodes) - 1,
+            {var: given.get(i) for i, var in first.items()},
+            frozenset(var for i, var in first.items() if i in region.scanned),
+            frozenset(var for i, var in first.items() if i in region.carried),
+            tuple(eqn.outvars),
+            frozenset(eqn.outvars[len(region.carried) :] if region.stacks else ()),
+        )
+        self.parts.append(part)
 
 
 def adds(program: Program, var: Var) -> bool:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import Literal, Var
@@ -21,15 +21,13 @@ from vnode.errors import SearchError, layout_message
 from vnode.operators import Algebra, Monoid
 from vnode.partition.searches.coarsen import clusters, members
 from vnode.partition.searches.costs import CostModel
-from vnode.partition.searches.flat import Flat, Link, flat, readers, size_of
+from vnode.partition.searches.flat import Flat, Link, flat, readers
+from vnode.partition.searches.held import By, points_of, spans_of
 from vnode.partition.searches.problem import Array, Edge, Problem
 from vnode.partition.searches.strategies import Cluster, Strategies, asked_by_path, picked
 from vnode.spmd.flow import Flow, follow, monoid_of_one, on_one
 from vnode.spmd.layout import Axes, Layout, cut_of, replicated
 from vnode.spmd.route import even
-
-POINTS = 16
-"""Of time at which memory is counted."""
 
 ROUNDS = 2
 """How far operators are told apart by their neighbours, before those that are alike are tied."""
@@ -153,6 +151,7 @@ def as_problem(
     backward: bool = False,
     fixed: Mapping[int, Layout] | None = None,
     together: Sequence[Sequence[int]] = (),
+    donated: Collection[int] = (),
 ) -> Search:
     """Makes a problem of a program.
 
@@ -167,11 +166,12 @@ def as_problem(
         that belong to it. Element-wise equations are together in any case.
       fixed: how single inputs lie, by number.
       together: inputs of one shape, by number, that lie alike.
+      donated: inputs that are given away, by number: what they become takes their place.
 
     Returns:
       The problem, and what its strategies mean.
     """
-    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}, together).build()
+    return _Builder(program, axes, model, carried or {}, memory, tied, backward, fixed or {}, together, donated).build()
 
 
 class _Builder:
@@ -186,7 +186,9 @@ class _Builder:
         backward: bool,
         fixed: Mapping[int, Layout],
         together: Sequence[Sequence[int]],
+        donated: Collection[int],
     ) -> None:
+        self.donated = donated
         self.fixed = {program.inputs[i]: layout for i, layout in fixed.items()}
         self.program, self.axes, self.model, self.carried = program, axes, model, carried
         self.memory, self.tied, self.backward = memory, tied, backward
@@ -422,44 +424,50 @@ class _Builder:
         return found
 
     def held(self, values: Sequence[Value]) -> list[Array]:
-        """Bytes at each point of time, for each strategy: what crosses between clusters, and what is given."""
-        nodes = self.flat.nodes
-        last: dict[Var, int] = {}
-        for n, node in enumerate(nodes):
-            for atom in node.eqn.invars:
-                if not isinstance(atom, Literal):
-                    last[atom] = n
-        for atom in self.program.outputs:
-            if not isinstance(atom, Literal):
-                last[atom] = len(nodes)
-        crossing = [var for var in self.makers if var in self.reads or var in self.out]
-        begins = np.array([self.clusters[self.makers[v][0]].nodes[self.makers[v][1]] for v in crossing], int)
-        ends = np.array([max(last.get(v, 0), b) for v, b in zip(crossing, begins, strict=True)], int)
-        size = np.array([size_of(v) for v in crossing], float)
-        change = np.zeros(len(nodes) + 2)
-        np.add.at(change, begins, size)
-        np.add.at(change, ends + 1, -size)
-        total = np.cumsum(change)[: max(len(nodes), 1)]
-        points = np.unique([int(total.argmax()), *np.linspace(0, max(len(nodes) - 1, 0), POINTS - 1).astype(int)])
-        live = (begins[:, None] <= points) & (points <= ends[:, None])  # [value, point]
+        """Bytes at each point of time, for each strategy: arguments, what crosses between clusters, what loops have."""
+        makers = {var: self.clusters[k].nodes[p] for var, (k, p, _) in self.makers.items()}
+        crossing = {var: n for var, n in makers.items() if var in self.reads or var in self.out}
+        number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
+        outputs = self.program.outputs
+        replaced = {atom for j, i in self.carried.items() if i in self.donated and isinstance(atom := outputs[j], Var)}
+        spans = [span for span in spans_of(self.flat, crossing, replaced) if span.var in crossing or span.var in number]
+        points = points_of(spans, max(len(self.flat.nodes), 1))
         held = [np.zeros((len(points), len(c.strategies))) for c in self.clusters]
         held += [np.zeros((len(points), len(value.layouts))) for value in values]
         memo: dict[Hashable, float] = {}
 
-        def bytes_of(layout: Layout, var: Var) -> float:
+        def bytes_in(layout: Layout, var: Var) -> float:
             key = (layout, tuple(var.aval.shape), var.aval.dtype)
             if key not in memo:
-                memo[key] = self.model.bytes(layout, var.aval.shape, var.aval.dtype)
+                memo[key] = self.model.bytes(*key)
             return memo[key]
 
-        for var, when in zip(crossing, live, strict=True):
-            k, p, j = self.makers[var]
-            if when.any():
-                held[k][when] += [bytes_of(layout, var) for layout in self.made(k, p, j)]
-        inputs = set(self.program.inputs)
-        for number, value in enumerate(values):
-            if value.var in inputs:
-                held[len(self.clusters) + number] += [bytes_of(layout, value.var) for layout in value.layouts]
+        def bytes_of(var: Var) -> Array:
+            """Bytes of a value for each strategy of what decides about it."""
+            own = () if var in crossing else values[number[var] - len(self.clusters)].layouts
+            return np.array([bytes_in(layout, var) for layout in own or self.made(*self.makers[var])])
+
+        copies: dict[tuple[By, Var | None], int] = {}
+        for span in spans:
+            several = len(self.reads.get(span.var, ())) if span.counts is By.READERS else 1
+            copies[span.counts, span.copied] = copies.get((span.counts, span.copied), 0) + several
+        for span in spans:
+            when = (span.first <= points) & (points <= span.last)
+            least = 0.0 if span.beside is None else bytes_of(span.beside).min()
+            each = 1 if span.copied is None else copies[span.counts, span.copied]
+            own = self.makers[span.var][0] if span.var in crossing else number[span.var]
+            taken = span.turns * bytes_of(span.var)
+            if span.counts is By.READERS:
+                for k, reading in self.reads.get(span.var, {}).items():
+                    wanted = [sum(bytes_in(layout, span.var) for layout in want) for want in self.wanted(k, reading)]
+                    held[k][when] += np.maximum(np.array(wanted) - least, 0) / each
+            elif span.counts is By.LAYOUT:
+                held[own][when] += np.maximum(taken - least, 0) / each
+            else:
+                held[own][when] += max(taken.min() - least, 0)
+        for var in self.program.inputs:
+            if var in number:
+                held[number[var]] += bytes_of(var)
         return held
 
     def names(self, values: Sequence[Value]) -> list[str]:
