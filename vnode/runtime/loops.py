@@ -431,16 +431,20 @@ class BufferPart(NamedTuple):
     start: int | None = None
 
 
+def element_of(values: Sequence[Any]) -> jax.Array | None:
+    """An element of the first of some values that has one, a real number; None if there is none."""
+    real = (v for v in values if jnp.size(v) and any(jnp.issubdtype(jnp.result_type(v), kind) for kind in REAL))
+    return next((jnp.ravel(v)[0] for v in real), None)
+
+
 def unwritten(shape: tuple[int, ...], dtype: Any, after: Sequence[Any]) -> jax.Array:
     """A buffer whose elements are written before they are read.
 
     It is filled with an element of the values that whoever fills it reads, if there are any: zeros would be those of
     all buffers, and compilers hold them, and a copy for each buffer, from the beginning to the end of the program.
     """
-    for value in after if any(jnp.issubdtype(dtype, kind) for kind in REAL) else ():
-        if jnp.size(value) and any(jnp.issubdtype(jnp.result_type(value), kind) for kind in REAL):
-            return jnp.broadcast_to(jnp.ravel(value)[0].astype(dtype), shape)
-    return jnp.zeros(shape, dtype)
+    element = element_of(after) if any(jnp.issubdtype(dtype, kind) for kind in REAL) else None
+    return jnp.zeros(shape, dtype) if element is None else jnp.broadcast_to(element.astype(dtype), shape)
 
 
 def room(shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any]) -> list[jax.Array]:
@@ -460,9 +464,8 @@ def room(shapes: Sequence[tuple[tuple[int, ...], Any]], after: Sequence[Any]) ->
         return [lax.dynamic_update_slice(e, jnp.ones([1] * e.ndim, e.dtype), [0] * e.ndim) for e in empty(None)]
 
     large = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes) >= LARGE
-    values = (v for v in after if jnp.size(v) and any(jnp.issubdtype(jnp.result_type(v), kind) for kind in REAL))
-    value = next(values, None) if large else None
-    return empty(None) if value is None else lax.cond(zero_of(jnp.ravel(value)[0]) == 0, empty, never, None)
+    element = element_of(after) if large else None
+    return empty(None) if element is None else lax.cond(zero_of(element) == 0, empty, never, None)
 
 
 def materialized(places: Sequence[BufferPart]) -> list[Any]:

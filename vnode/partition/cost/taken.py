@@ -144,8 +144,12 @@ def buffers_of(
             for entries, entry in ((written, own), (read, frozenset({var})), (inside, 0), (over, ()), (of, k)):
                 entries.append(entry)  # type: ignore[arg-type]
         maker.update((var, len(written) - 1) for var, _ in results[-1])
-    several = [[maker[v] for v in map(kernels.memory_of, each.piece.reads) if v in maker] for each in kernels.kernels]
-    several = [[n for n in needs if n != k] for k, needs in enumerate(several)]  # it may read what it has let through
+    several = [
+        [
+            maker[v] for v in map(kernels.memory_of, each.piece.reads) if maker.get(v, k) != k
+        ]  # nor does it wait for itself
+        for k, each in enumerate(kernels.kernels)
+    ]
     operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
     results = [kernels.memory_of(atom) for atom in kernels.program.outputs if isinstance(atom, Var)]
     there = [

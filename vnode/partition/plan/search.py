@@ -106,7 +106,8 @@ def search(
         compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
       progress: a bar; by default in notebooks and on terminals.
       compiled_for: devices in the order of the machine's, for which plans are compiled until one fits in `memory` by
-        the compiler's own account, each search allowing as much less as the prediction before was too low; `budget` is
+        the compiler's own account, each search allowing as much less as the prediction before was too low, or a quarter
+        more than `memory` where nothing is predicted to fit in that; `budget` is
         for each of them, and compiling takes time besides. Devices of a TPU topology that is not there will do. By
         default what is predicted to fit is taken, and `Plan.accept` tells whether it does.
       **options: of `vnode.virtualize`, if the step is not virtualized yet. ``lanes="auto"``: as many as nodes if that
