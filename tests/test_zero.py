@@ -20,6 +20,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from tests.rounding import assert_same
+from vnode.runtime import loops, one_pass
+from vnode.spmd import exchange
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
@@ -329,6 +331,53 @@ def test_invariant_sums_are_scattered(nodes: int) -> None:
         assert sum(found.pop("all-to-all")) == matrix  # in three chunks
     assert [n for n in found.pop("all-gather") if n >= matrix // 2] == [matrix] * (2 if nodes == 8 else 1)
     assert not found
+
+
+def normalized(x: jax.Array) -> jax.Array:
+    mean = jnp.mean(x, 0)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
+
+
+@pytest.mark.parametrize("model", [1, 2])
+@pytest.mark.parametrize("reduction", ["invariant", "fast"])
+def test_what_waits_on_tpus_keeps_its_bits(reduction: str, model: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes gather what they read when others have been summed, and have room from then on; run on CPUs here."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> jax.Array:
+            hidden = jax.nn.relu(normalized(jnp.tanh(x @ params["in"])))
+            return jnp.mean((normalized(hidden @ params["out"]) @ params["back"] - x) ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params))
+
+    rng = np.random.default_rng(0)
+    shapes = {"in": (WIDTH, 512), "out": (512, 256), "back": (256, WIDTH)}
+    assert min(4 * a * b for a, b in list(shapes.values())[:2]) >= exchange.MUCH  # what is smaller does not wait
+    params = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in shapes.items()}
+    x, seen = examples(), {False: set[bytes](), True: set[bytes]()}
+    waited: list[int] = []
+    convert_after = exchange.convert_after
+
+    def counted(value: Any, *rest: Any) -> Any:
+        waited.append(len(rest[-1]))
+        return convert_after(value, *rest)
+
+    monkeypatch.setattr(one_pass, "convert_after", counted)
+    for early in (False, True):
+        waited.clear()
+        monkeypatch.setattr(loops, "ROOM_EARLY", frozenset({"cpu"} if early else ()))
+        for nodes in (1, 2, 4, 8)[: 4 if model == 1 else 3]:
+            over = mesh_of(nodes, model)
+            specs = [PartitionSpec("data", "model" if model > 1 else None), PartitionSpec(None, "data")]
+            places = dict(zip(shapes, [*specs, PartitionSpec()], strict=True))
+            given = {name: jax.device_put(leaf, NamedSharding(over, places[name])) for name, leaf in params.items()}
+            placement = vnode.Placement(8, mesh=over, axis="data")
+            made = vnode.virtualize(step, virtual_nodes=8, placement=placement, reduction=reduction)(given, x)
+            assert_same(made, step, params, x)
+            seen[early].add(b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(made)))
+        assert any(waited) == early
+    if reduction == "invariant":
+        assert len(seen[False]) == 1 and seen[True] == seen[False]
 
 
 @pytest.mark.quickly

@@ -56,3 +56,53 @@ def test_megatrons_split_is_accepted_for_a_tpu(reduction: str) -> None:
         assert found["found"]["all-reduce"] == pytest.approx(activations, rel=1e-3)
         assert found["found"]["all-to-all"] == pytest.approx(4 * WEIGHTS, rel=1e-3)
         assert found["found"]["all-gather"] == pytest.approx(2 * WEIGHTS, rel=1e-3)
+
+
+GATHERED = """
+import json
+import jax, jax.numpy as jnp
+from benchmarks import tpu
+from vnode.partition import Machine
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import on_nodes, subject_of
+
+def normal(x):
+    mean = jnp.mean(x, 0)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
+
+def step(w, x):
+    def loss(w):
+        y = x
+        for each in w:
+            y = jax.nn.relu(normal(jnp.tanh(y) @ each))
+        return jnp.mean(y**2)
+    grads = jax.grad(loss)(w)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
+w = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 5
+x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32)
+machine = Machine.tpu("v5e:2x2")
+subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), (w, x))
+on = OnMesh(subject, machine, {"vnode": 4}, "tpu", None)
+plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), machine, 2**34, {})
+found = plan.accept(tpu.topology("v5e:2x2"))
+print(json.dumps({
+    "accepted": found.accepted, "gathered": found.found["all-gather"], "said": str(found), "memory": found.memory,
+}))
+"""
+
+
+def test_what_passes_read_is_gathered_when_they_run() -> None:
+    """Batch norms make many passes of a step. Forward, in the middle, where the layers are computed once more, and
+    backward, weights are gathered in bfloat16 for each pass that reads them. A device has a quarter of the state, and a
+    quarter of the gradients, which is all there is in the end; with them, of the last layer, what nodes have summed of
+    the gradient and what is exchanged of it, all of each, and what a quarter of that is added to. Gathered as early as
+    they can be, with what is sent of the gradients while others are computed, there would be three weights more.
+    """
+    found, weight = said(GATHERED), 4 * 8192 * 8192
+    assert found["accepted"], found["said"]
+    assert found["gathered"] == pytest.approx((5 + 4 + 4) * weight / 2, rel=0.1)
+    examples = 4 * 2048 * 8192 // 4
+    least = 5 * weight / 4 + examples + 5 * weight / 4 + 2 * weight
+    assert found["memory"] <= least + weight / 4 + examples

@@ -9,6 +9,8 @@ There a value is made of itself and of one element of the later one, in a way th
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,28 +51,33 @@ def by_bits(
 ) -> list[Any]:
     """Emits what XLA keeps on CPUs."""
     *values, latest = operands
-    if not (jnp.issubdtype(latest.dtype, np.floating) and latest.size):
+    if not can_be_awaited(latest):
         return by_barrier(d, e, operands, sizes, positions)
     return [*(as_it_was(value, latest) for value in values), latest]
 
 
-def as_it_was(value: Any, latest: Any) -> Any:
-    """A value that is there when `latest` is, if it is of numbers."""
+def can_be_awaited(type_: Any) -> bool:
+    """Whether others can be made to wait for an array of a type: it has floating-point numbers."""
+    return bool(jnp.issubdtype(type_.dtype, np.floating) and type_.size)
+
+
+def as_it_was(value: Any, *latest: Any) -> Any:
+    """A value that is there when others are, if it is of numbers."""
     real = jnp.issubdtype(value.dtype, np.floating), jnp.issubdtype(value.dtype, np.integer)
     about = jnp.finfo if real[0] else jnp.iinfo
     whole_bytes = any(real) and about(value.dtype).bits == 8 * value.dtype.itemsize
-    return lax.bitcast_convert_type(behind(value, latest), value.dtype) if whole_bytes else value
+    return lax.bitcast_convert_type(behind(value, *latest), value.dtype) if whole_bytes else value
 
 
-def behind(value: Any, latest: Any) -> Any:
-    """The bits of a value, as integers that are there when `latest` is, and not before.
+def behind(value: Any, *latest: Any) -> Any:
+    """The bits of a value, as integers that are there when others are, and not before.
 
     Args:
       value: an array of real numbers, any shape.
-      latest: an array of floating-point numbers, not empty.
+      latest: arrays of floating-point numbers, none of them empty.
     """
-    value, latest = lax.optimization_barrier((value, latest))
+    value, *latest = lax.optimization_barrier((value, *latest))
     kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-    one = lax.reshape(latest, (latest.size,))[0]
-    nothing = (one != one).astype(kind) >> 1
+    ones = (lax.squeeze(lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim)) for x in latest)
+    nothing = functools.reduce(operator.or_, ((one != one).astype(kind) >> 1 for one in ones))
     return lax.bitcast_convert_type(value, kind) ^ nothing

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from vnode.operators import Monoid
 
@@ -482,6 +483,16 @@ def materialized(places: Sequence[BufferPart]) -> list[Any]:
     return named_loop(
         "materialized", 0, opaque(1), body, [jnp.zeros(place.shape, place.buffer.dtype) for place in places]
     )
+
+
+def by_rows(value: jax.Array) -> jax.Array:
+    """A large array that lies in memory row by row, as arguments do.
+
+    Totals lie as what nodes contribute; a state that is updated by them would be copied to that order before anything
+    else, all of it, and the copy held up to the update (seen of the compiler for TPUs).
+    """
+    large = value.ndim > 1 and value.size * value.dtype.itemsize >= LARGE
+    return with_layout_constraint(value, Layout(tuple(range(value.ndim)))) if large else value
 
 
 def in_memory(value: jax.Array, barriers: bool = False) -> jax.Array:

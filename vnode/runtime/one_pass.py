@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec
 from vnode.analysis.forms import WHOLE, Slice, Whole
 from vnode.analysis.passes import Pass, Schedule
 from vnode.errors import UnsupportedPrimitiveError
+from vnode.operators.postponed import can_be_awaited
 from vnode.placement.placement import Placement
 from vnode.runtime import collectives, loops
 from vnode.runtime.away import can_be_waited_for
@@ -31,7 +32,7 @@ from vnode.runtime.once import Together, stands_apart
 from vnode.runtime.packed import Packing
 from vnode.runtime.values import Values, inner_axes
 from vnode.runtime.waiting import stacked_far
-from vnode.spmd.exchange import convert, in_step, placed
+from vnode.spmd.exchange import convert, convert_after, grows, in_step, placed
 from vnode.spmd.layout import Layout, replicated
 from vnode.spmd.program import long_axes, spec_of
 
@@ -69,6 +70,7 @@ class PassEmission(Values):
         self.lane = lane
         self.far = far
         self.once = Once(self.platform)
+        self.unawaited: list[Var] = []  # totals that no pass has waited for
         self.once_axes = once_axes(placement, self.division.over_nodes) if division is not None else {}
         # Axes whose size must not show in bits.
         self.exact = {placement.axis} & self.once_axes.keys() if mode is Mode.INVARIANT else set()
@@ -105,15 +107,21 @@ class PassEmission(Values):
         among = Among(axis, self.once_axes, bool(self.exact))
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
+        awaited = self.awaited(nodes, given, wanted)
         packing = self.packing(nodes, barriers and divided is None)
 
         def device_program(
-            first: jax.Array, count: jax.Array, runs: list[jax.Array], whole: list[Any], shard: list[Any]
+            first: jax.Array,
+            count: jax.Array,
+            runs: list[jax.Array],
+            whole: list[Any],
+            shard: list[Any],
+            latest: list[Any],
         ) -> tuple[Any, list[Any]]:
             origin = loops.opaque(first[0])  # or one device, that knows it, would take a node's number for a count
             packed = packing.packed(lambda i: self.by_node(shard[i], nodes.sliced[i], shards[i], slots[i]))
             whole = [
-                convert(value, start, end, self.shape(var), mesh_axes)
+                convert_after(value, start, end, self.shape(var), mesh_axes, latest)
                 for var, value, start, end in zip(nodes.wholes, whole, given, wanted, strict=True)
             ]
 
@@ -153,6 +161,7 @@ class PassEmission(Values):
                 sharded(layout, dim, axis) if slot else self.spec_of_batched(layout, form, dim)
                 for layout, (_, form), (_, dim), slot in zip(lying[1:], nodes.sliced, shards, slots, strict=False)
             ],
+            [spec_of(self.layout(var)) for var in awaited],
         )
         kept_in = divided.results[len(sums) :] if divided else None
         out_specs = (
@@ -173,11 +182,14 @@ class PassEmission(Values):
             [jnp.asarray(table) for table in plan.tables],
             [self.as_stored(var) for var in nodes.wholes],
             [value for value, _ in shards],
+            [self.as_stored(var) for var in awaited],
         )
         self.collected.update((var, value) for (var, _), value in zip(nodes.collected, kept, strict=True))
         self.layouts.update((a.var, layout) for a, layout in zip(nodes.accumulators, ends, strict=True))
         if kept_in is not None:
             self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
+        if self.alone and self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY:
+            totals = list(map(loops.by_rows, totals))
         return totals
 
     @property
@@ -363,6 +375,26 @@ class PassEmission(Values):
             total = total.astype(accumulator.var.aval.dtype)
             self.take_up(accumulator.var, self.dims.get(accumulator.var), total)
             self.latest = total if can_be_waited_for(total) else self.latest
+        self.unawaited += [a.var for a in nodes.accumulators if can_be_awaited(a.var.aval)]
+
+    def awaited(self, nodes: Pass, given: Sequence[Layout], wanted: Sequence[Layout]) -> list[Var]:
+        """What a pass waits for if it gathers what it reads: what all before it sum.
+
+        If it waited for less, sums over devices of that could be under way to the end, and take room twice.
+
+        Args:
+          nodes: the pass.
+          given: how the whole values lie that it reads.
+          wanted: how nodes read them.
+        """
+        axes = long_axes(self.placement.mesh)
+        several = zip(nodes.wholes, given, wanted, strict=True)
+        gathers = any(grows(start, end, self.shape(var), axes, var.aval.dtype) for var, start, end in several)
+        waits = self.divides and self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY
+        if not gathers or not waits:
+            return []
+        found, self.unawaited = self.unawaited, []
+        return found
 
 
 def once_axes(placement: Placement, over_nodes: bool) -> dict[str, int]:

@@ -19,10 +19,15 @@ import numpy as np
 from jax import lax
 
 from vnode.operators import Monoid
+from vnode.operators.postponed import as_it_was
 from vnode.operators.splits import Interval
+from vnode.spmd.choice import itemsize
 from vnode.spmd.layout import Axes, Cut, Layout, count
 from vnode.spmd.parts import axes_of, index_at, parts_of, with_parts
 from vnode.spmd.route import ORDERED, Move, in_one, route
+
+MUCH = 64 << 10
+"""Bytes from which it is worth an operation on a device's part that something is gathered later."""
 
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 """Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
@@ -92,6 +97,33 @@ def convert(value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: 
         value = carry_out(value, before, move, shape, axes)
         before = move.after
     return value
+
+
+def convert_after(
+    value: Any, start: Layout, end: Layout, shape: Sequence[int], axes: Axes, latest: Sequence[Any]
+) -> Any:
+    """The same, but where a device then has much more of it that is only so when others are there.
+
+    Compilers gather first what can be gathered first, and hold it until it is read. What several read at different
+    times is gathered for each of them, as ZeRO's third stage does (Rajbhandari et al., SC 2020, section 7.2.2).
+
+    Args:
+      value: array of the shape that `start` has on one device.
+      start: how the value lies.
+      end: how it shall lie.
+      shape: of the whole value.
+      axes: of the mesh.
+      latest: arrays of floating-point numbers, none of them empty.
+    """
+    if latest and grows(start, end, shape, axes, jnp.result_type(value)):
+        value = as_it_was(value, *latest)
+    return convert(value, start, end, shape, axes)
+
+
+def grows(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
+    """Whether a device has much more of a value in one layout than in another."""
+    here, there = (math.prod(layout.local(shape, axes)) for layout in (start, end))
+    return there > here and there * itemsize(dtype) >= MUCH
 
 
 def moves(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> tuple[Move, ...]:

@@ -81,6 +81,7 @@ class Step:
       anyhow: it is evaluated wherever its result is needed, in that layout.
       asks: it asks for a layout, and computes nothing.
       leaves: its results leave a program: only what is handed on is there afterwards.
+      after: of a loop what has to be there before its operands are gathered, for this loop alone.
     """
 
     eqn: JaxprEqn
@@ -95,6 +96,7 @@ class Step:
     anyhow: bool = False
     asks: bool = False
     leaves: bool = False
+    after: tuple[Var, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

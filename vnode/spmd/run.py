@@ -38,7 +38,7 @@ from vnode.operators.postponed import behind
 from vnode.operators.rounding import Rounding
 from vnode.spmd.blocks import Loop
 from vnode.spmd.choice import Choice, Given, Way, carried_out, is_narrow, itemsize, ways_to
-from vnode.spmd.exchange import BRANCHES, combine, convert, fetch, in_step, index_along, moves, placed
+from vnode.spmd.exchange import BRANCHES, combine, convert, convert_after, fetch, in_step, index_along, moves, placed
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.groups import Branches
 from vnode.spmd.layout import Axes, Cut, Layout, replicated
@@ -193,11 +193,7 @@ class _Run:
         if layout not in held:
             if layout.partial and not any(start.partial for start in held):
                 return self.read(atom, layout.complete)  # zero is a piece of zero
-            dtype = atom.aval.dtype
-            start = min(
-                (start for start in held if set(layout.partial) <= set(start.partial)),
-                key=lambda start: sent(moves(start, layout, shape, self.axes, dtype), self.axes),
-            )
+            start = self.nearest(atom, [start for start in held if {*layout.partial} <= {*start.partial}], layout)
             held[layout] = self.gathered(self.converted(atom, start, layout), start, layout)
         elif atom in self.asked and self.is_far(atom, layout):
             start, *_ = held
@@ -205,6 +201,20 @@ class _Run:
             held[layout] = lax.bitcast_convert_type(convert(value, start, layout, shape, self.axes), atom.aval.dtype)
         self.last[atom, layout] = self.computed
         return held[layout]
+
+    def read_after(self, atom: Atom, layout: Layout, others: Sequence[Var]) -> Any:
+        """A value in a layout, gathered for who asks alone, when others are there."""
+        if isinstance(atom, Literal) or atom in self.anyhow or layout.partial:
+            return self.read(atom, layout)
+        held, latest = self.held[atom], [next(iter(self.held[var].values())) for var in others]
+        least = min(map(nbytes, held.values()))
+        start = self.nearest(atom, [start for start, value in held.items() if nbytes(value) == least], layout)
+        return convert_after(held[start], start, layout, atom.aval.shape, self.axes, latest)
+
+    def nearest(self, atom: Atom, several: Sequence[Layout], layout: Layout) -> Layout:
+        """That of several layouts of a value from which least is sent to bring it to another."""
+        shape, dtype = getattr(atom.aval, "shape", ()), atom.aval.dtype
+        return min(several, key=lambda start: sent(moves(start, layout, shape, self.axes, dtype), self.axes))
 
     def converted(self, var: Var, start: Layout, layout: Layout) -> Any:
         """A value that is held in another layout.
@@ -380,7 +390,11 @@ class _Run:
         """A loop or branch, each device running its own part of the bodies."""
         eqn, region = step.eqn, step.region
         assert region is not None
-        operands = [self.read(atom, layout) for atom, layout in zip(eqn.invars, step.operands, strict=True)]
+        whole = {*range(len(eqn.invars))} - {*region.carried, *region.scanned} if step.after else ()
+        operands = [
+            self.read_after(atom, layout, step.after) if i in whole else self.read(atom, layout)
+            for i, (atom, layout) in enumerate(zip(eqn.invars, step.operands, strict=True))
+        ]
         for i in region.carried:
             operands[i] = as_array(operands[i], eqn.invars[i])
         bodies = [functools.partial(self.body, flow) for flow in step.bodies]

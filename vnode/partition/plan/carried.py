@@ -18,12 +18,14 @@ from jax.extend.core import Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.program import Atom, Program
+from vnode.operators.postponed import can_be_awaited
 from vnode.partition.plan.across import Across
 from vnode.partition.plan.other_rows import OVER_ROWS, passes_among
 from vnode.runtime.divided import followed, result
 from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
 from vnode.runtime.once import wanted_in
+from vnode.spmd.exchange import grows
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec, replicated
 
@@ -125,7 +127,7 @@ def alike(step: Step, layout: Layout, axes: Axes) -> Step:
 
 
 def once_followed(
-    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across
+    flow: Flow, sharded: Mapping[int, PartitionSpec], state: Mapping[int, int], axes: Axes, across: Across, wait: bool
 ) -> Flow:
     """The flow of a row, of which what is computed once is divided as the step itself does it (`vnode.runtime.once`).
 
@@ -137,6 +139,7 @@ def once_followed(
       state: for outputs, by number, the inputs that they become in the next step.
       axes: of the mesh, that of the rows too.
       across: how rows add.
+      wait: whether passes gather what they read when what the one before sums is there, and not before.
     """
     if not sharded:  # then rows compute the same
         axes = {name: n for name, n in axes.items() if name != across.axis}
@@ -148,7 +151,7 @@ def once_followed(
         lies[var] = from_spec(spec, var.aval.shape, axes)
     inputs = [lies[var] for var in program.inputs]
     ends = [inputs[state[j]] if j in state else None for j in range(len(program.outputs))]
-    return led(flow, inputs, ends, [None if end is None or end.whole else end for end in ends], axes, across)
+    return led(flow, inputs, ends, [None if end is None or end.whole else end for end in ends], axes, across, wait)
 
 
 def led(
@@ -158,6 +161,7 @@ def led(
     wanted: Sequence[Layout | None],
     axes: Axes,
     across: Across,
+    wait: bool,
 ) -> Flow:
     """A flow whose passes are as they were, and of which what is computed once is divided as inputs and totals lead.
 
@@ -168,6 +172,7 @@ def led(
       wanted: of these those that lead, too.
       axes: of the mesh.
       across: how rows add.
+      wait: whether passes gather what they read when what the one before sums is there, and not before.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
     exact = frozenset({across.axis} & axes.keys() if across.invariant else ())
@@ -183,6 +188,7 @@ def led(
         return lies[var] if var in lies else replicated(len(var.aval.shape))
 
     passes: list[Step] = []
+    unawaited: list[Var] = []  # totals that no pass has waited for
     for k, (kind, steps) in enumerate(parts, 1):
         if kind == "once":
             made = [var for step in steps for var in step.eqn.outvars]
@@ -194,7 +200,12 @@ def led(
             handed = handed_on(totals, lying, reading, inner, axes, exact)
             steps = [in_parts(step, handed[step.eqn.outvars[0]], among) for step in steps]
         elif kind == "around":
-            steps = [led_inside(step, axes, across) for step in steps]
+            steps = [led_inside(step, axes, across, wait) for step in steps]
+        elif wait and any(gathers(step, lying, axes) for step in steps):
+            steps = [dataclasses.replace(step, after=tuple(unawaited)) for step in steps]
+            unawaited = []
+        if kind == "totals":
+            unawaited += [var for step in steps for var in step.eqn.outvars if can_be_awaited(var.aval)]
         for step in steps:
             lies.update(zip(step.eqn.outvars, step.results, strict=True))
         passes += steps
@@ -205,10 +216,20 @@ def led(
     return Flow(ordered, tuple(inputs), steps, tuple(outputs), following.ends)
 
 
-def led_inside(step: Step, axes: Axes, across: Across) -> Step:
+def gathers(step: Step, lying: Lying, axes: Axes) -> bool:
+    """Whether a pass gathers much of what its nodes read whole."""
+    assert step.region is not None
+    whole = {*range(len(step.eqn.invars))} - {*step.region.carried, *step.region.scanned}
+    several = ((atom, step.operands[i]) for i in whole if isinstance(atom := step.eqn.invars[i], Var))
+    return any(grows(lying(var), end, var.aval.shape, axes, var.aval.dtype) for var, end in several)
+
+
+def led_inside(step: Step, axes: Axes, across: Across, wait: bool) -> Step:
     """A loop or branch around passes, what its bodies compute once divided in the same way."""
     bodies = (
-        led(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across) if has_passes(body) else body
+        led(body, body.inputs, body.outputs, [None] * len(body.outputs), axes, across, wait)
+        if has_passes(body)
+        else body
         for body in step.bodies
     )
     return dataclasses.replace(step, bodies=tuple(bodies))

@@ -188,8 +188,9 @@ def predicted(
     axes = {name: n for name, n in mesh.shape.items() if n > 1}
     inner = dividing(axes)
     sums = local_sums(flow, inner)
-    whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across), across)
-    late = across.invariant and platform in ROOM_EARLY
+    early = platform in ROOM_EARLY
+    whole = added(flow if sharded is None else once_followed(flow, sharded, state, axes, across, early), across)
+    late = across.invariant and early
     device = device_program(whole, axes, platform=platform, donated=donated, single_turns=across.invariant, passes=late)
     target = Target.on(platform, machine.kinds[0].name)
     cost = program_cost(device, machine, mesh, times=times, target=target)
