@@ -76,8 +76,8 @@ def behind(value: Any, *latest: Any) -> Any:
       value: an array of real numbers, any shape.
       latest: arrays of floating-point numbers, none of them empty.
     """
-    value, *latest = lax.optimization_barrier((value, *latest))
+    value, *others = lax.optimization_barrier((value, *latest))
     kind = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
-    ones = (lax.squeeze(lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim)) for x in latest)
+    ones = (lax.squeeze(lax.slice(x, [0] * x.ndim, [1] * x.ndim), range(x.ndim)) for x in others)
     nothing = functools.reduce(operator.or_, ((one != one).astype(kind) >> 1 for one in ones))
     return lax.bitcast_convert_type(value, kind) ^ nothing
