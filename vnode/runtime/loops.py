@@ -295,7 +295,8 @@ def in_tree_order(
     nodes = runs.starts[runs.count]
 
     def node(index: jax.Array, state: State) -> tuple[list[Any], State]:
-        given = lax.optimization_barrier(program.take(index)) if program.barriers else state.parts
+        # With its position, or what is computed of a single node leaves the loop.
+        given = lax.optimization_barrier((program.take(index), index))[0] if program.barriers else state.parts
         pieces, kept = program.compute(given)
         totals = add_all(exact, state.totals, [pieces[i] for i in others])
         pieces = [rounded(pieces[i].astype(sums[i].dtype), index) for i in ordered]
@@ -308,6 +309,9 @@ def in_tree_order(
 
     def run(number: jax.Array, state: State, spent: list[Any], after: jax.Array) -> tuple[list[Any], State]:
         start = runs.starts[number]
+        if program.single:  # what it contributes is the total, and takes no memory besides
+            pieces, state = node(start, state)
+            return [s.from_zero(piece) for s, piece in zip(rest, pieces, strict=True)], state
 
         def body(k: jax.Array, carry: tuple[list[Any], State]) -> tuple[list[Any], State]:
             pieces, state = node(start + k, carry[1])
