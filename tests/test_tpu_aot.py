@@ -15,7 +15,7 @@ if importlib.util.find_spec("libtpu") is None:
     pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
 
 from benchmarks import contenders, models
-from tests.ahead import printed
+from tests.ahead import printed, said
 
 pytestmark = pytest.mark.thorough
 
@@ -215,3 +215,46 @@ def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
     hosted = rows["invariant on the host"]
     assert hosted["temporary_mib"] <= most
     assert hosted["host_mib"] >= 1.9 * hand["gradients_mib"]  # two sums wait, but for small arrays
+
+
+ALONE = """
+import json
+import jax, jax.numpy as jnp
+import vnode
+from benchmarks import tpu
+from jax.sharding import SingleDeviceSharding
+from vnode.placement.temporary import temporary_of
+
+def normal(x):
+    mean = jnp.mean(x, 0)
+    return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
+
+def step(w, x):
+    def loss(w):
+        return jnp.mean((jnp.tanh(normal(jnp.tanh(x @ w[0])) @ w[1]) @ w[2] - x) ** 2)
+    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
+sizes = ((1024, 8192), (8192, 8192), (8192, 1024))
+w, x = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes], jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
+devices = list(tpu.topology("v5e:2x2"))
+found = []
+for nodes, count in ((1, 1), (4, 4), (8, 4)):
+    placement = vnode.Placement(nodes, devices[:count])
+    virtual = vnode.virtualize(step, virtual_nodes=nodes, placement=placement, donate_argnums=0)
+    found.append(temporary_of(virtual.lower(w, x).compile()).held / 2**20)
+alone = SingleDeviceSharding(devices[0])
+given = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=alone) for leaf in w]]
+given.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone))
+plain = jax.jit(step, donate_argnums=0).lower(*given).compile()
+print(json.dumps({"found": found, "plain": temporary_of(plain).held / 2**20}))
+"""
+
+
+def test_what_a_devices_only_node_contributes_is_the_total():
+    """With batch norms, so in passes. One node on one device: beside the step as written no more than its gradient, and
+    that once more where it is updated. One on each of four: no more than two nodes on each of them take."""
+    found = said(ALONE)
+    alone, one, two = found["found"]
+    gradient = 4 * (2 * 1024 * 8192 + 8192 * 8192) / 2**20
+    assert alone <= found["plain"] + 2 * gradient
+    assert one <= two
