@@ -74,7 +74,11 @@ class Sum:
 
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
-        return jnp.where(total == 0, jnp.zeros((), self.dtype), total) if self.monoid is Monoid.SUM else total
+        if self.monoid is not Monoid.SUM:
+            return total
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            return lax.complex(*(jnp.where(part == 0, 0, part) for part in (lax.real(total), lax.imag(total))))
+        return jnp.where(total == 0, jnp.zeros((), self.dtype), total)
 
     def add(self, total: Any, piece: Any) -> Any:
         return COMBINE[self.monoid](total, lax.convert_element_type(piece, self.dtype))

@@ -139,7 +139,7 @@ def once_followed(
       state: for outputs, by number, the inputs that they become in the next step.
       axes: of the mesh, that of the rows too.
       across: how rows add.
-      wait: whether passes gather what they read when what the one before sums is there, and not before.
+      wait: whether passes gather what they read when what all before them sum is there, and not before.
     """
     if not sharded:  # then rows compute the same
         axes = {name: n for name, n in axes.items() if name != across.axis}
@@ -172,7 +172,7 @@ def led(
       wanted: of these those that lead, too.
       axes: of the mesh.
       across: how rows add.
-      wait: whether passes gather what they read when what the one before sums is there, and not before.
+      wait: whether passes gather what they read when what all before them sum is there, and not before.
     """
     program, lies = flow.program, dict(zip(flow.program.inputs, inputs, strict=True))
     exact = frozenset({across.axis} & axes.keys() if across.invariant else ())

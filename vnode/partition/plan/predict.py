@@ -4,7 +4,7 @@ Knows the program of a row, machines and what programs cost on them. Must not kn
 
 A row's devices run a node's program divided among them, for each of its nodes; then what passes sum is added up over
 the rows, and each device updates its part of the state. Where the state is sharded over the rows as well (ZeRO), what
-passes read of it is gathered first, and the update is divided once more.
+passes read of it is gathered first, on TPUs when what earlier ones sum is there, and the update is divided once more.
 """
 
 from __future__ import annotations
