@@ -21,7 +21,9 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests import zoo
 from tests.zoo import compare
+from vnode.operators import Monoid
 from vnode.placement.sharded import whole_batches
+from vnode.runtime import loops
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
 
@@ -302,6 +304,15 @@ def test_a_sum_of_zeros_is_positive_and_nan_is_kept(width: int, dtype: str) -> N
         assert (zeros == 0).all()
         assert not np.signbit(zeros.real).any()
         assert not np.signbit(zeros.imag).any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "complex64"])
+def test_what_a_single_node_contributes_is_as_if_added_to_zero(dtype: str) -> None:
+    parts = [0.0, -0.0, 1.5, -2.0, np.inf, -np.inf]
+    several = parts if dtype == "float32" else [complex(a, b) for a in parts for b in parts]
+    x = np.array(several, dtype)
+    made = np.asarray(loops.Sum(Monoid.SUM, x.shape, x.dtype).from_zero(jnp.asarray(x)))
+    assert made.tobytes() == (np.zeros((), dtype) + x).tobytes()
 
 
 @pytest.mark.parametrize(("nodes", "lanes"), [(12, 5), (8, 1), pytest.param(16, 4, marks=pytest.mark.sweep)])
