@@ -8,6 +8,7 @@ it carries and what it stacks once, and beside them what its body holds at most;
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -308,6 +309,22 @@ def multiplied_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
     return {kernels.memory_of(var) for var in found}
 
 
+def in_one_place(var: Var, kernels: Kernels, target: Target) -> set[Var]:
+    """An array, and those that one after another it is written over: nothing else reads them."""
+    found = {var}
+    writers = {kernels.memory_of(out): kernel for kernel in kernels.kernels for out in kernel.piece.writes}
+    reading = collections.Counter(v for each in kernels.kernels for v in {*map(kernels.memory_of, each.piece.reads)})
+    while (kernel := writers.get(var)) is not None and kernel.shape in IN_PLACE:
+        reads = [v for v in map(kernels.memory_of, kernel.piece.reads) if v in writers and reading[v] == 1]
+        pairs = overwritten(kernel, None, kernels, reads, target)
+        before = [v for out, v in pairs if kernels.memory_of(out) == var and v not in found]
+        if not before:
+            break
+        var = before[0]
+        found.add(var)
+    return found
+
+
 def inside_of(eqn: JaxprEqn, region: Region, target: Target, outer: Kernels) -> int:
     """The most bytes that the bodies of a loop or branch hold beside its operands and results."""
     peaks = [0]
@@ -335,7 +352,7 @@ def body_buffers(
         read = {var for each in kernels.kernels for var in map(kernels.memory_of, each.piece.reads)} | {*ends}
         for var, atom in zip(carried, ends, strict=False):  # what nobody reads is written over at once
             if isinstance(atom, Var) and var not in read:
-                elsewhere.add(kernels.memory_of(atom))
+                elsewhere |= in_one_place(kernels.memory_of(atom), kernels, target)
         for atom in ends[count:]:  # stacked: what goes element by element is written in its place
             if isinstance(atom, Var) and shapes.get(kernels.memory_of(atom)) in IN_PLACE:
                 elsewhere.add(kernels.memory_of(atom))

@@ -343,8 +343,11 @@ class Row(Emission):
             as_traced = program is written  # neither side by side nor in blocks
             values = jaxpr_as_fun(made)(*operands) if as_traced else evaluated(program, [*operands, *captured])
             pieces = values[: len(sums)]
-            if self.spread.turns == 1 and not self.invariant:  # there is nothing to add it to
-                return [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)], values[len(sums) :]
+            if self.spread.turns == 1:  # there is nothing to add it to
+                totals = [piece.astype(s.dtype) for s, piece in zip(sums, pieces, strict=True)]
+                if self.invariant:
+                    totals = [s.from_zero(total) for s, total in zip(sums, totals, strict=True)]
+                return totals, values[len(sums) :]
             return loops.add_all(sums, totals, pieces), values[len(sums) :]
 
         held = zip(nodes.sliced, shards, kept, strict=True)
