@@ -70,9 +70,10 @@ def cheapest(
                 continue  # cheaper to keep than to evaluate once more, whatever it is made of
             for atom in step.eqn.invars:
                 meet(place(step), atom)
-    total = sum(price for (_, end), price in edges.items() if end == sink)
-    if not total or not prices:
+    if not prices:
         return set()
+    # What is free to keep ends the search above: what lies behind it may be dear though nothing was met that costs.
+    total = sum(price for (_, end), price in edges.items() if end == sink) or 1.0
     from scipy.sparse import csr_array  # here, because it is slow to import, and most steps have one pass
     from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
