@@ -188,7 +188,7 @@ class PassEmission(Values):
         self.layouts.update((a.var, layout) for a, layout in zip(nodes.accumulators, ends, strict=True))
         if kept_in is not None:
             self.layouts.update((var, layout) for (var, _), layout in zip(nodes.collected, kept_in, strict=True))
-        if self.alone and self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY:
+        if self.alone and self.waits:
             totals = list(map(loops.by_rows, totals))
         return totals
 
@@ -196,6 +196,11 @@ class PassEmission(Values):
     def one_axis(self) -> bool:
         """Whether what a device runs in a pass is its own along every axis of the mesh."""
         return self.divides or self.placement.size == len(self.placement.devices)
+
+    @property
+    def waits(self) -> bool:
+        """Whether compilers are kept from taking memory for a pass long before it begins."""
+        return self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY
 
     @property
     def scans(self) -> bool:
@@ -390,8 +395,7 @@ class PassEmission(Values):
         axes = long_axes(self.placement.mesh)
         several = zip(nodes.wholes, given, wanted, strict=True)
         gathers = any(grows(start, end, self.shape(var), axes, var.aval.dtype) for var, start, end in several)
-        waits = self.divides and self.mode is not Mode.DIFFERENTIABLE and self.platform in loops.ROOM_EARLY
-        if not gathers or not waits:
+        if not gathers or not self.divides or not self.waits:
             return []
         found, self.unawaited = self.unawaited, []
         return found

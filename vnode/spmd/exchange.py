@@ -107,13 +107,7 @@ def convert_after(
     Compilers gather first what can be gathered first, and hold it until it is read. What several read at different
     times is gathered for each of them, as ZeRO's third stage does (Rajbhandari et al., SC 2020, section 7.2.2).
 
-    Args:
-      value: array of the shape that `start` has on one device.
-      start: how the value lies.
-      end: how it shall lie.
-      shape: of the whole value.
-      axes: of the mesh.
-      latest: arrays of floating-point numbers, none of them empty.
+    `latest`: arrays of floating-point numbers, none of them empty.
     """
     if latest and grows(start, end, shape, axes, jnp.result_type(value)):
         value = as_it_was(value, *latest)

@@ -146,9 +146,7 @@ def buffers_of(
                 entries.append(entry)  # type: ignore[arg-type]
         maker.update((var, len(written) - 1) for var, _ in results[-1])
     several = [
-        [
-            maker[v] for v in map(kernels.memory_of, each.piece.reads) if maker.get(v, k) != k
-        ]  # nor does it wait for itself
+        [maker[v] for v in map(kernels.memory_of, each.piece.reads) if maker.get(v, k) != k]  # not for itself
         for k, each in enumerate(kernels.kernels)
     ]
     operands = [*(tuple(dict.fromkeys(each)) for each in several), *((k,) for k in before)]
