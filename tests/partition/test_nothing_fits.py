@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import re
 from typing import Any
 
@@ -19,8 +18,8 @@ import pytest
 import vnode
 from vnode.partition import Machine, search
 from vnode.partition.machine.doubled import doubled
+from vnode.partition.plan import budget
 
-SEARCH = importlib.import_module("vnode.partition.plan.search")
 FOUND = re.compile(r"what would fit: (.*) \(([\d.]+ \w+), ")
 EXAMPLES = 256
 
@@ -122,7 +121,7 @@ def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pyt
     change = said(error)
     assert set(change) == case.remedy
     assert fits(case, **change)
-    monkeypatch.setattr(SEARCH, "MORE", 0.0)  # other searches are to say only whether something fits
+    monkeypatch.setattr(budget, "MORE", 0.0)  # other searches are to say only whether something fits
     examples = case.args[1].shape[0]
     nodes = [n for n in (case.nodes * 2**k for k in range(1, 6)) if n <= examples]
     orders: list[dict[str, Any]] = [{"lanes": DEVICES}, {"reduction": "fast"}]
@@ -134,7 +133,7 @@ def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pyt
 
 
 def test_without_time_to_try_it_says_about(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SEARCH, "MORE", 0.0)
+    monkeypatch.setattr(budget, "MORE", 0.0)
     with pytest.raises(vnode.MemoryLimitError) as error:
         tried(CASES["a large state"])
     text = str(error.value)

@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import re
-import time
 import types
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +30,10 @@ import vnode
 from benchmarks.partition import possible
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
+from vnode.partition.plan.budget import Budget
 from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.search import _Search, plan_of
+from vnode.partition.plan.over_meshes import OverMeshes
+from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
@@ -487,8 +488,8 @@ class FakeMesh:
         return types.SimpleNamespace(name="searched", figures=figures, account=account, estimate=1.0), False
 
 
-def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[_Search, list[Any]]:
-    run, found = _Search(None, (), V5E, limit, time.monotonic() + left, 1.0, None, {}), list[Any]()
+def search_within(limit: int, on: FakeMesh, left: float = 1e6) -> tuple[OverMeshes, list[Any]]:
+    run, found = OverMeshes(V5E, "tpu", limit, None, Budget(left)), list[Any]()
     assert not run.searched(cast(Any, on), found)
     return run, found
 
@@ -499,7 +500,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     on = FakeMesh(0.1, 100, 1, 1000)
     run, _ = search_within(100, on, left)
     assert len(on.asked) == solved and on.asked == sorted(on.asked, reverse=True)
-    assert run.cut_short == (left < 0)
+    assert run.budget.cut_short == (left < 0)
 
 
 @settings(max_examples=200, deadline=None)

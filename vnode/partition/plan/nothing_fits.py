@@ -1,0 +1,71 @@
+"""The error for when no plan fits: by how much, and what would.
+
+Knows what was found, and changes that may help. Must not know how they are predicted, nor how meshes are searched.
+"""
+
+from __future__ import annotations
+
+from vnode.errors import MemoryLimitError, layout_message
+from vnode.partition.plan.candidates import Candidate, OnMesh
+from vnode.partition.plan.over_meshes import OverMeshes
+from vnode.partition.plan.remedies import Remedies, placed
+from vnode.partition.plan.subject import Subject
+from vnode.show.units import several, size
+
+
+def nothing_fits(search: OverMeshes, subject: Subject, least: Candidate) -> MemoryLimitError:
+    """The error, with what would fit, as far as what the budget has for that reaches.
+
+    Args:
+      search: over the meshes.
+      subject: the step for which nothing fits.
+      least: what takes least memory of all that was found.
+    """
+    machine, limit, kept, devices = search.machine, search.limit, least.figures, len(search.machine.devices)
+    away = least.all_on_host(machine)
+    search.budget.extend()
+    search.shown.update(1000, "nothing fits; what would?")
+
+    def divided(on: OnMesh) -> list[Candidate]:
+        found: list[Candidate] = []
+        search.divided(on, found)
+        return found
+
+    until = search.budget.until
+    tries = Remedies(subject, least, machine, limit, search.platform, search.times, divided, until)
+    try:
+        fits = tries.found()
+    except KeyboardInterrupt:
+        fits = None
+    help_ = [f"what would fit: {fits.said(tries.nodes, devices)}"] if fits else []
+    if not fits:
+        untried = {tries.kind(change) for change in tries.left}
+        if ("donated",) in untried:
+            help_.append(f"the state given away, donate_argnums: about {size(min(kept.state, kept.results))} less")
+        if ("nodes",) in untried:
+            help_.append(f"more virtual nodes: there are {subject.virtual_nodes} for {subject.examples:,} examples")
+        if ("lanes",) in untried:
+            help_.append(f"fewer lanes, lanes={devices}: about {size(kept.pending)} less")
+        if ("fast",) in untried:
+            help_.append(f'sums in any order, reduction="fast": about {size(kept.pending)} less')
+        if ("devices",) in untried and kept.state > 0:
+            help_.append(f"about {-(-kept.memory // limit) * devices} devices")
+    if search.budget.cut_short:
+        help_.insert(0, f"more time: not everything was tried in budget={search.budget.seconds:g} seconds")
+    failed = ", ".join(each.said(tries.nodes, devices) for each in tries.failed())
+    only_batch = " ".join(search.undivided.split("What to do")[0].split())
+    return MemoryLimitError(
+        layout_message(
+            f"no plan fits in {size(limit)} a device.",
+            facts=[
+                f"the smallest found takes {size(kept.memory)}, {size(kept.memory - limit)} too much: "
+                + placed(least.name, least.mesh),
+                f"of that {size(kept.state)} are state, {size(kept.pending)} sums that wait for others",
+                *[f"{size(away.memory)} with {away.on_host}"][: bool(away.on_host)],
+                *[f"not enough, as predicted: {failed}"][: bool(failed)],
+                *[f"only the batch was divided: {only_batch}"][: bool(only_batch)],
+                f"machine: {machine.name}, {several(devices, 'device')}",
+            ],
+            remedies=help_ or ["devices with more memory"],
+        )
+    )
