@@ -188,6 +188,38 @@ def test_a_loop_that_ends_for_all_examples_together() -> None:
     assert_same(got, mended, PARAMS[0], X)
 
 
+def halved_if_large(grad: jax.Array) -> jax.Array:
+    return lax.cond(jnp.max(jnp.abs(grad)) > 1e-3, lambda g: g / 2 - g**2, lambda g: g, grad)
+
+
+def every_second_time(grad: jax.Array) -> jax.Array:
+    return lax.cond(grad.size % 2 == 0, lambda g: jnp.tanh(g), jnp.zeros_like, grad)
+
+
+def made_orthogonal(grad: jax.Array) -> jax.Array:
+    """As Muon's iteration."""
+    g = grad / jnp.linalg.norm(grad)
+    return lax.fori_loop(0, 5, lambda _, g: 1.5 * g - 0.5 * g @ g.T @ g, g)
+
+
+def scaled_in_turns(grad: jax.Array) -> jax.Array:
+    return lax.scan(lambda scale, _: (scale * jnp.tanh(grad + scale), None), jnp.ones_like(grad), None, length=3)[0]
+
+
+@pytest.mark.parametrize("update", [halved_if_large, every_second_time, made_orthogonal, scaled_in_turns])
+def test_a_loop_or_branch_that_reads_gradients_couples_nothing(update: Callable[[jax.Array], jax.Array]) -> None:
+    """It is evaluated once, when they are complete, and has no passes of its own."""
+
+    def step(params: Any, x: jax.Array) -> Any:
+        grads = jax.grad(of(squared))(params, x)
+        return [w - 0.1 * (update(g) if g.ndim == 2 else g) for w, g in zip(params, grads, strict=True)]
+
+    virtual = vnode.virtualize(step, virtual_nodes=NODES, coupling="error")
+    report = virtual.explain(PARAMS, X)
+    assert not report.couplings and len(report.passes) == 1
+    assert_same(virtual(PARAMS, X), step, PARAMS, X)
+
+
 def test_a_mask_is_counted_once() -> None:
     def loss(params: Any, x: jax.Array) -> jax.Array:
         return jnp.where(x[:, 0] > 0, (model(params, x) ** 2).sum(1), 0.0).sum() / (x[:, 0] > 0).sum()

@@ -47,7 +47,25 @@ OPTIMIZERS = {
     "clipped": optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2, eps=1e-3)),
     "every second step": optax.MultiSteps(optax.adam(1e-2, eps=1e-3), 2).gradient_transformation(),
     "lamb": optax.lamb(1e-2, eps=1e-3),
+    "if finite": optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
+    "in turns": optax.stateless_with_tree_map(lambda g, _: in_turns(g)),
+    "orthogonal": optax.stateless_with_tree_map(lambda g, _: orthogonal(g) if g.ndim == 2 else -0.1 * g),
+    "products": optax.stateless_with_tree_map(
+        lambda g, _: (g @ g.T)[:1, :1] * g - 0.1 * g if g.ndim == 2 else -0.1 * g
+    ),
 }
+
+
+def in_turns(grad: jax.Array) -> jax.Array:
+    """Single elements, in a loop."""
+    return jax.lax.fori_loop(0, 3, lambda _, u: 1.5 * u + 0.3 * jnp.tanh(grad) * u**2, -0.1 * grad)
+
+
+def orthogonal(grad: jax.Array) -> jax.Array:
+    """Rows and columns together, in a loop, as in Muon."""
+    return jax.lax.fori_loop(
+        0, 3, lambda _, u: 1.5 * u - 0.5 * u @ u.T @ u, -0.1 * grad / (jnp.linalg.norm(grad) + 1e-3)
+    )
 
 
 def mesh_of(nodes: int, model: int) -> jax.sharding.Mesh:
@@ -98,7 +116,15 @@ def examples() -> jax.Array:
 @pytest.mark.quickly
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
-    [("adamw", "rows"), ("clipped", "columns"), ("every second step", "both"), ("lamb", "together")],
+    [
+        ("adamw", "rows"),
+        ("clipped", "columns"),
+        ("every second step", "both"),
+        ("lamb", "together"),
+        ("if finite", "both"),
+        ("in turns", "rows"),
+        ("orthogonal", "columns"),
+    ],
 )
 def test_updates_of_shards(optimizer: str, layout: str) -> None:
     """As written; what comes back is sharded as it came."""
@@ -136,7 +162,10 @@ def test_what_is_made_of_all_shards_keeps_its_bits(layout: str) -> None:
 
 
 LAYOUTS = (("rows", 3), ("columns", 1), ("both", 3))
-USUAL = {("adamw", "columns"), ("clipped", "both"), ("every second step", "rows"), ("lamb", "rows")}
+USUAL = {
+    *(("adamw", "columns"), ("clipped", "both"), ("every second step", "rows"), ("lamb", "rows")),
+    *(("if finite", "rows"), ("in turns", "columns"), ("orthogonal", "rows"), ("products", "rows")),
+}
 """Each optimizer once, each layout at least once: norms of all leaves over both axes, of each leaf over one."""
 
 
@@ -285,10 +314,11 @@ def collectives(compiled: Any) -> dict[str, list[int]]:
     return {kind: sorted(sizes) for kind, sizes in found.items()}
 
 
+@pytest.mark.parametrize("name", ["adamw", "every second step"])  # the latter in a branch
 @pytest.mark.parametrize("stage", [1, 3])
-def test_collectives_are_reduce_scatter_and_gather(stage: int) -> None:
+def test_collectives_are_reduce_scatter_and_gather(stage: int, name: str) -> None:
     """With sums in any order: gradients are added into shards, updates are of shards, parameters are gathered."""
-    optimizer, over = OPTIMIZERS["adamw"], mesh_of(8, 1)
+    optimizer, over = OPTIMIZERS[name], mesh_of(8, 1)
     state = sharded(jax.eval_shape(functools.partial(state_of, optimizer)), "rows", over, stage)
     x = jax.ShapeDtypeStruct((48, WIDTH), jnp.float32)
     virtual = vnode.virtualize(
@@ -303,10 +333,12 @@ def test_collectives_are_reduce_scatter_and_gather(stage: int) -> None:
     assert not found
 
 
-@pytest.mark.parametrize("nodes", [8, 6])
-def test_invariant_sums_are_scattered(nodes: int) -> None:
+@pytest.mark.parametrize(
+    ("nodes", "name"), [(8, "adamw"), (8, "every second step"), (8, "if finite"), (8, "in turns"), (6, "")]
+)
+def test_invariant_sums_are_scattered(nodes: int, name: str) -> None:
     """In the order of the tree: in groups where devices hold full trees, else by chunks; nothing is gathered again."""
-    optimizer, over = OPTIMIZERS["adamw"], mesh_of(8 if nodes == 8 else 3, 1)
+    optimizer, over = OPTIMIZERS[name or "adamw"], mesh_of(8 if nodes == 8 else 3, 1)
     if nodes == 6:  # three devices
         names = {"in": (48, 96 * 4)}
         state = {

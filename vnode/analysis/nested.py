@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import Var
 
-from vnode.analysis.forms import WHOLE, Batch, Form, Partial, Slice, Varying
+from vnode.analysis.forms import WHOLE, Batch, Form, Partial, Slice, Varying, Whole
 from vnode.analysis.picked import NONE, places_of
 from vnode.analysis.program import Atom, Program, inline
 from vnode.analysis.states import Flow, Follows, State, Step, Why
@@ -24,7 +24,10 @@ def nested_step(follower: Follows, view: View, region: Region) -> Step:
     """A loop or branch in which examples meet: evaluated once, with passes of its own in its bodies."""
     if view.body:
         return view.once()
+    sums = all(isinstance(form, Whole | Partial) for form in view.forms)
     view.complete([i for i, form in enumerate(view.forms) if isinstance(form, Partial | Varying)])
+    if sums and not any(state.examples for state in view.states):
+        return view.once()  # no example is inside once these are complete, and so there are no passes
     if region.chooser is not None:
         view.materialize([region.chooser], Why.BRANCH)
     for i in region.scanned:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend.core import Var
@@ -231,10 +231,7 @@ class Sweep:
                     stages[-1] = Stage((*moved, *stages[-1].once), stages[-1].nodes)
             stages.append(Stage(self.once(), nodes))
             self.level -= 1
-        stages.reverse()
-        while stages and not stages[-1].once and stages[-1].nodes is None:
-            stages.pop()
-        return stages
+        return together(reversed(stages))
 
     def count(self, nodes: Pass) -> None:
         """Counts what a pass and later ones both evaluate.
@@ -371,3 +368,15 @@ class Sweep:
         cost = sum(size_of(atom) for atom in partial if atom not in self.needed)
         gain = sum(size_of(var) for var in late) - cost
         return bool(partial) and (gain > 0 if step.description.has(Algebra.MOVES) else gain >= 0)
+
+
+def together(stages: Iterable[Stage]) -> list[Stage]:
+    """Stages, of which those that no pass is between are one: all of it is divided as those who read it want it."""
+    found: list[Stage] = []
+    for stage in stages:
+        if found and found[-1].nodes is None:
+            stage = Stage((*found.pop().once, *stage.once), stage.nodes)
+        found.append(stage)
+    while found and not found[-1].once and found[-1].nodes is None:
+        found.pop()
+    return found

@@ -36,6 +36,15 @@ class Rounding:
     zero: jax.Array
 
     @staticmethod
+    def apart(spread: jax.Array) -> jax.Array:
+        """A value that is one number everywhere, of which compilers do not see that.
+
+        XLA divides by such a value by multiplying with its reciprocal, or does not, depending on which other arrays
+        have the same shape.
+        """
+        return lax.optimization_barrier(spread) if jnp.issubdtype(spread.dtype, np.inexact) else spread
+
+    @staticmethod
     def of(values: Sequence[Any]) -> Rounding | None:
         """A rounding in a program that is being traced; None if nothing is computed of anything.
 

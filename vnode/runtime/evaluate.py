@@ -24,10 +24,12 @@ from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
 from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
-from vnode.operators.control import Region, Run
+from vnode.operators.control import Region, Run, region_of
 from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.joined import as_written, evaluate_together
 from vnode.operators.postponed import as_it_was
+from vnode.operators.rounding import Rounding
+from vnode.runtime.loops import KEEP_BARRIERS
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -53,12 +55,17 @@ class Known:
     """
 
     def __init__(self, program: Program) -> None:
-        self.describe = program.describe
+        self.describe, self.bodies = program.describe, program.bodies
         # With the operands, or another could get the number of one.
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
 
     def evaluate(
-        self, eqn: JaxprEqn, operands: list[Any], run: Callable[[list[Any]], list[Any]], how: Any = None
+        self,
+        eqn: JaxprEqn,
+        operands: list[Any],
+        run: Callable[[list[Any]], list[Any]],
+        how: Any = None,
+        apart: bool = False,
     ) -> list[Any]:
         """What `run` makes of the operands of an equation, or made of them before.
 
@@ -67,13 +74,14 @@ class Known:
           operands: values of its operands.
           run: evaluates it.
           how: what else the results depend on.
+          apart: whether compilers shall not see that a spread operand is one number everywhere; see `Rounding.apart`.
         """
         if eqn.effects:
             return run(operands)
         description = self.describe(eqn)
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            operands = [self._spread(value, shape) for value in operands]
+            operands = [self._spread(value, shape, apart) for value in operands]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
         try:
@@ -84,18 +92,15 @@ class Known:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
 
-    def describe(self, eqn: JaxprEqn) -> OperatorDescription | None:
-        """The description of an equation of the program."""
-        return self._program.describe(eqn)
-
-    def _spread(self, value: Any, shape: tuple[int, ...]) -> Any:
+    def _spread(self, value: Any, shape: tuple[int, ...], apart: bool) -> Any:
         """A value at another shape; jax would spread it where it is used, each use anew."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
         key = (id(value), shape)
         if key not in self._results:
             dims = range(len(shape))[len(shape) - np.ndim(value) :]
-            self._results[key] = ([lax.broadcast_in_dim(value, shape, dims)], [value])
+            spread = lax.broadcast_in_dim(value, shape, dims)
+            self._results[key] = ([Rounding.apart(spread) if apart else spread], [value])
         return self._results[key][0][0]
 
 
@@ -124,9 +129,45 @@ def evaluate_once(action: Evaluation, read: Callable[[Atom], Any], known: Known,
     eqn = action.step.eqn
     with context_of(eqn):
         if not action.bodies:
-            operands = [read(atom) for atom in eqn.invars]
-            return known.evaluate(eqn, operands, functools.partial(evaluate_whole, eqn, known.describe(eqn), place))
+            return evaluate_equation(eqn, [read(atom) for atom in eqn.invars], known, place)
         return evaluate_region(action, place, lambda atom, form: read(atom))
+
+
+def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: Once) -> list[Any]:
+    """Evaluates an equation on whole values; what is in the bodies of a loop or branch as all else."""
+    region, description = None if eqn.effects else region_of(eqn), known.describe(eqn)
+    if region is None:
+        run = functools.partial(evaluate_whole, eqn, description, place)
+    else:
+        bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
+        operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
+        run = functools.partial(region.run, InProgram(eqn), bodies)
+    apart = place.rounding is not None and place.platform not in KEEP_BARRIERS  # where these keep kernels from fusing
+    results = known.evaluate(eqn, operands, run, apart=apart)
+    spreads = apart and description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
+    return [*map(Rounding.apart, results)] if spreads else results
+
+
+def is_spread(operands: Sequence[Any], results: Sequence[Any]) -> bool:
+    """Whether a result is one number everywhere, which is computed."""
+    return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
+
+
+def evaluate_program(program: Program, place: Once, values: Sequence[Any]) -> list[Any]:
+    """Evaluates a program on whole values of its inputs."""
+    known, rounding = Known(program), place.rounding
+    held = dict(zip(program.inputs, values, strict=True))
+    for var, value in program.constants.items():
+        held[var] = value if rounding is None else rounding.unknown(value)
+
+    def read(atom: Atom) -> Any:
+        return atom.val if isinstance(atom, Literal) else held[atom]
+
+    for eqn in program.equations:
+        with context_of(eqn):
+            results = evaluate_equation(eqn, [read(atom) for atom in eqn.invars], known, place)
+        held.update(zip(eqn.outvars, results, strict=True))
+    return [as_array(read(atom), atom) for atom in program.outputs]
 
 
 def evaluate_recipe(recipe: Recipe, env: Env, node: Node | Once, one_by_one: bool = False) -> list[Any]:

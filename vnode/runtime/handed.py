@@ -20,7 +20,7 @@ from vnode.runtime.loops import Sum
 from vnode.spmd.choice import itemsize
 from vnode.spmd.layout import Axes, Layout, cut_of, over
 from vnode.spmd.program import at_the_border
-from vnode.spmd.route import extends, route
+from vnode.spmd.route import cuts_only, extends
 
 Lying = Callable[[Var], Layout]
 """How each variable lies."""
@@ -67,9 +67,8 @@ def finest(layout: Layout, wanted: Iterable[Layout], var: Var, axes: Axes, exact
     if math.prod(layout.local(shape, axes)) * itemsize(var.aval.dtype) <= SMALL:
         return layout
     for each in wanted:
-        moves = route(layout, each, shape, axes, var.aval.dtype) if not each.partial else ()
-        finer = bool(moves) and all(move.kind == "cut" for move in moves) and at_the_border(each, axes) == each
-        if finer and (not exact or over(others, each, shape) == layout):
+        finer = each != layout and cuts_only(layout, each, shape, axes, var.aval.dtype)
+        if finer and at_the_border(each, axes) == each and (not exact or over(others, each, shape) == layout):
             return each
     return layout
 

@@ -24,7 +24,7 @@ from vnode.runtime.divided import Divided, Rooms
 from vnode.runtime.evaluate import Known, evaluate_once
 from vnode.runtime.handed import Lying
 from vnode.runtime.node import Once
-from vnode.spmd.flow import Flow
+from vnode.spmd.backward import read_in
 from vnode.spmd.layout import Axes, Layout, replicated
 from vnode.spmd.run import Alike
 
@@ -86,7 +86,7 @@ class Together:
         if isinstance(found, Whole):
             return {}
         outer = dict(zip(found.flow.program.inputs, self.reads, strict=False))
-        return {outer[var]: several for var, several in wanted_in(found.flow).items() if var in outer}
+        return {outer[var]: several for var, several in read_in(found.flow).items() if var in outer}
 
 
 class Whole:
@@ -149,13 +149,3 @@ def read_by(action: Evaluation) -> list[Var]:
     """The variables that an action reads: of what a loop or branch is given, those that somebody wants."""
     pairs = zip(action.step.eqn.invars, action.operands, strict=True)
     return [atom for atom, form in pairs if isinstance(atom, Var) and not (form is None and action.bodies)]
-
-
-def wanted_in(flow: Flow) -> dict[Var, list[Layout]]:
-    """In which layouts each variable of a program is read, each time."""
-    wanted: dict[Var, list[Layout]] = {}
-    for step in flow.steps:
-        for atom, layout in zip(step.eqn.invars, step.operands, strict=True):
-            if isinstance(atom, Var):
-                wanted.setdefault(atom, []).append(layout)
-    return wanted

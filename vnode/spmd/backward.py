@@ -3,20 +3,21 @@
 Knows flows. Must not know how layouts flow forward, nor how a program is carried out.
 
 Layouts flow forward, so what depends on nothing that is divided is computed whole on every device, and cut where it
-meets something that is. Where all who read it cut it alike, it is computed so, and so is what it is made of.
+meets something that is. Where all who read it cut it alike, it is computed so, and so is what it is made of. Loops and
+branches read as their bodies do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Iterable, Mapping, Set
 
-from jax.extend.core import Literal, Var
+from jax.extend.core import Var
 
 from vnode.operators import OperatorDescription, Prefix
 from vnode.spmd.choice import Given, carried_out, ways_to
-from vnode.spmd.flow import Flow
+from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, replicated
-from vnode.spmd.route import route
+from vnode.spmd.route import cuts_only
 
 
 def in_parts(description: OperatorDescription) -> bool:
@@ -25,7 +26,7 @@ def in_parts(description: OperatorDescription) -> bool:
 
 
 def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, Layout]:
-    """How values shall lie that every device has whole, and that are read in parts only.
+    """How values shall lie that every device has whole, and that are read in parts only, also in loops and branches.
 
     Args:
       flow: layouts through a program, followed forward.
@@ -35,15 +36,21 @@ def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, L
     Returns:
       For some variables the layout in which they are read.
     """
-    reads: dict[Var, set[Layout]] = {}
     wishes: dict[Var, Layout] = {}
+    follow_back(flow, axes, exact, wishes)
+    return wishes
 
-    def read(atom: object, layout: Layout) -> None:
+
+def follow_back(flow: Flow, axes: Axes, exact: Set[str], wishes: dict[Var, Layout]) -> dict[Var, set[Layout]]:
+    """Adds wishes of one program, and says in which layouts its variables are read then."""
+    reads: dict[Var, set[Layout]] = {}
+
+    def read(atom: object, layouts: Iterable[Layout]) -> None:
         if isinstance(atom, Var):
-            reads.setdefault(atom, set()).add(layout)
+            reads.setdefault(atom, set()).update(layouts)
 
     for atom, layout in zip(flow.program.outputs, flow.outputs, strict=True):
-        read(atom, layout)
+        read(atom, [layout])
     for step in reversed(flow.steps):
         operands = step.operands
         description = flow.program.describe(step.eqn) if step.region is None else None
@@ -52,15 +59,61 @@ def wished(flow: Flow, axes: Axes, exact: Set[str] = frozenset()) -> dict[Var, L
             wanted = reads.get(var, set())
             if len(wanted) == 1 and description.layout is None:
                 (target,) = wanted
-                moves = route(layout, target, var.aval.shape, axes, var.aval.dtype) if not target.partial else ()
+                finer = layout != target and cuts_only(layout, target, var.aval.shape, axes, var.aval.dtype)
                 ways = ways_to(description, 0, target, axes)
                 allowed = description.by_element or not target.cut_axes.keys() & exact
-                if moves and ways and allowed and all(move.kind == "cut" for move in moves):
+                if finer and ways and allowed:
                     given = [Given(replicated(len(getattr(atom.aval, "shape", ())))) for atom in step.eqn.invars]
                     choice = carried_out(step.eqn, description, ways, given, axes, ())
                     if choice is not None and choice.results[0] == target:
                         wishes[var], operands = target, choice.operands
-        for atom, layout in zip(step.eqn.invars, operands, strict=True):
-            if not isinstance(atom, Literal):
-                read(atom, layout)
-    return wishes
+        inside = read_inside(step, lambda body: follow_back(body, axes, exact, wishes))
+        for i, (atom, layout) in enumerate(zip(step.eqn.invars, operands, strict=True)):
+            read(atom, inside.get(i, [layout]))
+    return reads
+
+
+def read_in(flow: Flow, returned: bool = False) -> dict[Var, list[Layout]]:
+    """In which layouts each variable of a program is read, each time; in loops and branches as their bodies read it.
+
+    Args:
+      flow: layouts through it.
+      returned: whether the program's outputs are among what is read.
+    """
+    found: dict[Var, list[Layout]] = {}
+
+    def read(atom: object, layouts: Iterable[Layout]) -> None:
+        if isinstance(atom, Var):
+            found.setdefault(atom, []).extend(layouts)
+
+    for step in flow.steps:
+        inside = read_inside(step, lambda body: read_in(body, returned=True))
+        for i, (atom, layout) in enumerate(zip(step.eqn.invars, step.operands, strict=True)):
+            read(atom, inside.get(i, [layout]))
+    for atom, layout in zip(flow.program.outputs, flow.outputs, strict=True) if returned else ():
+        read(atom, [layout])
+    return found
+
+
+def read_inside(step: Step, reads: Callable[[Flow], Mapping[Var, Iterable[Layout]]]) -> dict[int, list[Layout]]:
+    """In which layouts bodies of a loop or branch read its operands, by their numbers.
+
+    Not what is carried, which lies as it is carried, nor what chooses.
+
+    Args:
+      step: the loop or branch, or any other step, which has none.
+      reads: says for a body in which layouts its variables are read.
+    """
+    found: dict[int, list[Layout]] = {}
+    region = step.region
+    if region is None:
+        return found
+    for body, inputs in zip(step.bodies, region.inputs, strict=True):
+        several = reads(body)
+        for i, var in zip(inputs, body.program.inputs, strict=True):
+            if i not in region.carried and i != region.chooser:
+                found.setdefault(i, []).extend(
+                    Layout((None, *each.dims), each.partial) if i in region.scanned else each
+                    for each in several.get(var, ())
+                )
+    return found

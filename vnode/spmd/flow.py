@@ -38,6 +38,7 @@ from vnode.spmd.choice import (
 )
 from vnode.spmd.groups import Branches, branches_of, made_at
 from vnode.spmd.layout import Axes, Cut, Layout, cut_of, replicated
+from vnode.spmd.route import finest
 
 Path = tuple[int, ...]
 """Which equation of a program: its number; in a loop or branch that equation's, the body's, and the number there."""
@@ -475,7 +476,7 @@ class _Follower:
             for i, layout in zip(carried, after, strict=True):
                 layouts[i] = layout
             flows, ends = self.bodies(region, programs, layouts, path)
-        made = self.results_of(region, ends[region.tests :], [layouts[i] for i in carried])
+        made = self.results_of(eqn, region, ends[region.tests :], [layouts[i] for i in carried])
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         for j in range(len(carried), len(made)):
             wish = wishes[j]
@@ -523,12 +524,20 @@ class _Follower:
             ends.append(follower.ends)
         return flows, ends
 
-    def results_of(self, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]) -> list[Layout]:
-        """How a region's results lie: what is carried as it is carried, others as the bodies agree."""
+    def results_of(
+        self, eqn: JaxprEqn, region: Region, ends: Sequence[Sequence[Given]], carried: Sequence[Layout]
+    ) -> list[Layout]:
+        """How a region's results lie: what is carried as it is carried, others as the bodies agree.
+
+        Where branches do not, a result lies as that to which all others are only cut, if there is one.
+        """
         results = list(carried)
-        for several in list(zip(*ends, strict=True))[len(carried) :]:
+        for var, several in list(zip(eqn.outvars, zip(*ends, strict=True), strict=True))[len(carried) :]:
             layouts = {end.layout for end in several if not end.anyhow} or {several[0].layout}
-            layout = layouts.pop() if len(layouts) == 1 else next(iter(sorted(layouts, key=str))).complete
+            if len(layouts) > 1:
+                complete = sorted({layout.complete for layout in layouts}, key=str)
+                layouts = {finest(complete, var.aval.shape, self.axes, var.aval.dtype) or complete[0]}
+            (layout,) = layouts
             if len({end.layout for end in several}) > 1:
                 layout = layout.complete
             results.append(Layout((None, *layout.dims), layout.partial) if region.stacks else layout)

@@ -4,10 +4,11 @@ Knows flows over other axes, and the choice for one equation. Must not know how 
 nodes.
 
 How a program is divided over the other axes stays as it is, so that it does not depend on the further axes at all.
-Along these an equation is cut only if every element of its results is computed of single elements of its operands:
-values are moved, scaled, added to others. What sums over a dimension that is cut, or does anything else with it, is
-given it whole. So that this is computed in the same kernels as if nothing were cut, what it is made of is gathered
-where it lies in memory: inputs are, not what is made of them on the way.
+Along these an equation is cut only if every element of its results is computed of single elements of its operands
+(values are moved, scaled, added to others), or of several in a way that has the same bits in any order: whether all are
+finite, how many are. What sums over a dimension that is cut, or does anything else with it, is given it whole. So that
+this is computed in the same kernels as if nothing were cut, what it is made of is gathered where it lies in memory:
+inputs are, not what is made of them on the way.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom
-from vnode.operators import OperatorDescription
+from vnode.operators import Algebra, Free, Monoid, OperatorDescription, Reduced
 from vnode.operators.control import Region
 from vnode.spmd.choice import Choice, Given, Way, candidates, carried_out, reached, remembered, total_cost
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, over, replicated
+from vnode.spmd.route import finest
 
 
 def followed_further(
@@ -103,14 +106,16 @@ class _Further:
         eqn, ways = base.eqn, base.choice.ways if base.choice is not None else ()
         description = self.program.describe(eqn) if base.branches is None else None
         partial = any(layout.partial for layout in (*base.operands, *base.made))
-        if id(base) in self.kept or base.asks or partial or description is None or not description.by_element:
+        if id(base) in self.kept or base.asks or partial or description is None:
+            return base
+        if not (description.by_element or alike_in_any_order(eqn, description)):
             return base
         wishes = [self.wishes.get(var) for var in eqn.outvars]
         choice = chosen_further(eqn, description, ways, given, wishes, self.inner, self.axes)
         if choice is None:
             return base
         made = reached(eqn, choice)
-        several = zip(eqn.outvars, base.results, wishes, made, strict=True)
+        several = zip(eqn.outvars, base.results, wishes, (layout.complete for layout in made), strict=True)
         results = [self.first(var, layout, *finer) for var, layout, *finer in several]
         return Step(eqn, choice.operands, made, tuple(results), choice)
 
@@ -153,7 +158,8 @@ class _Further:
                 made.append(operands[region.carried[j]])
                 continue
             several = {Layout((None, *e[j].dims), e[j].partial) if region.stacks else e[j] for e in ends}
-            made.append(self.first(var, layout, several.pop() if len(several) == 1 else None))
+            one = several.pop() if len(several) == 1 else finest(several, var.aval.shape, self.axes, var.aval.dtype)
+            made.append(self.first(var, layout, one))
         bodies = [
             dataclasses.replace(body, outputs=base.bodies[k].outputs if k < region.tests else inside(made, region))
             for k, body in enumerate(bodies)
@@ -170,6 +176,20 @@ class _Further:
             given = [Given(Layout(operands[i].dims[1:]) if i in region.scanned else operands[i]) for i in inputs]
             flows.append(_Further(self.inner, self.axes, self.wishes).follow(flow, given))
         return flows
+
+
+def alike_in_any_order(eqn: JaxprEqn, description: OperatorDescription) -> bool:
+    """Whether an equation only reduces, and by what has the same bits in any order: no sums of numbers with fractions.
+
+    Nor the greatest of those: of the two zeros either may be that.
+    """
+    monoids = {*description.reduced.values()}
+    whole = not any(jnp.issubdtype(atom.aval.dtype, jnp.inexact) for atom in (*eqn.invars, *eqn.outvars))
+    only = all(isinstance(factor.split, Free | Reduced) for factor in description.factors)
+    return only and not description.has(Algebra.CONTRACTS) and (monoids <= BITWISE or whole)
+
+
+BITWISE = {Monoid.AND, Monoid.OR, Monoid.XOR}
 
 
 @remembered

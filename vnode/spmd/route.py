@@ -155,6 +155,34 @@ def route(
     return _of_shape(start, end, tuple(shape), tuple(axes.items()), together, in_pairs)
 
 
+def cuts_only(start: Layout, end: Layout, shape: Sequence[int], axes: Axes, dtype: Any) -> bool:
+    """Whether every device has in one layout all that it has in another, so that nothing is sent on that way.
+
+    Args:
+      start: how a value lies.
+      end: how it shall lie.
+      shape: of the whole value.
+      axes: of the mesh.
+      dtype: of its elements.
+    """
+    return not end.partial and all(move.kind == "cut" for move in route(start, end, shape, axes, dtype))
+
+
+def finest(layouts: Collection[Layout], shape: Sequence[int], axes: Axes, dtype: Any) -> Layout | None:
+    """Of some layouts of a value the one to which all others are only cut; None if there is none.
+
+    Args:
+      layouts: how it may lie, without pieces.
+      shape: of the whole value.
+      axes: of the mesh.
+      dtype: of its elements.
+    """
+    return next(
+        (end for end in layouts if all(cuts_only(start, end, shape, axes, dtype) for start in layouts)),
+        None,
+    )
+
+
 @functools.lru_cache(maxsize=1 << 16)  # searches ask for the same routes very often
 def _of_shape(
     start: Layout,

@@ -269,13 +269,11 @@ class _Run:
     def apart(self, eqn: JaxprEqn, description: OperatorDescription, results: Sequence[Any]) -> Any:
         """A value from nothing of which compilers do not see what it is made of, unless that is constants.
 
-        XLA divides by what is one number everywhere by multiplying with its reciprocal, or does not, depending on which
-        other arrays have the same shape. On how many devices that is so depends on the sizes of parts.
+        On how many devices other arrays have the same shape (`Rounding.apart`) depends on the sizes of parts.
         """
         (value,) = results if self.rounding is None else self.rounding.each(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
-        rounded = computed and jnp.issubdtype(value.dtype, np.inexact)
-        return lax.optimization_barrier(value) if self.alike is not None and rounded else value
+        return Rounding.apart(value) if self.alike is not None and computed else value
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:

@@ -24,7 +24,7 @@ from vnode.partition.plan.other_rows import OVER_ROWS, passes_among
 from vnode.runtime.divided import followed, result
 from vnode.runtime.handed import Among, Lying, handed_on
 from vnode.runtime.loops import Sum
-from vnode.runtime.once import wanted_in
+from vnode.spmd.backward import read_in
 from vnode.spmd.exchange import grows
 from vnode.spmd.flow import Flow, Step
 from vnode.spmd.layout import Axes, Layout, from_spec, replicated
@@ -259,7 +259,7 @@ class Leading:
 
     def wanted(self, lying: Lying, axes: Axes, exact: Collection[str]) -> Mapping[Var, Sequence[Layout]]:
         """In which layouts each variable is read, each time."""
-        return wanted_in(self.flow(lying, axes, exact))
+        return read_in(self.flow(lying, axes, exact))
 
 
 def parted(steps: Sequence[Step], loops: Collection[Var]) -> tuple[list[Step], list[Step]]:
