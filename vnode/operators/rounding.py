@@ -10,6 +10,7 @@ bits of what is computed of the same numbers on one device and, in parts, on sev
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,15 +35,6 @@ class Rounding:
     """
 
     zero: jax.Array
-
-    @staticmethod
-    def apart(spread: jax.Array) -> jax.Array:
-        """A value that is one number everywhere, of which compilers do not see that.
-
-        XLA divides by such a value by multiplying with its reciprocal, or does not, depending on which other arrays
-        have the same shape.
-        """
-        return lax.optimization_barrier(spread) if jnp.issubdtype(spread.dtype, np.inexact) else spread
 
     @staticmethod
     def of(values: Sequence[Any]) -> Rounding | None:
@@ -96,3 +88,18 @@ class Rounding:
         """The same value, by its bits."""
         bits = jnp.dtype(f"uint{8 * value.dtype.itemsize}")
         return lax.bitcast_convert_type(lax.bitcast_convert_type(value, bits) ^ self.zero.astype(bits), value.dtype)
+
+    def apart(self, spread: jax.Array) -> jax.Array:
+        """A value that is one number everywhere, or along a dimension, of which compilers do not see that.
+
+        XLA divides by such a value by multiplying with its reciprocal, or does not, depending on which other arrays
+        have the same shape. The bits of each element are combined with those of its place that `zero` has, too.
+        """
+        if not jnp.issubdtype(spread.dtype, np.floating):
+            return lax.optimization_barrier(spread) if jnp.issubdtype(spread.dtype, np.inexact) else spread
+        bits = jnp.dtype(f"uint{8 * spread.dtype.itemsize}")
+        places = [lax.broadcasted_iota(bits, spread.shape, d) for d, n in enumerate(spread.shape) if n > 1]
+        if not places:
+            return spread
+        place = functools.reduce(lax.bitwise_xor, places) & self.zero.astype(bits)
+        return lax.bitcast_convert_type(lax.bitcast_convert_type(spread, bits) ^ place, spread.dtype)

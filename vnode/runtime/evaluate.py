@@ -29,7 +29,6 @@ from vnode.operators.in_program import InProgram, as_array
 from vnode.operators.joined import as_written, evaluate_together
 from vnode.operators.postponed import as_it_was
 from vnode.operators.rounding import Rounding
-from vnode.runtime.loops import KEEP_BARRIERS
 from vnode.runtime.node import Node, Once, leading, mask_dim
 
 Env = dict[Key, Any]
@@ -65,7 +64,7 @@ class Known:
         operands: list[Any],
         run: Callable[[list[Any]], list[Any]],
         how: Any = None,
-        apart: bool = False,
+        rounding: Rounding | None = None,
     ) -> list[Any]:
         """What `run` makes of the operands of an equation, or made of them before.
 
@@ -74,14 +73,14 @@ class Known:
           operands: values of its operands.
           run: evaluates it.
           how: what else the results depend on.
-          apart: whether compilers shall not see that a spread operand is one number everywhere; see `Rounding.apart`.
+          rounding: by which compilers do not see that a spread operand is one number everywhere; None if they may.
         """
         if eqn.effects:
             return run(operands)
         description = self.describe(eqn)
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            operands = [self._spread(value, shape, apart) for value in operands]
+            operands = [self._spread(value, shape, rounding) for value in operands]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
         try:
@@ -92,7 +91,7 @@ class Known:
             found = self._results[key] = (run(list(operands)), operands)
         return found[0]
 
-    def _spread(self, value: Any, shape: tuple[int, ...], apart: bool) -> Any:
+    def _spread(self, value: Any, shape: tuple[int, ...], rounding: Rounding | None) -> Any:
         """A value at another shape; jax would spread it where it is used, each use anew."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
@@ -100,7 +99,7 @@ class Known:
         if key not in self._results:
             dims = range(len(shape))[len(shape) - np.ndim(value) :]
             spread = lax.broadcast_in_dim(value, shape, dims)
-            self._results[key] = ([Rounding.apart(spread) if apart else spread], [value])
+            self._results[key] = ([spread if rounding is None else rounding.apart(spread)], [value])
         return self._results[key][0][0]
 
 
@@ -142,10 +141,10 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: O
         bodies = [functools.partial(evaluate_program, program, place) for program in known.bodies(eqn)]
         operands = [as_array(value, atom) for value, atom in zip(operands, eqn.invars, strict=True)]
         run = functools.partial(region.run, InProgram(eqn), bodies)
-    apart = place.rounding is not None and place.platform not in KEEP_BARRIERS  # where these keep kernels from fusing
-    results = known.evaluate(eqn, operands, run, apart=apart)
-    spreads = apart and description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
-    return [*map(Rounding.apart, results)] if spreads else results
+    rounding = place.rounding
+    results = known.evaluate(eqn, operands, run, rounding=rounding)
+    spreads = description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
+    return [*map(rounding.apart, results)] if rounding is not None and spreads else results
 
 
 def is_spread(operands: Sequence[Any], results: Sequence[Any]) -> bool:

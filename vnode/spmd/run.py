@@ -273,7 +273,7 @@ class _Run:
         """
         (value,) = results if self.rounding is None else self.rounding.each(eqn, description, results)
         computed = any(isinstance(atom, Var) and atom not in self.anyhow for atom in eqn.invars)
-        return Rounding.apart(value) if self.alike is not None and computed else value
+        return value if self.rounding is None or not computed else self.rounding.apart(value)
 
     def step(self, step: Step) -> list[Any]:
         if step.region is not None:
