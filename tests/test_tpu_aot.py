@@ -258,3 +258,39 @@ def test_what_a_devices_only_node_contributes_is_the_total():
     gradient = 4 * (2 * 1024 * 8192 + 8192 * 8192) / 2**20
     assert alone <= found["plain"] + 2 * gradient
     assert one <= two
+
+
+SPREAD = """
+import json
+from benchmarks import tpu
+import os
+os.environ.update(tpu.ENVIRONMENT)
+import jax, jax.numpy as jnp, numpy as np, optax
+import vnode
+from jax.sharding import Mesh, PartitionSpec
+from vnode.partition.hlo import parse
+
+tx = optax.adam(1e-2)
+
+def step(state, x):
+    w, slots = state
+    updates, slots = tx.update(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), slots, w)
+    return optax.apply_updates(w, updates), slots
+
+w = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
+mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(8), ("vnode",))
+virtual = vnode.virtualize(
+    step, virtual_nodes=8, placement=vnode.Placement(8, mesh=mesh), donate_argnums=0,
+    partition={"^0$|mu|nu": PartitionSpec("vnode")},
+)
+args = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((512, 2048), jnp.float32)
+module = parse(virtual.lower(*args).compile().as_text())
+alone = [visit.instruction for visit in module.walk() if not visit.fused]
+print(json.dumps([each.opcode for each in alone if each.bytes == w.size * 4 // 8]))
+"""
+
+
+def test_what_is_spread_in_an_update_of_shards_has_no_memory_of_its_own():
+    """The corrections of Adam's moments are two numbers, by which all elements of a shard are divided."""
+    found = said(SPREAD)
+    assert "fusion" in found and "broadcast" not in found

@@ -50,10 +50,17 @@ OPTIMIZERS = {
     "if finite": optax.apply_if_finite(optax.adam(1e-2, eps=1e-3), 3),
     "in turns": optax.stateless_with_tree_map(lambda g, _: in_turns(g)),
     "orthogonal": optax.stateless_with_tree_map(lambda g, _: orthogonal(g) if g.ndim == 2 else -0.1 * g),
+    "quotients": optax.stateless_with_tree_map(lambda g, _: quotient(g)),
     "products": optax.stateless_with_tree_map(
         lambda g, _: (g @ g.T)[:1, :1] * g - 0.1 * g if g.ndim == 2 else -0.1 * g
     ),
 }
+
+
+def quotient(grad: jax.Array) -> jax.Array:
+    """By one number, in a branch and outside of it."""
+    norm = jnp.linalg.norm(grad)
+    return jax.lax.cond(norm > 1e-3, lambda g: -0.1 * g / norm, lambda g: -0.1 * g, grad) / (norm + 1)
 
 
 def in_turns(grad: jax.Array) -> jax.Array:
@@ -147,7 +154,10 @@ def test_what_is_made_of_all_shards_keeps_its_bits(layout: str) -> None:
         moved = jax.tree.map(lambda p, g: p - 0.1 * jnp.tanh(g), params, grads)
         norms = [jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(tree))) for tree in (grads, moved)]
         rows = [jnp.sqrt(jnp.sum(moved["in"] ** 2, axis)) for axis in (0, 1)]
-        return norms, rows, moved["in"] @ moved["out"], jnp.cumsum(grads["bias"]), jnp.max(moved["out"])
+        whole = jnp.round(1000 * moved["in"]).astype(jnp.int32)
+        counts = jnp.sum(moved["in"] > 0), jnp.all(jnp.isfinite(moved["out"])), whole.max(0), whole.sum(1), whole.min()
+        products = moved["in"] @ moved["out"], (grads["in"] @ grads["in"].T)[0]
+        return norms, rows, products, jnp.cumsum(grads["bias"]), jnp.max(moved["out"]), counts
 
     model, x = 2 if layout in ("both", "together") else 1, examples()
     params, seen = state_of(OPTIMIZERS["adamw"])["params"], []
@@ -164,7 +174,13 @@ def test_what_is_made_of_all_shards_keeps_its_bits(layout: str) -> None:
 LAYOUTS = (("rows", 3), ("columns", 1), ("both", 3))
 USUAL = {
     *(("adamw", "columns"), ("clipped", "both"), ("every second step", "rows"), ("lamb", "rows")),
-    *(("if finite", "rows"), ("in turns", "columns"), ("orthogonal", "rows"), ("products", "rows")),
+    *(
+        ("if finite", "rows"),
+        ("in turns", "columns"),
+        ("orthogonal", "rows"),
+        ("products", "rows"),
+        ("quotients", "rows"),
+    ),
 }
 """Each optimizer once, each layout at least once: norms of all leaves over both axes, of each leaf over one."""
 
