@@ -111,6 +111,31 @@ def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> 
     assert abs(found.memory_error) <= 0.1
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "reduction", "mesh"),
+    [("every second step", "invariant", "8"), ("if finite", "fast", "8"), ("if finite", "invariant", "2x4")],
+)
+def test_exchanges_of_an_update_in_a_branch_are_as_planned(optimizer: str, reduction: str, mesh: str) -> None:
+    """Of shards, as outside of branches, or of a Megatron-style split: XLA adds nothing."""
+    _, ((params, _), batch) = example("mlp")
+    adam = optax.adam(1e-2)
+    tx = optax.MultiSteps(adam, 2) if optimizer == "every second step" else optax.apply_if_finite(adam, 3)
+
+    def step(state: Any, batch: Any) -> Any:
+        params, slots = state
+        loss, grads = jax.value_and_grad(perceptron)(params, *batch)
+        updates, slots = tx.update(grads, slots, params)
+        return (optax.apply_updates(params, updates), slots), loss
+
+    options = {"reduction": reduction, "donate_argnums": (0,)}
+    subject = subject_of(on_nodes(step, 8, options), ((params, tx.init(params)), batch))
+    on = OnMesh(subject, V5E, MESHES[mesh], "cpu", None)
+    made = on.candidate("FSDP", on.whole, over_rows=True) if mesh == "8" else on.megatron()[0]
+    found = plan_of(subject, made, V5E, GIB, {}).accept()
+    assert found.planned == found.found and found.exchange_accepted, str(found)
+    assert not found.added and not found.rewritten
+
+
 def forward(params: Any, x: Any) -> Any:
     return jnp.tanh(x @ params["up"]) @ params["down"]
 
