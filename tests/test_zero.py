@@ -349,9 +349,7 @@ def test_collectives_are_reduce_scatter_and_gather(stage: int, name: str) -> Non
     assert not found
 
 
-@pytest.mark.parametrize(
-    ("nodes", "name"), [(8, "adamw"), (8, "every second step"), (8, "if finite"), (8, "in turns"), (6, "")]
-)
+@pytest.mark.parametrize(("nodes", "name"), [(8, "adamw"), (8, "every second step"), (8, "if finite"), (6, "")])
 def test_invariant_sums_are_scattered(nodes: int, name: str) -> None:
     """In the order of the tree: in groups where devices hold full trees, else by chunks; nothing is gathered again."""
     optimizer, over = OPTIMIZERS[name or "adamw"], mesh_of(8 if nodes == 8 else 3, 1)

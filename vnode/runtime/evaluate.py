@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn, Literal
+from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.apart import Part, parts_of
 from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_in
@@ -54,7 +54,7 @@ class Known:
     """
 
     def __init__(self, program: Program) -> None:
-        self.describe, self.bodies = program.describe, program.bodies
+        self.describe, self.bodies, self.readers = program.describe, program.bodies, program.readers
         # With the operands, or another could get the number of one.
         self._results: dict[Any, tuple[list[Any], list[Any]]] = {}
 
@@ -73,14 +73,15 @@ class Known:
           operands: values of its operands.
           run: evaluates it.
           how: what else the results depend on.
-          rounding: by which compilers do not see that a spread operand is one number everywhere; None if they may.
+          rounding: by which compilers do not see that what is divided by is one number everywhere; None if they may.
         """
         if eqn.effects:
             return run(operands)
         description = self.describe(eqn)
         if description is not None and description.has(Algebra.SPREADS):
             shape = np.broadcast_shapes(*[np.shape(value) for value in operands])
-            operands = [self._spread(value, shape, rounding) for value in operands]
+            others = not_linear(description)
+            operands = [self._spread(v, shape, rounding if i in others else None) for i, v in enumerate(operands)]
         settings = eqn.ctx.threefry_partitionable
         key = (eqn.primitive, how, settings, tuple(eqn.params.items()), *map(identity, operands))
         try:
@@ -95,7 +96,7 @@ class Known:
         """A value at another shape; jax would spread it where it is used, each use anew."""
         if np.shape(value) == shape or not isinstance(value, jax.Array):
             return value
-        key = (id(value), shape)
+        key = (id(value), shape, rounding is None)
         if key not in self._results:
             dims = range(len(shape))[len(shape) - np.ndim(value) :]
             spread = lax.broadcast_in_dim(value, shape, dims)
@@ -144,12 +145,28 @@ def evaluate_equation(eqn: JaxprEqn, operands: list[Any], known: Known, place: O
     rounding = place.rounding
     results = known.evaluate(eqn, operands, run, rounding=rounding)
     spreads = description is not None and description.has(Algebra.MOVES) and is_spread(operands, results)
-    return [*map(rounding.apart, results)] if rounding is not None and spreads else results
+    divides = rounding is not None and spreads and is_divided_by(eqn.outvars[0], known)
+    return [*map(rounding.apart, results)] if rounding is not None and divides else results
 
 
 def is_spread(operands: Sequence[Any], results: Sequence[Any]) -> bool:
     """Whether a result is one number everywhere, which is computed."""
     return [np.size(value) for value in operands if isinstance(value, jax.core.Tracer)] == [1] and results[0].size > 1
+
+
+def is_divided_by(var: Var, known: Known) -> bool:
+    """Whether something is computed of a value that is not linear in it, as a quotient is not in what divides."""
+    for eqn in known.readers.get(var, ()):
+        description = known.describe(eqn) if region_of(eqn) is None else None
+        places = {i for i, atom in enumerate(eqn.invars) if atom is var}
+        if description is None or places & not_linear(description):
+            return True
+    return False
+
+
+def not_linear(description: OperatorDescription) -> frozenset[int]:
+    """The operands in which an operator is not linear, alone or together with others."""
+    return frozenset(range(len(description.operands))).difference(*description.linear)
 
 
 def evaluate_program(program: Program, place: Once, values: Sequence[Any]) -> list[Any]:
