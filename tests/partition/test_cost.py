@@ -49,6 +49,7 @@ from vnode.partition.cost.device import bodies_of, compiled_as, simplified
 from vnode.partition.cost.kernels import kernels_of
 from vnode.partition.cost.loops import after_loops, before_loops
 from vnode.partition.cost.narrow import rounded_ends
+from vnode.partition.cost.overlap import Backwards
 from vnode.partition.cost.pieces import piece_of, program_piece, traced_piece
 from vnode.partition.cost.shapes import Shape
 from vnode.partition.cost.sums import added_before, parts_first
@@ -1023,7 +1024,7 @@ def test_transfers_run_beside_computation_one_at_a_time() -> None:
     after = [set(), set(), set(), {0}, {3, 1}, {4, 2}, {5}]
     buffers = bare([[(var[k], 1)] for k in range(7)], after)
     seconds = [3.0, 2.0, 2.0, 1.0, 1.5, 0.5, 1.0]
-    order, begun = buffers.overlapped(range(7), seconds, {1, 2, 3}, {})
+    order, begun = Backwards(buffers, range(7), seconds, {1, 2, 3}).ordered()
     # From the end: 6, 5; transfer 2 ends before 5, and 4 is put beside it; nothing else is left, for 3 and 1 wait for
     # the link. Of these 1, which takes longer, ends next, beside nothing, then 3, and then 0 is left.
     assert order == [0, 3, 1, 4, 2, 5, 6]
@@ -1032,12 +1033,27 @@ def test_transfers_run_beside_computation_one_at_a_time() -> None:
     assert begun == {2: place[4]}
 
 
-def test_beside_transfers_what_raises_nothing_comes_later() -> None:
-    """By hand: 1 and 3 bring as much as they need, 2 less, after most: it is later only than what needs the same."""
-    var = variables(4)
-    buffers = bare([[(var[k], need)] for k, need in enumerate((4, 4, 1, 4))], [set(), {0}, {0}, {0}])
-    assert buffers.overlapped(range(4), [1.0, 1.0, 5.0, 2.0], (), {})[0] == [0, 1, 2, 3]
-    assert buffers.overlapped(range(4), [1.0, 2.0, 5.0, 1.0], (), {})[0] == [0, 3, 2, 1]
+def test_what_waits_for_transfers_and_lets_others_run_comes_late() -> None:
+    """By hand: 0 and 1 are transfers, 2 waits for the longer; 4 lets 5 run; 6 and 7 need 9, which is large."""
+    var = variables(10)
+    after = [set(), set(), {0}, {1}, {1, 5}, set(), {1, 9}, {1, 9}, {2, 3, 4, 6, 7}, set()]
+    buffers = bare([[(var[k], 5 if k == 9 else 1)] for k in range(10)], after)
+    seconds = [9.0, 4.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.0]
+    order = [0, 1, 9, 2, 3, 4, 5, 6, 7, 8]
+    found = [k for k in Backwards(buffers, order, seconds, {0, 1}).ordered()[0] if k in (2, 3, 4, 6, 7, 8)]
+    # From the end: 8, then 2. Of 3, 4, 6 and 7, which are alike in what comes before them, first what lets another
+    # run; then what frees more than it needs; then, of 6 and 7, the later in the order given.
+    assert found == [6, 7, 3, 4, 2, 8]
+
+
+def test_beside_a_transfer_is_put_what_takes_as_long_as_is_left() -> None:
+    """By hand: 0 is a transfer of five seconds; of 2, 3 and 4, which run beside it, 4 takes four, and 2 then one."""
+    var = variables(6)
+    buffers = bare([[(var[k], 1)] for k in range(6)], [set(), {0}, set(), set(), set(), {1, 2, 3, 4}])
+    order, begun = Backwards(buffers, range(6), [5.0, 0.5, 1.0, 3.0, 4.0, 1.0], {0}).ordered()
+    assert order == [3, 2, 4, 0, 1, 5] and begun == {0: 0}  # nothing comes before it: it begins first of all
+    chained = Backwards(buffers, range(6), [5.0, 0.5, 1.0, 3.0, 4.0, 1.0], {0}, chained={2: 6.0}).ordered()[0]
+    assert chained.index(2) > chained.index(1)  # what other exchanges come before counts as what transfers do
 
 
 @pytest.mark.parametrize(
@@ -1049,7 +1065,8 @@ def test_a_transfer_runs_on_until_another_waits(alone: dict[int, float], another
     """By hand: 4 reads 2, which waits for 1, and the transfer 0, which takes as long as either; 3 may be another."""
     var = variables(5)
     buffers = bare([[(var[k], 1)] for k in range(5)], [set(), set(), {1}, set(), {0, 2, 3}])
-    _, begun = buffers.overlapped(range(5), [1.0, 1.0, 1.0, 0.5, 1.0], {0, 3} if another else {0}, alone)
+    transfers = {0, 3} if another else {0}
+    _, begun = Backwards(buffers, range(5), [1.0, 1.0, 1.0, 0.5, 1.0], transfers, alone).ordered()
     assert begun[0] == place
 
 

@@ -8,8 +8,7 @@ A value is held from the kernel that writes it to the last that reads it, under 
 Where a compiler chooses the order of kernels so that little is held, this takes the best of three that XLA tries
 (``hlo_memory_scheduler.cc``): one that runs next what frees most, and two that follow operands from the results on, in
 the order of operands, or those first that most others read. They are compared as XLA compares them: results have room
-of their own, and arguments are not copied yet. Where gathers are hidden (`Target.hides_gathers`), another order is
-found from that one. On CPUs kernels run as soon as they can (`Target.breadth`).
+of their own, and arguments are not copied yet. On CPUs kernels run as soon as they can (`Target.breadth`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from jax.extend.core import Var
@@ -167,97 +166,6 @@ class Buffers:
     def peak(self, order: Sequence[int]) -> int:
         """The most bytes held at a time."""
         return max((now for _, now, _ in self.held(order)), default=0)
-
-    def overlapped(
-        self, order: Sequence[int], seconds: Sequence[float], beside: Collection[int], alone: Mapping[int, float]
-    ) -> tuple[list[int], dict[int, int]]:
-        """Another order, in which transfers run beside computation, one at a time, as XLA's scheduler finds it.
-
-        (``latency_hiding_scheduler.cc``.) It goes from the end to the beginning. As soon as all that reads what is
-        transferred has its place, the transfer ends there; what else can run is put before that until it takes as long
-        as the transfer, and on until another transfer can end, or nothing else is wanted before its begin: there it
-        begins. Of what can run, that comes first that waits for transfers that take longest, so that those of arguments
-        come early in the program; then what does not need more in memory before it than it brings there, then what has
-        most time before it.
-
-        Args:
-          order: of the kernels, by which it is settled what else is not.
-          seconds: how long each takes.
-          beside: those that are such transfers.
-          alone: other transfers, of which `seconds` says nothing, and how long one of those can run beside each.
-
-        Returns:
-          The order, and for transfers that begin before their place in it, where that is.
-        """
-        place = {k: i for i, k in enumerate(order)}
-        missing = [0] * len(self.after)  # who has no place yet and needs it
-        for needs in self.after:
-            for n in needs:
-                missing[n] += 1
-        depth: dict[int, float] = {}  # seconds of transfers that come before the end of each, one after another
-        path: dict[int, float] = {}  # and of all of these that come before it
-        for k in order:
-            own = seconds[k] if k in beside else 0.0
-            depth[k] = max((depth[n] for n in self.after[k]), default=0.0) + own
-            path[k] = max((path[n] for n in self.after[k]), default=0.0) + seconds[k]
-        sizes = {var: need for written in self.written for var, need in written}
-        ready: list[tuple[float, float, int, int]] = []  # what can run, by when that is wanted
-        ending: list[tuple[float, float, int, int]] = []  # transfers that can end
-        live, backwards, started = set[Var](), list[int](), dict[int, int]()
-
-        def free(several: Iterable[int]) -> None:
-            for k in several:
-                if not missing[k]:
-                    heapq.heappush(ending if k in beside else ready, (-depth[k], -path[k], -place[k], k))
-
-        def done(k: int) -> None:
-            for n in self.after[k]:
-                missing[n] -= 1
-            free(n for n in self.after[k] if not missing[n])
-
-        def raises(k: int) -> bool:
-            """Whether more is held before a kernel than after it."""
-            return sum(sizes.get(v, 0) for v in self.read[k] - live) > self.made_by(k)
-
-        def wanted() -> int:
-            """Of what can run, what follows most transfers, raises nothing, follows most of all."""
-            equal = [heapq.heappop(ready)]
-            while ready and raises(equal[-1][-1]) and ready[0][0] == equal[0][0]:
-                equal.append(heapq.heappop(ready))
-            best = equal.pop() if not raises(equal[-1][-1]) else equal.pop(0)
-            for each in equal:
-                heapq.heappush(ready, each)
-            return best[-1]
-
-        def sooner(k: int) -> bool:
-            """Whether a transfer's begin is wanted later in the program than anything else that can run."""
-            before = (max((found[n] for n in self.after[k]), default=0.0) for found in (depth, path))
-            return tuple(-each for each in before) < ready[0][:2]
-
-        free(order)
-        flying: int | None = None
-        left = 0.0
-        while True:
-            if flying is None and ending:
-                flying = heapq.heappop(ending)[-1]
-                left = seconds[flying]
-                backwards.append(flying)
-            elif flying is not None and (not ready or (left <= 0 and (ending or sooner(flying)))):
-                started[flying] = len(backwards)
-                done(flying)
-                flying = None
-            elif ready:
-                k = wanted()
-                backwards.append(k)
-                left -= alone.get(k, seconds[k])
-                live.update(self.read[k])
-                done(k)
-            else:
-                break
-        count = len(order)
-        found = backwards[::-1]
-        places = {k: i for i, k in enumerate(found)}
-        return found, {k: count - n for k, n in started.items() if count - n < places[k]}
 
     def visited(self, order: Callable[[int], Sequence[int]]) -> list[int]:
         """Kernels after those they need, from the results on, with those they need in an order of their own."""

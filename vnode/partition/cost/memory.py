@@ -26,17 +26,14 @@ from vnode.operators.control import Region, region_of
 from vnode.operators.cost import all_bytes
 from vnode.operators.spaces import on_host
 from vnode.partition.cost.buffers import Buffers
-from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.device import DeviceProgram, bodies_of
 from vnode.partition.cost.narrow import rounded_ends
-from vnode.partition.cost.places import is_gather, outer_buffers
+from vnode.partition.cost.overlap import apart, beside_computation
+from vnode.partition.cost.places import outer_buffers
 from vnode.partition.cost.shapes import Kernel, Kernels, Shape, room_for
 from vnode.partition.cost.taken import begun_empty, body_buffers
 from vnode.partition.cost.target import Target
 from vnode.show.units import size
-
-BESIDE_SUMS = {"all-reduce": 0.5, "reduce-scatter": 1.0}
-"""The part of the time of a sum over devices for which TPUs' compiler expects that a gather runs beside it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,44 +182,6 @@ def placed(
         several = set() if kernel.shape is Shape.REGION else set(map(kernels.memory_of, kernel.piece.reads))
         reads.append({var: sizes[var] for var in several & sizes.keys() if sizes[var] and var not in fetched[place]})
     return moments, on_the_chip(moments, fetched, buffers.inside, own, target.on_chip, loops, reads)
-
-
-def beside_computation(
-    kernels: Kernels, buffers: Buffers, order: Sequence[int], seconds: Sequence[float]
-) -> tuple[list[int], dict[int, int]]:
-    """An order in which gathers run beside computation, which other exchanges do not, and where they begin.
-
-    They run beside a sum over devices as well, for as long as a gather of what is summed would take: half as long as
-    the sum, unless each device keeps a part (seen on v5e of 4 to 128 MiB). What runs beside other exchanges alone is
-    gathered where it would end.
-    """
-    own = [kernels.kernels[k] for k in buffers.of]
-    exchanges = {k: KINDS[own[k].root.primitive.name] for k in order if own[k].shape is Shape.COLLECTIVE}
-    gathers = {k for k in exchanges if is_gather(own[k])}
-    if not gathers:
-        return [*order], {}
-    others = {k: kind for k, kind in exchanges.items() if k not in gathers}
-    alone = {k: BESIDE_SUMS.get(kind, 0.0) * seconds[buffers.of[k]] for k, kind in others.items()}
-    lengths = [0.0 if n in alone else seconds[k] for n, k in enumerate(buffers.of)]
-    found, begun = buffers.overlapped(order, lengths, gathers, alone)
-    place = {k: i for i, k in enumerate(found)}
-    computes = [k not in exchanges and lengths[k] > 0 for k in found]
-    return found, {k: start for k, start in begun.items() if any(computes[start : place[k]])}
-
-
-def apart(kernels: Kernels, buffers: Buffers, order: Sequence[int], begun: Mapping[int, int]) -> Buffers:
-    """The buffers, where sums over devices are not written over what is computed while something is gathered.
-
-    On TPUs one kernel then computes and gathers, and has both as results.
-    """
-    place = {k: i for i, k in enumerate(order)}
-    beside = {k for gather, start in begun.items() for k in order[start : place[gather]]}
-    several = {var for k in beside for var, _ in buffers.written[k]}
-    over = [
-        tuple(pair for pair in pairs if pair[1] not in several) if own.shape is Shape.COLLECTIVE else pairs
-        for pairs, own in zip(buffers.over, (kernels.kernels[k] for k in buffers.of), strict=True)
-    ]
-    return dataclasses.replace(buffers, over=tuple(over))
 
 
 def near_of(device: DeviceProgram, target: Target) -> tuple[Kernels, list[frozenset[Var]]]:
