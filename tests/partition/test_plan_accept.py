@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -366,6 +367,25 @@ def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Pa
     assert "plan for step" in text and "Accumulated" in text and "beside others" in text
     plan.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json", step, args).explain()) == text
+
+
+def test_devices_that_compute_a_node_together_are_counted_as_devices() -> None:
+    """Eight devices as two rows of four: neither are they two, nor is a row one device."""
+    on, made = candidate("mlp", "invariant", {"vnode": 2, "model": 4}, "Megatron", nodes=16)
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    step = plan.step()
+    for found in (plan.explain().report, step.explain(*plan.args)):
+        text = " ".join(str(found).split())
+        assert "16 virtual nodes of 4, 8 devices in 2 rows, 8 waves" in text
+        assert "devices 8 in 2 rows with 8 nodes each" in text and "Nodes by row and wave" in text
+        assert "lanes=2, which keeps the bits of up to 8 devices in 2 rows" in text
+        assert "none on 32 devices in 8 rows" in text, "each with two nodes, of which neither waits"
+        assert not re.search(r"\b[28] devices(?! in 2 rows)", text)
+    there = vnode.explain(step, *plan.args, devices=2)
+    assert [each.devices for each in there.reports] == [8, 2], "two devices are not where it is"
+    assert "on 2 devices instead of 8 in 2 rows" in " ".join(str(there).split())
+    alone = vnode.virtualize(example("mlp")[0], virtual_nodes=16).on(jax.devices()[:2]).explain(*plan.args)
+    assert "16 virtual nodes of 4, 2 devices, 8 waves" in " ".join(str(alone).split())
 
 
 SENT = {"all-reduce": 2.0, "permute": 2.0}
