@@ -549,10 +549,10 @@ def test_of_an_earlier_versions_plan_the_layouts_are_read_and_its_predictions_ar
     again = tmp_path / "again.json"
     old.save(again)  # what is not there is not there in what is written either
     for each in (old, Plan.load(again, step, (state, batch))):
-        assert each.prediction is None and each.timeline is None and each.gap is None and not each.beside
+        assert each.prediction is None and each.gap is None and not each.beside
         assert "not predicted: an earlier version" in str(each) and "not predicted" in each._repr_html_()
         assert each.explain().report.accumulated == plan.explain().report.accumulated
-        for use in (each.accept, lambda each=each: each.figures):
+        for use in (each.accept, lambda each=each: each.figures, lambda each=each: each.timeline):
             with pytest.raises(vnode.PartitionError, match="nothing is predicted of this plan"):
                 use()
 
@@ -570,9 +570,13 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
     shapes = r"(?s)is for another step\.\n  argument 1\S+ then: float32\[\d+, \d+\], now: float32\[8, \d+\]"
     with pytest.raises(vnode.PartitionError, match=shapes):
         Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
+    with pytest.raises(vnode.PartitionError) as error:
+        Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
+    facts = [line.strip() for line in str(error.value).split("What to do")[0].splitlines()[1:]]
+    assert [fact.split()[0] for fact in facts] == ["argument"] * len(jax.tree.leaves(batch)), "and no equations"
     with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
         Plan.load(tmp_path / "plan.json", vnode.virtualize(step, virtual_nodes=4), (state, batch))
-    with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
+    with pytest.raises(vnode.PartitionError, match=r"(?s)virtual nodes then: 8, now: 4.*load\(..., virtual_nodes=8\)"):
         Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=4)
     for nodes in (8, "auto"):
         assert Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=nodes).virtual_nodes == 8
@@ -598,6 +602,18 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
     with pytest.raises(vnode.PartitionError, match=r"donate_argnums then: \[0\], now: \[\]"):
         Plan.load(path, step, args)
+    write(donate_argnums=(0,), reduction="fast", coupling="local")
+    for one, call in ((step, "Plan.load"), (vnode.virtualize(step, virtual_nodes=4), "vnode.virtualize")):
+        with pytest.raises(vnode.PartitionError) as error:
+            Plan.load(path, one, args)
+        advised = re.search(rf"made with: .*{call}\(\.\.\., (.*)\)", str(error.value))
+        assert advised is not None, str(error.value)
+        options = eval(f"dict({advised[1]})")
+        assert options == {"donate_argnums": (0,), "reduction": "fast", "coupling": "local"}
+        if one is step:
+            assert Plan.load(path, step, args, **options).figures.memory > 0
+        else:
+            assert Plan.load(path, vnode.virtualize(step, virtual_nodes=4, **options), args).figures.memory > 0
     write()
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)  # takes less
     with pytest.raises(vnode.PartitionError, match=r"(?s)nodes compute something else in 2 passes.*in_axes"):
@@ -748,7 +764,6 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     step, args = example("mlp")
     plan = found("mlp")
     path = tmp_path / "missing" / "some.json"
-    assert plan.timeline is not None
     writes = {
         plan.save: vnode.PartitionError,
         V5E.save: vnode.MachineError,

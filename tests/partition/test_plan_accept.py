@@ -292,7 +292,9 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
     on, made = candidate("mlp", "invariant", MESHES["2x4"], "Megatron")
     plan_of(on.subject, made, V5E, GIB, {}).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json", step, args, donate_argnums=(0,))
-    assert plan.timeline is None and plan.prediction.exchanges
+    assert plan.prediction.exchanges
+    with pytest.raises(vnode.PartitionError, match=r"a plan from a file has no timeline(?s:.*)search the plan again"):
+        plan.timeline.chrome_trace(tmp_path / "trace.json")
     found = plan.accept()
     assert found.accepted, str(found)
     assert plan.accept(jax.devices()).memory == found.memory and plan.step() is plan.step(jax.devices())

@@ -120,9 +120,22 @@ class Plan(Drawn, Bound):
         return self._predicted().figures
 
     @property
-    def timeline(self) -> Timeline | None:
-        """What a device does when, as predicted; None of a plan from a file."""
-        return None if self.prediction is None else self.prediction.timeline
+    def timeline(self) -> Timeline:
+        """What a device does when, as predicted.
+
+        Raises:
+          PartitionError: the plan is from a file, which does not hold that.
+        """
+        found = self._predicted().timeline
+        if found is None:
+            raise PartitionError(
+                layout_message(
+                    "a plan from a file has no timeline: what is written down is what it takes in all.",
+                    facts=[f"predicted: {seconds(self.figures.seconds)} a step"],
+                    remedies=["search the plan again, for its timeline: vnode.partition.search(...)"],
+                )
+            )
+        return found
 
     @property
     def away(self) -> tuple[Made, ...]:
@@ -341,8 +354,8 @@ class Plan(Drawn, Bound):
             figures, levels = self.figures, self.prediction.levels
             always = figures.arguments + figures.results
             found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.memory)}")
-        if self.timeline is not None:
-            found.append(f"<h4>timeline of one device</h4>{self.timeline.svg()}")
+        if self.prediction is not None and self.prediction.timeline is not None:
+            found.append(f"<h4>timeline of one device</h4>{self.prediction.timeline.svg()}")
         return f'<figure class="vnode" style="margin:1em 0">{"".join(found)}</figure>' if found else ""
 
     def _repr_html_(self) -> str:
