@@ -622,6 +622,41 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
         Plan.load(path, step, cast(Any, {"w": args[0]}))
 
 
+def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path: Path) -> None:
+    """Parameters are what the loss is a function of, cast and nested; slots are called as comes first."""
+    layers = {f"Dense_{i}": {"kernel": normal(i, 8, 8), "w1": normal(i, 8), "w2": normal(i, 8)} for i in range(3)}
+    odd = {f"odd{chr(97 + i)}": normal(i, 8) for i in range(26)}
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            h = x.astype(jnp.bfloat16)
+            for layer in params["layers"].values():
+                h = jnp.tanh(h @ layer["kernel"] + layer["w1"] * layer["w2"])
+            return jnp.mean((h + sum(params["odd"].values())).astype(jnp.float32) ** 2)
+
+        grads = jax.grad(loss)(state["params"])
+        slots = jax.tree.map(lambda m, g: 0.9 * m + g, state["acc"], grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], slots)
+        return {"acc": slots, "params": params, "t": state["t"] + 1}, loss(state["params"])
+
+    params = {"layers": layers, "odd": odd}
+    args = {"acc": jax.tree.map(jnp.zeros_like, params), "params": params, "t": jnp.int32(0)}, normal(9, 16, 8)
+    subject = subject_of(on_nodes(step, 4, {}), args)
+    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
+    plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), V5E, 2**30, {})
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
+        assert each.parameters == {name for name in each.specs if name.startswith("params/")}
+        (table,) = each._state()
+        shown = {row[0].text: row[2].text for row in table.rows}
+        assert [*shown][: len(odd) + 3] == [
+            *(f"params/layers/Dense_*/{name}" for name in ("kernel", "w1", "w2")),
+            *(f"params/odd/{name}" for name in odd),
+        ]
+        assert shown["params/layers/Dense_*/kernel"] == "3" and "more" in table.rest
+
+
 def test_names_are_taken_as_they_are() -> None:
     """Whatever they say as patterns: a name with a line's end is not the one without."""
 

@@ -311,4 +311,5 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.divisions,
         chosen.host,
         chosen.far,
+        parameters=subject.parameters,
     )

@@ -280,6 +280,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         divisions,
         host,
         far,
+        parameters=subject.parameters,
     )
     unknown = plan.unknown()
     if unknown:
