@@ -360,6 +360,21 @@ def test_memory_over_time_ends_where_the_prediction_is() -> None:
         assert 'class="levels"' in page and 'class="timeline"' in page
 
 
+@pytest.mark.parametrize("name", ["mlp", "layers"])
+def test_the_timeline_says_of_loops_what_the_plan_does(name: str) -> None:
+    """Of a loop over nodes, with exchanges in it, the device and its links are occupied all the time, and work less."""
+    on, made = candidate(name, "fast", {"vnode": 1, "model": 8}, "Megatron")
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    timeline, figures = plan.timeline, plan.figures
+    assert timeline.graph.resources == ("compute", "links 1"), "all exchange along one axis"
+    compute, links = timeline.utilization * timeline.seconds
+    assert compute == pytest.approx(figures.compute, rel=0.01) and links == pytest.approx(figures.exchange, rel=0.01)
+    occupied = timeline.busy / 1e12
+    assert occupied[0] > 1.1 * figures.compute and occupied[1] > 1.1 * figures.exchange, "or a loop hides nothing"
+    shown = [f"{share:.0%}" for share in (figures.compute / figures.seconds, figures.exchange / figures.seconds)]
+    assert re.findall(r">(\d+%)<", timeline.svg()) == shown
+
+
 def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Path) -> None:
     """A machine of sixteen devices, where there are eight."""
     step, args = example("mlp")
