@@ -397,12 +397,14 @@ def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[
     1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
     """
     ranks = {(one, other): rank for one in sorted(+wanted) for other, rank in outcomes(one).items() if there[other] > 0}
-    missing, extra, pairs = +wanted, +there, []
+    missing, extra = +wanted, +there
+    pairs = list[tuple[Exchange, Exchange]]()
     for (one, other), runs in most_paired(wanted, there, ranks).items():
         missing[one] -= runs
         extra[other] -= runs
         if one != other:
-            pairs.append((Exchange(*one, runs), Exchange(*other, runs)))
+            before, after = (Exchange(kind, n, devices, runs) for kind, n, devices in (one, other))
+            pairs.append((before, after))
     return +missing, +extra, tuple(pairs)
 
 

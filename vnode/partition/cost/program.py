@@ -470,7 +470,9 @@ def graph_of(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarr
         after = sorted({made[var] for var in task.reads if var in made})
         (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
         made.update(dict.fromkeys(task.writes, int(number)))
-        for resource in on if task.works is not None else ():
+        if task.works is None:
+            continue
+        for resource in on:
             works = max(task.works.get(link, 0.0) for link in members[resource])
             idle[resource] += max(int(picoseconds(task.seconds)) - int(picoseconds(works)), 0)
     return builder.build(), idle

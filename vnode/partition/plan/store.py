@@ -236,7 +236,7 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
     if step.options.virtual_nodes != nodes:
         facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
     elif facts:  # of other arguments all else is computed otherwise, too
-        facts = (arguments and other_arguments(arguments, types_of(subject.args))) or facts
+        facts = (other_arguments(arguments, types_of(subject.args)) if arguments else []) or facts
     elif before is not None:
         now = said(step.options)
         others = {name: before.get(name) for name in now if before.get(name) != now[name]}
