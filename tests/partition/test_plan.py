@@ -549,10 +549,10 @@ def test_of_an_earlier_versions_plan_the_layouts_are_read_and_its_predictions_ar
     again = tmp_path / "again.json"
     old.save(again)  # what is not there is not there in what is written either
     for each in (old, Plan.load(again, step, (state, batch))):
-        assert each.prediction is None and each.timeline is None and each.gap is None and not each.beside
+        assert each.prediction is None and each.gap is None and not each.beside
         assert "not predicted: an earlier version" in str(each) and "not predicted" in each._repr_html_()
         assert each.explain().report.accumulated == plan.explain().report.accumulated
-        for use in (each.accept, lambda each=each: each.figures):
+        for use in (each.accept, lambda each=each: each.figures, lambda each=each: each.timeline):
             with pytest.raises(vnode.PartitionError, match="nothing is predicted of this plan"):
                 use()
 
@@ -570,9 +570,13 @@ def test_a_plan_for_another_step_is_refused(tmp_path: Path) -> None:
     shapes = r"(?s)is for another step\.\n  argument 1\S+ then: float32\[\d+, \d+\], now: float32\[8, \d+\]"
     with pytest.raises(vnode.PartitionError, match=shapes):
         Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
+    with pytest.raises(vnode.PartitionError) as error:
+        Plan.load(tmp_path / "plan.json", step, (state, jax.tree.map(lambda x: x[:8], batch)))
+    facts = [line.strip() for line in str(error.value).split("What to do")[0].splitlines()[1:]]
+    assert [fact.split()[0] for fact in facts] == ["argument"] * len(jax.tree.leaves(batch)), "and no equations"
     with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
         Plan.load(tmp_path / "plan.json", vnode.virtualize(step, virtual_nodes=4), (state, batch))
-    with pytest.raises(vnode.PartitionError, match="virtual nodes then: 8, now: 4"):
+    with pytest.raises(vnode.PartitionError, match=r"(?s)virtual nodes then: 8, now: 4.*load\(..., virtual_nodes=8\)"):
         Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=4)
     for nodes in (8, "auto"):
         assert Plan.load(tmp_path / "plan.json", step, (state, batch), virtual_nodes=nodes).virtual_nodes == 8
@@ -598,12 +602,59 @@ def test_a_plan_for_other_options_is_refused(tmp_path: Path) -> None:
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)
     with pytest.raises(vnode.PartitionError, match=r"donate_argnums then: \[0\], now: \[\]"):
         Plan.load(path, step, args)
+    write(donate_argnums=(0,), reduction="fast", coupling="local")
+    for one, call in ((step, "Plan.load"), (vnode.virtualize(step, virtual_nodes=4), "vnode.virtualize")):
+        with pytest.raises(vnode.PartitionError) as error:
+            Plan.load(path, one, args)
+        advised = re.search(rf"made with: .*{call}\(\.\.\., (.*)\)", str(error.value))
+        assert advised is not None, str(error.value)
+        options = eval(f"dict({advised[1]})")
+        assert options == {"donate_argnums": (0,), "reduction": "fast", "coupling": "local"}
+        if one is step:
+            assert Plan.load(path, step, args, **options).figures.memory > 0
+        else:
+            assert Plan.load(path, vnode.virtualize(step, virtual_nodes=4, **options), args).figures.memory > 0
     write()
     assert Plan.load(path, step, args, donate_argnums=0).step().spec.donate_argnums == (0,)  # takes less
     with pytest.raises(vnode.PartitionError, match=r"(?s)nodes compute something else in 2 passes.*in_axes"):
         Plan.load(path, step, args, in_axes=(None, 1))
     with pytest.raises(vnode.PartitionError, match="args are the arguments of the step, in a tuple, not dict"):
         Plan.load(path, step, cast(Any, {"w": args[0]}))
+
+
+def test_parameters_are_shown_before_slots_and_numbered_names_together(tmp_path: Path) -> None:
+    """Parameters are what the loss is a function of, cast and nested; slots are called as comes first."""
+    layers = {f"Dense_{i}": {"kernel": normal(i, 8, 8), "w1": normal(i, 8), "w2": normal(i, 8)} for i in range(3)}
+    odd = {f"odd{chr(97 + i)}": normal(i, 8) for i in range(26)}
+
+    def step(state: Any, x: jax.Array) -> Any:
+        def loss(params: Any) -> Any:
+            params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+            h = x.astype(jnp.bfloat16)
+            for layer in params["layers"].values():
+                h = jnp.tanh(h @ layer["kernel"] + layer["w1"] * layer["w2"])
+            return jnp.mean((h + sum(params["odd"].values())).astype(jnp.float32) ** 2)
+
+        grads = jax.grad(loss)(state["params"])
+        slots = jax.tree.map(lambda m, g: 0.9 * m + g, state["acc"], grads)
+        params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], slots)
+        return {"acc": slots, "params": params, "t": state["t"] + 1}, loss(state["params"])
+
+    params = {"layers": layers, "odd": odd}
+    args = {"acc": jax.tree.map(jnp.zeros_like, params), "params": params, "t": jnp.int32(0)}, normal(9, 16, 8)
+    subject = subject_of(on_nodes(step, 4, {}), args)
+    on = OnMesh(subject, V5E, {"vnode": 8}, "cpu", None)
+    plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), V5E, 2**30, {})
+    plan.save(tmp_path / "plan.json")
+    for each in (plan, Plan.load(tmp_path / "plan.json", step, args)):
+        assert each.parameters == {name for name in each.specs if name.startswith("params/")}
+        (table,) = each._state()
+        shown = {row[0].text: row[2].text for row in table.rows}
+        assert [*shown][: len(odd) + 3] == [
+            *(f"params/layers/Dense_*/{name}" for name in ("kernel", "w1", "w2")),
+            *(f"params/odd/{name}" for name in odd),
+        ]
+        assert shown["params/layers/Dense_*/kernel"] == "3" and "more" in table.rest
 
 
 def test_names_are_taken_as_they_are() -> None:
@@ -748,7 +799,6 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     step, args = example("mlp")
     plan = found("mlp")
     path = tmp_path / "missing" / "some.json"
-    assert plan.timeline is not None
     writes = {
         plan.save: vnode.PartitionError,
         V5E.save: vnode.MachineError,

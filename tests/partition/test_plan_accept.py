@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,7 +292,9 @@ def test_a_plan_from_a_file_is_accepted_and_a_changed_one_is_not(tmp_path: Path)
     on, made = candidate("mlp", "invariant", MESHES["2x4"], "Megatron")
     plan_of(on.subject, made, V5E, GIB, {}).save(tmp_path / "plan.json")
     plan = Plan.load(tmp_path / "plan.json", step, args, donate_argnums=(0,))
-    assert plan.timeline is None and plan.prediction.exchanges
+    assert plan.prediction.exchanges
+    with pytest.raises(vnode.PartitionError, match=r"a plan from a file has no timeline(?s:.*)search the plan again"):
+        plan.timeline.chrome_trace(tmp_path / "trace.json")
     found = plan.accept()
     assert found.accepted, str(found)
     assert plan.accept(jax.devices()).memory == found.memory and plan.step() is plan.step(jax.devices())
@@ -357,6 +360,21 @@ def test_memory_over_time_ends_where_the_prediction_is() -> None:
         assert 'class="levels"' in page and 'class="timeline"' in page
 
 
+@pytest.mark.parametrize("name", ["mlp", "layers"])
+def test_the_timeline_says_of_loops_what_the_plan_does(name: str) -> None:
+    """Of a loop over nodes, with exchanges in it, the device and its links are occupied all the time, and work less."""
+    on, made = candidate(name, "fast", {"vnode": 1, "model": 8}, "Megatron")
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    timeline, figures = plan.timeline, plan.figures
+    assert timeline.graph.resources == ("compute", "links 1"), "all exchange along one axis"
+    compute, links = timeline.utilization * timeline.seconds
+    assert compute == pytest.approx(figures.compute, rel=0.01) and links == pytest.approx(figures.exchange, rel=0.01)
+    occupied = timeline.busy / 1e12
+    assert occupied[0] > 1.1 * figures.compute and occupied[1] > 1.1 * figures.exchange, "or a loop hides nothing"
+    shown = [f"{share:.0%}" for share in (figures.compute / figures.seconds, figures.exchange / figures.seconds)]
+    assert re.findall(r">(\d+%)<", timeline.svg()) == shown
+
+
 def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Path) -> None:
     """A machine of sixteen devices, where there are eight."""
     step, args = example("mlp")
@@ -366,6 +384,25 @@ def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Pa
     assert "plan for step" in text and "Accumulated" in text and "beside others" in text
     plan.save(tmp_path / "plan.json")
     assert str(Plan.load(tmp_path / "plan.json", step, args).explain()) == text
+
+
+def test_devices_that_compute_a_node_together_are_counted_as_devices() -> None:
+    """Eight devices as two rows of four: neither are they two, nor is a row one device."""
+    on, made = candidate("mlp", "invariant", {"vnode": 2, "model": 4}, "Megatron", nodes=16)
+    plan = plan_of(on.subject, made, V5E, GIB, {})
+    step = plan.step()
+    for found in (plan.explain().report, step.explain(*plan.args)):
+        text = " ".join(str(found).split())
+        assert "16 virtual nodes of 4, 8 devices in 2 rows, 8 waves" in text
+        assert "devices 8 in 2 rows with 8 nodes each" in text and "Nodes by row and wave" in text
+        assert "lanes=2, which keeps the bits of up to 8 devices in 2 rows" in text
+        assert "none on 32 devices in 8 rows" in text, "each with two nodes, of which neither waits"
+        assert not re.search(r"\b[28] devices(?! in 2 rows)", text)
+    there = vnode.explain(step, *plan.args, devices=2)
+    assert [each.devices for each in there.reports] == [8, 2], "two devices are not where it is"
+    assert "on 2 devices instead of 8 in 2 rows" in " ".join(str(there).split())
+    alone = vnode.virtualize(example("mlp")[0], virtual_nodes=16).on(jax.devices()[:2]).explain(*plan.args)
+    assert "16 virtual nodes of 4, 2 devices, 8 waves" in " ".join(str(alone).split())
 
 
 SENT = {"all-reduce": 2.0, "permute": 2.0}

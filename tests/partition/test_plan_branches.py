@@ -26,9 +26,11 @@ from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.analysis.program import scope
 from vnode.partition import Plan, search
+from vnode.partition.plan import budget
 from vnode.partition.plan.candidates import BESIDE, OnMesh
 from vnode.partition.plan.search import plan_of
 from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.show.units import size
 from vnode.spmd.record import RecordedFlow
 
 MESHES = {"2x4": {"vnode": 2, "model": 4}, "2x2x2": {"vnode": 2, "model": 2, "model2": 2}}
@@ -335,3 +337,21 @@ def test_the_search_keeps_splits_where_they_are_better() -> None:
 
     plan = search(step, (params, normal(63, 512, 256)), V5E, virtual_nodes=8, budget=1200)
     assert plan.name != BESIDE and not groups_of(plan)
+
+
+def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the smallest of all that are looked at, whatever a search thinks of them."""
+    made: list[tuple[int, str]] = []
+    honest = OnMesh.candidate
+
+    def seen(self: OnMesh, *args: Any, **options: Any) -> Any:
+        found = honest(self, *args, **options)
+        made.append((found.figures.memory, found.name))
+        return found
+
+    monkeypatch.setattr(OnMesh, "candidate", seen)
+    monkeypatch.setattr(budget, "MORE", 0.0)  # nothing is looked at that would fit
+    with pytest.raises(vnode.MemoryLimitError) as error:
+        search(*example("experts"), V5E, virtual_nodes=2, memory=100, budget=1200, progress=False)
+    memory, name = min(made)
+    assert BESIDE in name and f"the smallest found takes {size(memory)}, " in str(error.value)

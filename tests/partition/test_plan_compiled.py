@@ -22,6 +22,7 @@ from tests.partition.test_plan_accept import V5E, example
 from vnode.partition import Plan, search
 from vnode.partition.plan import candidates
 from vnode.partition.plan.compiled import fits_as_compiled
+from vnode.partition.plan.search import _Search
 
 pytestmark = pytest.mark.thorough
 
@@ -81,9 +82,11 @@ def test_nothing_fits_as_compiled(too_low: None) -> None:
     assert re.search(r"no plan fits in .* as it is compiled(.|\n)*predicted .*, compiled .*", str(error.value))
 
 
-def test_other_devices_than_the_machine_has() -> None:
-    with pytest.raises(vnode.PlacementError, match="8 devices"):
+def test_other_devices_than_the_machine_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_Search, "plan", lambda *_: pytest.fail("nothing is searched before"))
+    with pytest.raises(vnode.PlacementError, match=r"compiled_for: .* 8 devices, and there are 3") as error:
         found(None, compiled_for=jax.devices()[:3])
+    assert "as many devices as the machine has: 8" in str(error.value) and "plan.step" not in str(error.value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,3 +148,12 @@ def test_what_is_predicted_to_take_a_little_more_is_compiled_where_nothing_less_
     with pytest.raises(vnode.MemoryLimitError, match="nothing"):
         chosen([Planned(2000, 500)], 1000, compiled)
     assert compiled == [1100]
+
+
+def test_a_plan_as_it_is_predicted_is_advised_only_where_one_fits_so() -> None:
+    for plans in ([Planned(1100, 1200)], [Planned(1100, 1200), Planned(900, 1300)]):
+        with pytest.raises(vnode.MemoryLimitError) as error:
+            chosen(plans, 1000, [])
+        fits = any(each.predicted <= 1000 for each in plans)
+        assert ("without compiled_for" in str(error.value)) == fits
+        assert ("nothing is predicted to fit either" in str(error.value)) != fits

@@ -21,6 +21,7 @@ from vnode.partition.cost.collectives import NAMES
 from vnode.partition.cost.memory import Memory
 from vnode.partition.cost.program import Planned, ProgramCost
 from vnode.partition.hlo import Found, found_collectives, found_fetches, parse
+from vnode.partition.pairing import most_paired
 from vnode.placement.temporary import temporary_of
 from vnode.show.drawn import Drawn
 from vnode.show.page import Cell, Column, Fact, Facts, Page, Table
@@ -382,10 +383,11 @@ ROW = 128 * 4
 
 
 def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[Exchange, Exchange], ...]]:
-    """What is left of differences where a planned exchange is carried out as another that is known, and these pairs.
+    """What is left of differences where planned exchanges are carried out as others that are known, and these pairs.
 
-    Two that are carried out with twice or half the bytes may look like one that is, with four times or a quarter, if
-    what one of them is carried out as is what the other was planned to be.
+    All are paired at once, and as many as can be: one that is there as planned may still be another that is carried out
+    as that, as where a compiler sends all in twice the bytes. Of pairings of as many, it is the one whose pairs are,
+    added up, nearest to the beginning of `REWRITES`, before which is what is as planned.
 
     >>> planned, found = Counts({("reduce-scatter", 64, 4): 2}), Counts({("all-reduce", 64, 4): 1})
     >>> missing, extra, ((before, after),) = matched(planned, found)
@@ -394,27 +396,27 @@ def matched(wanted: Counts, there: Counts) -> tuple[Counts, Counts, tuple[tuple[
     >>> print(before, "as", after)
     1 x reduce-scatter of 64 bytes among 4 as 1 x all-reduce of 64 bytes among 4
     """
-    missing, extra, alike = wanted - there, there - wanted, wanted & there
-    pairs = []
-    for kind, other, factor in REWRITES:
-        for planned, n, devices in sorted(missing):
-            if (kind, other) == ("all-gather", "all-reduce") and not n % (ROW * max(devices, 1)):
-                continue
-            runs = min(missing[planned, n, devices], extra[other, int(n * factor), devices])
-            if planned == kind and runs:
-                missing[planned, n, devices] -= runs
-                extra[other, int(n * factor), devices] -= runs
-                pairs.append((Exchange(kind, n, devices, runs), Exchange(other, int(n * factor), devices, runs)))
-    for factor in (0.5, 2):
-        for kind, n, devices in sorted(missing):
-            between, last = (kind, int(n * factor), devices), (kind, int(n * factor**2), devices)
-            runs = min(missing[kind, n, devices], alike[between], extra[last])
-            if runs:
-                missing[kind, n, devices] -= runs
-                extra[last] -= runs
-                one, two, three = (Exchange(*each, runs) for each in ((kind, n, devices), between, last))
-                pairs += [(one, two), (two, three)]
+    ranks = {(one, other): rank for one in sorted(+wanted) for other, rank in outcomes(one).items() if there[other] > 0}
+    missing, extra = +wanted, +there
+    pairs = list[tuple[Exchange, Exchange]]()
+    for (one, other), runs in most_paired(wanted, there, ranks).items():
+        missing[one] -= runs
+        extra[other] -= runs
+        if one != other:
+            before, after = (Exchange(kind, n, devices, runs) for kind, n, devices in (one, other))
+            pairs.append((before, after))
     return +missing, +extra, tuple(pairs)
+
+
+def outcomes(planned: tuple[str, int, int]) -> dict[tuple[str, int, int], int]:
+    """As what an exchange may be carried out, with its rank: 0 as planned, then as `REWRITES` are ordered."""
+    kind, n, devices = planned
+    found = {planned: 0}
+    for rank, (before, after, factor) in enumerate(REWRITES, 1):
+        rows = (before, after) == ("all-gather", "all-reduce") and not n % (ROW * max(devices, 1))
+        if before == kind and not rows:
+            found.setdefault((after, int(n * factor), devices), rank)
+    return found
 
 
 def by_kind(counts: Counts) -> dict[str, int]:

@@ -65,7 +65,7 @@ class Comparison(Drawn):
         """Now, then the others; those that are alike once."""
         found = [self.now]
         for other in self.others:
-            if all(one.counts != other.counts for one in found):
+            if all((one.counts, one.devices) != (other.counts, other.devices) for one in found):
                 found.append(other)
         return tuple(found)
 
@@ -117,7 +117,7 @@ class Comparison(Drawn):
     @property
     def heads(self) -> tuple[str, ...]:
         """What to call now and each of the others."""
-        return ("now: " + devices(self.now), *map(devices, self.reports[1:]))
+        return (f"now: {devices(self.now)}", *map(devices, self.reports[1:]))
 
     @property
     def title(self) -> str:
@@ -127,16 +127,16 @@ class Comparison(Drawn):
     @property
     def summary(self) -> str:
         """The answer in one sentence."""
-        instead = f"instead of {len(self.now.counts):,}"
+        instead = f"instead of {self.now.devices:,}{self.now.in_rows}"
         others = self.reports[1:]
         if not others:
-            return f"nothing: it is on {several(len(self.now.counts), 'device')} already"
+            return f"nothing: it is on {devices(self.now)} already"
         if len(others) > 1:
-            numbers = [f"{len(r.counts):,}" for r in others]
+            numbers = [f"{r.devices:,}{r.in_rows}" for r in others]
             return f"on {', '.join(numbers[:-1])} or {numbers[-1]} {instead}"
         other = self.reports[-1]
         return (
-            f"on {several(len(other.counts), 'device')} {instead}: {several(other.waves, 'wave')} instead of "
+            f"on {devices(other)} {instead}: {several(other.waves, 'wave')} instead of "
             f"{self.now.waves}, {other.waves / self.now.waves:.2f} of the step time by waves alone"
         )
 
@@ -153,7 +153,7 @@ class Comparison(Drawn):
             for row in self.rows
         )
         pictures = [
-            Picture(head, Grid.of(r.counts, r.placement.names, r.batch, r.node_size))
+            Picture(head, Grid.of(r.counts, r.placement.names, r.batch, r.node_size, r.holder))
             for head, r in zip(self.heads, self.reports, strict=True)
         ]
         return Page(
@@ -168,7 +168,7 @@ class Comparison(Drawn):
 
 
 def devices(report: Report) -> str:
-    return several(len(report.counts), "device")
+    return several(report.devices, "device") + report.in_rows
 
 
 def idle(report: Report) -> str:

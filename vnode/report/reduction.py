@@ -19,6 +19,7 @@ from vnode.operators import Monoid
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement, even_counts
 from vnode.runtime.collectives import ReductionPlan
+from vnode.show.units import in_groups, several
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,18 +61,23 @@ class Reduction:
 
     def cheaper(self, placement: Placement | Layout) -> str:
         """What would make them fewer; nothing where there are none."""
-        held, devices, nodes = self.pending(placement.counts), len(placement.counts), placement.virtual_nodes
+        held, rows, nodes = self.pending(placement.counts), len(placement.counts), placement.virtual_nodes
         if not held:
             return ""
         ways = ['none with reduction="fast"']
-        if self.lane < -(-nodes // devices):
-            most = f"up to {devices} devices" if devices > 1 else "one device only"
-            ways.append(f"none with lanes={devices}, which keeps the bits of {most}")
-        doubled = [devices << k for k in range(1, nodes.bit_length()) if devices << k <= nodes]
+
+        def devices(rows: int) -> str:
+            return several(rows * placement.together, "device") + in_groups(rows, placement.together, "row")
+
+        if self.lane < -(-nodes // rows):
+            one = "device" if placement.together == 1 else "row"
+            most = f"up to {devices(rows)}" if rows > 1 else f"one {one} only"
+            ways.append(f"none with lanes={rows}, which keeps the bits of {most}")
+        doubled = [rows << k for k in range(1, nodes.bit_length()) if rows << k <= nodes]
         more = ((d, self.pending(tuple(even_counts(nodes, d, self.lane)))) for d in doubled)
-        fewer, fewest = next(((d, left) for d, left in more if left < held), (devices, held))
+        fewer, fewest = next(((d, left) for d, left in more if left < held), (rows, held))
         if fewest < held:
-            ways.append(f"{fewest or 'none'} on {fewer} devices")
+            ways.append(f"{fewest or 'none'} on {devices(fewer)}")
         return "; ".join(ways)
 
     def sent(self, nodes: Pass, placement: Placement | Layout) -> int:

@@ -17,7 +17,7 @@ from vnode.report.tables import held, listed, passed, places
 from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Fact, Facts, Page, Picture, Table
-from vnode.show.units import number, several, size, spread
+from vnode.show.units import in_groups, number, several, size, spread
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -101,7 +101,7 @@ class Report(Drawn):
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Nodes on each device."""
+        """Nodes on each device, or row of devices that compute a node together."""
         return self.placement.counts
 
     @property
@@ -163,8 +163,9 @@ class Report(Drawn):
 
     def page(self) -> Page:
         """What there is to see."""
-        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size)
-        picture = Picture("Nodes by device and wave", grid, "a device computes its nodes one by one, left to right")
+        grid = Grid.of(self.counts, self.placement.names, self.batch, self.node_size, self.holder)
+        how = f"a {self.holder} computes its nodes one by one, left to right"
+        picture = Picture(f"Nodes by {self.holder} and wave", grid, how)
         blocks = (Facts(tuple(self._facts())), picture, *self._tables())
         return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", blocks)
 
@@ -172,7 +173,22 @@ class Report(Drawn):
     def where(self) -> str:
         """Nodes, devices and waves in words."""
         nodes = f"{several(self.virtual_nodes, 'virtual node')} of {self.node_size}"
-        return f"{nodes}, {several(len(self.counts), 'device')}, {several(self.waves, 'wave')}"
+        return f"{nodes}, {several(self.devices, 'device')}{self.in_rows}, {several(self.waves, 'wave')}"
+
+    @property
+    def devices(self) -> int:
+        """How many there are; those that compute a node together are a row."""
+        return len(self.counts) * self.placement.together
+
+    @property
+    def in_rows(self) -> str:
+        """In how many rows they are, to be put behind their number; nothing where each computes nodes of its own."""
+        return in_groups(len(self.counts), self.placement.together, "row")
+
+    @property
+    def holder(self) -> str:
+        """What holds nodes of its own: a device, or a row of them."""
+        return "device" if self.placement.together == 1 else "row"
 
     @property
     def passes_in_words(self) -> str:
@@ -188,10 +204,11 @@ class Report(Drawn):
     def _facts(self) -> list[Fact]:
         idle = f"{several(self.idle, 'idle slot')}" if self.idle else "no idle slot"
         each = " each" if len(self.counts) > 1 else ""
+        held_by_each = f"{spread(self.counts)} node{'s' * (self.waves > 1)}{each}"
         how, _, detail = self.reduction.partition(": ")
         inputs = ", ".join(line.what for line in self.inputs[:4]) + (", ..." if len(self.inputs) > 4 else "")
         facts = [
-            Fact("devices", f"{len(self.counts)} with {spread(self.counts)} node{'s' * (self.waves > 1)}{each}", idle),
+            Fact("devices", f"{self.devices}{self.in_rows} with {held_by_each}", idle),
             Fact(
                 "split over nodes",
                 f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",

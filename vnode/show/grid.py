@@ -57,6 +57,7 @@ class Grid:
       devices: a row for each.
       batch: examples of the global batch, if one is at hand.
       node_size: examples per node, padding included.
+      each: what a row is: a device, or another word for several.
 
     Example:
       >>> grid = Grid.of([3, 2], ["cpu:0", "cpu:1"], batch=9, node_size=2)
@@ -69,6 +70,7 @@ class Grid:
     devices: tuple[Row, ...]
     batch: int | None = None
     node_size: int = 0
+    each: str = "device"
 
     @property
     def waves(self) -> int:
@@ -110,7 +112,7 @@ class Grid:
         if not left:
             return ""
         devices, nodes = sum(row.devices for row in left), sum(row.devices * row.count for row in left)
-        return f"… {several(devices, 'more device')} with {several(nodes, 'node')}"
+        return f"… {several(devices, f'more {self.each}')} with {several(nodes, 'node')}"
 
     @property
     def cells(self) -> bool:
@@ -153,7 +155,13 @@ class Grid:
         return f"room for more examples than there are: {self.note(last - count + 1)}{more}"
 
     @staticmethod
-    def of(counts: Sequence[int], names: Sequence[str], batch: int | None = None, node_size: int = 0) -> Grid:
+    def of(
+        counts: Sequence[int],
+        names: Sequence[str],
+        batch: int | None = None,
+        node_size: int = 0,
+        each: str = "device",
+    ) -> Grid:
         """The grid of contiguous ranges of nodes.
 
         Args:
@@ -161,10 +169,11 @@ class Grid:
           names: of the devices.
           batch: examples of the global batch, if one is at hand.
           node_size: examples per node, padding included.
+          each: what holds such a range: a device, or another word for several.
 
         Returns:
           The grid.
         """
         starts = itertools.accumulate(counts, initial=0)
         rows = [Row(name, d, first, n) for d, (name, first, n) in enumerate(zip(names, starts, counts, strict=False))]
-        return Grid(tuple(rows), batch, node_size)
+        return Grid(tuple(rows), batch, node_size, each)

@@ -65,6 +65,15 @@ def several(count: int, thing: str, things: str = "") -> str:
     return f"{count:,} {thing if count == 1 else things or thing + 's'}"
 
 
+def in_groups(groups: int, each: int, group: str) -> str:
+    """In how many groups things are, to be put behind their number; nothing if a group is a single one.
+
+    >>> in_groups(2, 4, "row"), in_groups(8, 1, "row")
+    (' in 2 rows', '')
+    """
+    return "" if each == 1 else f" in {several(groups, group)}"
+
+
 def through(first: int, last: int) -> str:
     """A range of numbers, both ends included.
 

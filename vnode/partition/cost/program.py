@@ -40,7 +40,7 @@ from vnode.partition.cost.target import Target
 from vnode.partition.cost.time import Time, by_source
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine, MachineMesh
-from vnode.partition.simulator import Builder, Timeline, picoseconds, simulate
+from vnode.partition.simulator import Builder, TaskGraph, Timeline, picoseconds, simulate
 from vnode.show.units import size
 from vnode.spmd.flow import Flow
 
@@ -218,10 +218,16 @@ def program_cost(
 HOST_LINK = -1
 """The number of a device's link to its host, beside the machine's resources."""
 
+DEVICE = -2
+"""The number of the device itself, where it is one among links."""
+
 
 @dataclasses.dataclass
 class _Task:
-    """A task before it is in a graph: its seconds, links, whether it computes, and what it is."""
+    """A task before it is in a graph: its seconds, links, whether it computes, and what it is.
+
+    Of a loop or branch also for how many seconds links, and the device, have something to do meanwhile.
+    """
 
     seconds: float
     links: tuple[int, ...]
@@ -229,6 +235,7 @@ class _Task:
     label: str
     reads: tuple[Var, ...]
     writes: tuple[Var, ...]
+    works: Mapping[int, float] | None = None
 
 
 class _Taken:
@@ -267,12 +274,25 @@ class _Taken:
                 on_chip |= {v for v in (*piece.reads, *piece.writes) if kernels.memory_of(v) in held}
             piece = dataclasses.replace(piece, near=on_chip) if on_chip else piece
             reads = tuple(kernels.memory_of(var) for var in piece.reads)
+            before = len(self.times), len(self.collectives)
             seconds, links, computes = self.taken(eqn, kernel.shape, kernels, piece, runs)
-            tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes))
+            works = self.worked(before, runs) if kernel.shape is Shape.REGION else None
+            tasks.append(_Task(seconds, links, computes, str(piece), reads, piece.writes, works))
         if known is not None and len(near):
             self.seconds = [task.seconds for task in tasks]
             tasks += [self.brought(var) for var in self.copied]
-        return simulate(graph_of(tasks, self.overlap, len(self.machine.resources)))
+        graph, idle = graph_of(tasks, self.overlap)
+        return dataclasses.replace(simulate(graph), idle=idle)
+
+    def worked(self, before: tuple[int, int], runs: int) -> dict[int, float]:
+        """For how long the device and each link work in one of so many runs, by what was added up since."""
+        times, collectives = before
+        runs = max(runs, 1)  # a loop of no turns has nothing that works
+        found = {DEVICE: sum(time.seconds * n for time, n in self.times[times:]) / runs}
+        for each in self.collectives[collectives:]:
+            for link in each.transfer.cost(self.machine, self.mesh).resources:
+                found[link] = found.get(link, 0.0) + each.seconds * each.runs / runs
+        return found
 
     def taken(
         self, eqn: JaxprEqn, shape: Shape, kernels: Kernels, piece: Piece, runs: int
@@ -428,8 +448,11 @@ def turns_of(region: Region, bodies: int) -> list[int] | None:
     return [region.times + 1] * region.tests + [region.times] * (bodies - region.tests)
 
 
-def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):
-    """A task graph: what each waits for, by what it reads."""
+def graph_of(tasks: Sequence[_Task], overlap: bool) -> tuple[TaskGraph, np.ndarray]:
+    """A task graph: what each waits for, by what it reads; and for how long resources have nothing to do in tasks.
+
+    Links that the same tasks occupy are one resource, which works while the busiest of them does.
+    """
     used: dict[int, set[int]] = {}
     sets = list(dict.fromkeys(task.links for task in tasks if task.links))
     for number, found in enumerate(sets):
@@ -439,10 +462,17 @@ def graph_of(tasks: Sequence[_Task], overlap: bool, links: int):
     place = {numbers: 1 + i for i, numbers in enumerate(classes)}
     resources = {found: sorted({place[frozenset(used[link])] for link in found}) for found in sets}
     builder = Builder(["compute", *(f"links {i}" for i in range(1, len(classes) + 1))])
+    members = [[DEVICE], *([link for link in used if frozenset(used[link]) == each] for each in classes)]
+    idle = np.zeros(len(members), np.int64)
     made: dict[Var, int] = {}
     for task in tasks:
         on = ([0] if task.computes or not overlap else []) + resources.get(task.links, [])
         after = sorted({made[var] for var in task.reads if var in made})
         (number,) = builder.add(int(picoseconds(task.seconds)), on, after=after, label=task.label)
         made.update(dict.fromkeys(task.writes, int(number)))
-    return builder.build()
+        if task.works is None:
+            continue
+        for resource in on:
+            works = max(task.works.get(link, 0.0) for link in members[resource])
+            idle[resource] += max(int(picoseconds(task.seconds)) - int(picoseconds(works)), 0)
+    return builder.build(), idle

@@ -396,9 +396,10 @@ class OnMesh:
                 near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
                 one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
                 several += [one] if one is not None else []
-            fits = [each for each in several if each.prediction.figures.memory <= memory] or several
-            if fits:
-                chosen = min(fits, key=lambda each: each.prediction.figures.seconds)
+            if several:  # the fastest that fits, or what takes least
+                figures = [each.prediction.figures for each in several]
+                order = [(max(each.memory - memory, 0), each.seconds) for each in figures]
+                chosen = several[order.index(min(order))]
                 found.append(self.shared(f"{even.name} + {UNEQUAL}", chosen, shares.across.counts))
         return found
 

@@ -49,6 +49,7 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
     allowed = most = memory  # `most`: what may be allowed and gives another plan
     nothing = 0  # in how much nothing fits as predicted
     tried: list[str] = []
+    fits = False  # whether one that was compiled is predicted to fit
     first: MemoryLimitError | None = None  # says what would be predicted to fit
     while len(tried) < ROUNDS:
         try:
@@ -61,13 +62,13 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
             if not tried:
                 allowed = most = int(BEYOND * memory)
             elif most - nothing <= NEAR * most:
-                raise MemoryLimitError(refused(memory, tried)) from error
+                raise MemoryLimitError(refused(memory, tried, fits)) from error
             else:
                 allowed = (nothing + most) // 2
             continue
         plan = dataclasses.replace(plan, memory=memory)
         predicted = plan.figures.memory
-        most = predicted - 1
+        most, fits = predicted - 1, fits or predicted <= memory
         said = f"{placed(plan.name, plan.mesh)}: predicted {size(predicted)}, "
         try:
             found = plan.accept(devices)
@@ -80,16 +81,20 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
             tried.append(f"{said}compiled {size(found.memory)}")
             less = min(int(memory * predicted / found.memory), most)
         allowed = less if less > nothing else (nothing + most) // 2
-    raise MemoryLimitError(refused(memory, tried))
+    raise MemoryLimitError(refused(memory, tried, fits))
 
 
-def refused(memory: int, tried: Sequence[str]) -> str:
-    """The message for when nothing that was compiled fits."""
+def refused(memory: int, tried: Sequence[str], fits: bool) -> str:
+    """The message for when nothing that was compiled fits.
+
+    Args:
+      memory: bytes that a device may hold.
+      tried: what was compiled.
+      fits: whether some of that is predicted to fit.
+    """
+    as_predicted = ["or take a plan as it is predicted: without compiled_for"]
     return layout_message(
         f"no plan fits in {size(memory)} a device as it is compiled, of {several(len(tried), 'plan')}.",
-        facts=tried,
-        remedies=[
-            "allow more memory, or use more virtual nodes or more devices",
-            "or take a plan as it is predicted: without compiled_for",
-        ],
+        facts=[*tried, *["nothing is predicted to fit either"][: not fits]],
+        remedies=["allow more memory, or use more virtual nodes or more devices", *as_predicted[:fits]],
     )

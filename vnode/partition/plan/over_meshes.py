@@ -247,7 +247,7 @@ class OverMeshes:
         found += on.unequal(self.machine, pace, sorted(evens, key=by_seconds), self.limit, self.budget.until)
 
     def side_by_side(self, on: OnMesh, found: list[Candidate], took: float) -> bool:
-        """Adds the best with branches on devices of their own, along each axis, without the stages that do not pay.
+        """Adds those with branches on devices of their own, along each axis; stages that do not pay are left out.
 
         Args:
           on: a mesh.
@@ -268,13 +268,13 @@ class OverMeshes:
                     break
                 tried: list[Candidate] = []
                 self.say(on.sizes, found)
-                if self.searched(on.side_by_side(axis, stages), tried):
-                    found += tried
+                interrupted = self.searched(on.side_by_side(axis, stages), tried)
+                found += tried
+                if interrupted:
                     return True
                 if fastest(tried, self.limit) < fastest(best, self.limit):
                     kept, best = stages, tried
                 took = time.monotonic() - began
-            found += best
         return self.budget.over
 
     def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:

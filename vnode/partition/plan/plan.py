@@ -87,6 +87,7 @@ class Plan(Drawn, Bound):
       divisions: of the dearest operations.
       host: names of the leaves of the state that lie in the host's memory between updates.
       far: how many of the sums that wait for others lie there meanwhile.
+      parameters: names of the leaves of the state that passes read: no slots.
       acceptance: what a compiler made of it, if the search was to ask one; a plan from a file has none.
     """
 
@@ -107,6 +108,7 @@ class Plan(Drawn, Bound):
     divisions: tuple[DividedOperation, ...] = ()
     host: tuple[str, ...] = ()
     far: int = 0
+    parameters: frozenset[str] = frozenset()
     acceptance: Acceptance | None = None
     _steps: dict[tuple[Any, ...], VirtualStep[..., Any]] = dataclasses.field(default_factory=dict)
 
@@ -120,9 +122,22 @@ class Plan(Drawn, Bound):
         return self._predicted().figures
 
     @property
-    def timeline(self) -> Timeline | None:
-        """What a device does when, as predicted; None of a plan from a file."""
-        return None if self.prediction is None else self.prediction.timeline
+    def timeline(self) -> Timeline:
+        """What a device does when, as predicted.
+
+        Raises:
+          PartitionError: the plan is from a file, which does not hold that.
+        """
+        found = self._predicted().timeline
+        if found is None:
+            raise PartitionError(
+                layout_message(
+                    "a plan from a file has no timeline: what is written down is what it takes in all.",
+                    facts=[f"predicted: {seconds(self.figures.seconds)} a step"],
+                    remedies=["search the plan again, for its timeline: vnode.partition.search(...)"],
+                )
+            )
+        return found
 
     @property
     def away(self) -> tuple[Made, ...]:
@@ -341,8 +356,8 @@ class Plan(Drawn, Bound):
             figures, levels = self.figures, self.prediction.levels
             always = figures.arguments + figures.results
             found.append(f"<h4>memory over time</h4>{draw_levels(levels, always, self.memory)}")
-        if self.timeline is not None:
-            found.append(f"<h4>timeline of one device</h4>{self.timeline.svg()}")
+        if self.prediction is not None and self.prediction.timeline is not None:
+            found.append(f"<h4>timeline of one device</h4>{self.prediction.timeline.svg()}")
         return f'<figure class="vnode" style="margin:1em 0">{"".join(found)}</figure>' if found else ""
 
     def _repr_html_(self) -> str:
@@ -448,15 +463,17 @@ class Plan(Drawn, Bound):
         return Table("beside others", columns, (row(f"this: {self.name}", self.figures, True), *others), note)
 
     def _state(self) -> list[Table]:
-        groups: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        groups: dict[tuple[bool, str, str], list[str]] = collections.defaultdict(list)
         for name, spec in self.specs.items():
             where = ", on the host" * (name in self.host)
-            groups[re.sub(r"(?<![^/])\d+(?![^/])", "*", name), said(spec) + where].append(name)
+            groups[name not in self.parameters, without_numbers(name), said(spec) + where].append(name)
         if not groups:
             return []
         rows = tuple(
             (Cell(name, ", ".join(names[:6])), Cell(spec), Cell(str(len(names))))
-            for (name, spec), names in sorted(groups.items(), key=lambda item: (item[0][1] == "whole", item[0]))
+            for (_, name, spec), names in sorted(
+                groups.items(), key=lambda each: (each[0][0], each[0][2] == "whole", each)
+            )
         )
         columns = (Column("leaves", code=True), Column("divided", wide=True), Column("arrays", right=True))
         return [Table("state", columns, rows[:30], "* stands for numbers", rest_of(rows, 30))]
@@ -519,6 +536,15 @@ class Explanation(Drawn):
 def kind_of(device: Any) -> str:
     """What a device is to a compiler."""
     return f"{device.platform} {getattr(device, 'device_kind', '')}"
+
+
+def without_numbers(name: str) -> str:
+    """A leaf's name as it is shown together with those that are alike but for numbers.
+
+    >>> without_numbers("opt/0/mu/Dense_12/kernel"), without_numbers("params/w2")
+    ('opt/*/mu/Dense_*/kernel', 'params/w2')
+    """
+    return re.sub(r"((?<![^/])|(?<=_))\d+(?![^/])", "*", name)
 
 
 def rest_of(rows: Sequence[Any], shown: int) -> str:

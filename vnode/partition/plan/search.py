@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, SupportsFloat, TypeVar
 
-from vnode.errors import PartitionError
+from vnode.errors import PartitionError, PlacementError, layout_message
 from vnode.partition.cost.times import Times
 from vnode.partition.machine import Machine
 from vnode.partition.plan.budget import Budget
@@ -30,9 +30,10 @@ from vnode.partition.plan.plan import Plan
 from vnode.partition.plan.predict import Figures, platform_of
 from vnode.partition.plan.subject import Subject, check_args, computing_again, on_nodes, subject_of
 from vnode.placement.context import with_jit
-from vnode.placement.placement import MOST_NODES
+from vnode.placement.placement import MOST_NODES, device_list
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
+from vnode.show.units import several
 from vnode.step.virtual import VirtualStep
 
 BISECTIONS = 4
@@ -121,6 +122,19 @@ def search(
         limit = min(kind.memory for kind in machine.kinds) if memory is None else byte_count(memory)
     except ValueError as error:
         raise PartitionError(str(error)) from None
+
+    wanted, given = len(machine.devices), 0 if compiled_for is None else len(device_list(compiled_for))
+    if compiled_for is not None and given != wanted:
+        raise PlacementError(
+            layout_message(
+                f"compiled_for: the plan is for {several(wanted, 'device')}, and there are {given}.",
+                facts=[f"machine: {machine.name}"],
+                remedies=[
+                    f"give as many devices as the machine has: {wanted}, in its order",
+                    "or leave it out: what is predicted to fit is taken, and plan.accept(devices) compiles it",
+                ],
+            )
+        )
 
     def within(limit: int) -> Plan:
         platform = platform_of(machine)
@@ -297,4 +311,5 @@ def plan_of(subject: Subject, chosen: Candidate, machine: Machine, limit: int, b
         chosen.divisions,
         chosen.host,
         chosen.far,
+        parameters=subject.parameters,
     )

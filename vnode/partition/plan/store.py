@@ -224,29 +224,34 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         if not 0 <= far <= nodes:
             raise ValueError(f"far: {far} sums cannot wait for others")
         memory, name = int(content["memory"]), str(content["name"])
-    if options.get("lanes") in (None, "auto") and not isinstance(step, VirtualStep):
+    virtualized = isinstance(step, VirtualStep)
+    if options.get("lanes") in (None, "auto") and not virtualized:
         options = {**options, "lanes": lanes}
     wanted = options.get("virtual_nodes", "auto")
     options = {name: value for name, value in options.items() if name != "virtual_nodes"}
     step = on_nodes(step, nodes if wanted == "auto" else wanted, options)
     subject = subject_of(step, args)
     facts = subject.fingerprint.differences(fingerprint)
+    others: dict[str, Any] = {}  # options that it had then, and has otherwise now
     if step.options.virtual_nodes != nodes:
-        facts = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"]
-    elif facts:
-        facts = [*(other_arguments(arguments, types_of(subject.args)) if arguments else ()), *facts]
+        facts, others = [f"virtual nodes then: {nodes}, now: {step.options.virtual_nodes}"], {"virtual_nodes": nodes}
+    elif facts:  # of other arguments all else is computed otherwise, too
+        facts = (other_arguments(arguments, types_of(subject.args)) if arguments else []) or facts
     elif before is not None:
         now = said(step.options)
-        facts += [f"{name} then: {before.get(name)}, now: {now[name]}" for name in now if before.get(name) != now[name]]
-        kept = donated - {*step.spec.donate_argnums}
-        facts += [f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}"] * bool(kept)
+        others = {name: before.get(name) for name in now if before.get(name) != now[name]}
+        facts = [f"{name} then: {value}, now: {now[name]}" for name, value in others.items()]
+        if donated - {*step.spec.donate_argnums}:
+            facts.append(f"donate_argnums then: {sorted(donated)}, now: {sorted(step.spec.donate_argnums)}")
+            others["donate_argnums"] = tuple(sorted(donated))
     if facts:
+        remedies = ["search a plan for this step", "or give the step and the shapes that it was made for"]
+        if others:
+            where = "vnode.virtualize(..., {})" if virtualized else "vnode.partition.Plan.load(..., {})"
+            had = ", ".join(f"{name}={value!r}" for name, value in others.items())
+            remedies = [f"give the options it was made with: {where.format(had)}", "or search a plan for this step"]
         raise PartitionError(
-            layout_message(
-                f"the plan in {os.fspath(path)} is for another step.",
-                facts=facts[:12],
-                remedies=["search a plan for this step", "or give the step and the shapes that it was made for"],
-            )
+            layout_message(f"the plan in {os.fspath(path)} is for another step.", facts=facts[:12], remedies=remedies)
         )
     with damaged(path):
         check_shares(subject, specs)
@@ -275,13 +280,14 @@ def read(path: str | os.PathLike[str], step: Any, args: Sequence[Any], options: 
         divisions,
         host,
         far,
+        parameters=subject.parameters,
     )
-    others = plan.unknown()
-    if others:
+    unknown = plan.unknown()
+    if unknown:
         raise PartitionError(
             layout_message(
                 f"the plan in {os.fspath(path)} is for another step.",
-                facts=[f"nodes compute something else in {several(others, 'pass', 'passes')} of the same step"],
+                facts=[f"nodes compute something else in {several(unknown, 'pass', 'passes')} of the same step"],
                 remedies=[
                     "give the options of vnode.virtualize that it was made with: in_axes, recompute_budget, coupling",
                     "or search a plan for this step",

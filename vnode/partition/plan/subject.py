@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import jax
+from jax.extend.core import Var
 
 from vnode.analysis.again import Kept, kept_for_later
 from vnode.analysis.fingerprint import Fingerprint, Writer
@@ -74,6 +75,17 @@ class Subject:
         for name, shape in named:
             shapes.setdefault(name, set()).add(shape)
         return tuple(name if name is None or len(shapes[name]) == 1 else in_full(name, shape) for name, shape in named)
+
+    @functools.cached_property
+    def parameters(self) -> frozenset[str]:
+        """Names of the leaves of the state that passes read, or what is made of them before: no slots."""
+        program = self.schedule.flow.program
+        read = {var for nodes in self.schedule.passes for var in nodes.wholes}
+        for eqn in reversed(program.equations):
+            if not read.isdisjoint(eqn.outvars):
+                read.update(atom for atom in eqn.invars if isinstance(atom, Var))
+        found = {self.leaves[i] for i in self.state if program.inputs[i] in read}
+        return frozenset(name for name in found if name is not None)
 
     @property
     def together(self) -> list[list[int]]:

@@ -26,16 +26,20 @@ class Timeline:
       end: when it ended.
       served: all tasks in an order in which they can be served, ``int32[n]``: after those that they wait for, and on
         each resource as they were there. Tasks on different resources stand in any order.
+      idle: how long each resource has nothing to do in tasks that occupy it, ``int64[resources]``: those that stand for
+        several, as loops do; None if there are no such tasks.
     """
 
     graph: TaskGraph
     ready: np.ndarray
     end: np.ndarray
     served: np.ndarray
+    idle: np.ndarray | None = None
 
     def __post_init__(self) -> None:
-        for array in (self.ready, self.end, self.served):
-            array.setflags(write=False)
+        for array in (self.ready, self.end, self.served, self.idle):
+            if array is not None:
+                array.setflags(write=False)
 
     def __repr__(self) -> str:
         return f"Timeline({len(self.graph)} tasks, {self.seconds:.6g} s)"
@@ -66,8 +70,8 @@ class Timeline:
 
     @property
     def utilization(self) -> np.ndarray:
-        """The share of the makespan for which each resource is occupied, ``float64[resources]``."""
-        return self.busy / max(self.makespan, 1)
+        """The share of the makespan for which each resource works, ``float64[resources]``: occupied, and not `idle`."""
+        return (self.busy - (0 if self.idle is None else self.idle)) / max(self.makespan, 1)
 
     @functools.cached_property
     def critical_path(self) -> np.ndarray:
