@@ -179,6 +179,89 @@ def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, ac
 PATTERNS = {r"\bin$": PartitionSpec(None, "model"), r"\bout$": PartitionSpec("model", None)}
 
 
+def elsewhere(shape: tuple[int, ...], *names: str) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+COMING = {
+    "the same axes, of other lengths": (elsewhere, (2, 4), ("data", "model"), SPECS["model"]),
+    "other axes": (elsewhere, (8,), ("fsdp",), {"in": PartitionSpec(None, "fsdp"), "out": PartitionSpec("fsdp")}),
+    "whole": (elsewhere, (8,), ("fsdp",), {}),
+}
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("over", ["two axes", "one axis"])
+@pytest.mark.parametrize("coming", COMING)
+def test_a_state_of_another_mesh_comes_to_the_own(coming: str, over: str, donated: Any, two_steps: Any) -> None:
+    """Its first leaf has no pattern: jax reads how results lie by the mesh of the first argument."""
+    state, x = arguments()
+    make, shape, names, specs = COMING[coming]
+    given = sharded(state, specs, make(shape, *names))
+    two = over == "two axes"
+    placement = vnode.Placement(4, mesh=mesh(), axis="data") if two else vnode.Placement(4)
+    partition = {"out$": PartitionSpec("model", None)} if two else {}
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition, donate_argnums=donated)
+    if donated == ():
+        compare(virtual(virtual.put(given), x), *two_steps[0])
+    first = virtual(given, x)
+    compare(first, *two_steps[0])
+    for was, leaf, there in zip(*map(jax.tree.leaves, (given, state, first[0])), strict=True):
+        assert there.sharding.mesh == placement.mesh
+        assert was.is_deleted() or np.array_equal(was, leaf)
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(given)):
+        with pytest.raises(vnode.VnodeError, match="donates argument 0"):
+            virtual(given, x)
+    compare(virtual(first[0], x), *two_steps[1])
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("names", [("data", "model"), ("model", "data")], ids=str)
+def test_a_state_of_another_mesh_is_put_on_the_own(names: tuple[str, str]) -> None:
+    """Also where it lies as it shall, but for the mesh's other axes, and where jax compiles nothing."""
+    state, _ = arguments()
+    virtual = vnode.virtualize(
+        step,
+        virtual_nodes=4,
+        placement=vnode.Placement(4, mesh=elsewhere((1, 8), "data", "model"), axis="data"),
+        partition={"in$": PartitionSpec(None, "model")},
+    )
+    specs = {"in": PartitionSpec(None, "model"), "out": PartitionSpec("data")}
+    given = sharded(state, specs, elsewhere((8, 1) if names[0] == "model" else (2, 4), *names))
+    with jax.disable_jit():
+        there = virtual.put(given)
+    assert all(leaf.sharding.mesh == virtual.placement.mesh for leaf in jax.tree.leaves(there))
+    assert there["params"]["in"].sharding.shard_shape((4, 8)) == (4, 1)
+    jax.tree.map(np.testing.assert_array_equal, there, state)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((8, 1), ("a",)), ((4, 2), ("a",)), ((2, 4), ("a", "b")), ((2, 4), (None, "b"))], ids=str
+)
+def test_a_batch_of_another_mesh_comes_first(shape: tuple[int, int], spec: Any) -> None:
+    """And stays split, along the nodes."""
+    _, x = arguments(16)
+    given = jax.device_put(x, NamedSharding(elsewhere(shape, "a", "b"), PartitionSpec(*spec)))
+
+    def turned(x: jax.Array, state: Any) -> Any:
+        return step(state, x)
+
+    virtual = vnode.virtualize(
+        turned,
+        virtual_nodes=8,
+        in_axes=(0, None),
+        placement=vnode.Placement(8, mesh=mesh(), axis="data"),
+        partition={"out$": PartitionSpec("model", None)},
+    )
+    state, _ = arguments()
+    assert_same(virtual(given, state), turned, x, state)
+    assert given.sharding.mesh != virtual.placement.mesh
+    split = virtual.lower(given, state).compile().input_shardings[0][0]
+    assert split.mesh == virtual.placement.mesh and not split.is_fully_replicated
+
+
 @pytest.mark.quickly
 def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     """A state that comes as numpy arrays, or whole on one device, is placed as the patterns say, slots included."""

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.placement.context import current_mesh, under, without_mesh
+from vnode.placement.context import current_mesh, under, with_jit, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement, device_list, even_counts
@@ -170,6 +170,7 @@ class VirtualStep(Step[P, R]):
             preparation.wait()
         return preparation
 
+    @with_jit
     def put(self, tree: Any) -> Any:
         """Places a state on the placement's devices, directly from those where it is.
 
