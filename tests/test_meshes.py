@@ -139,7 +139,35 @@ def test_from_a_mesh_to_devices_without_one(two_steps: Any) -> None:
     state, x = arguments()
     virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
     first = virtual(sharded(state, SPECS["both"], mesh()), x)
-    compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])
+    compare(virtual.on(vnode.Placement(4, jax.devices()[:2]))(first[0], x), *two_steps[1])
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids=str)
+def test_devices_in_a_row_keep_the_other_axes(axes: tuple[str, str], two_steps: Any) -> None:
+    """What is sharded over them stays so: it was whole on each device, without a word."""
+    state, x = arguments()
+    lengths = {"data": 4, "model": 2}
+    placement = vnode.Placement(4, mesh=elsewhere(tuple(lengths[axis] for axis in axes), *axes), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=PATTERNS)
+    state, *_ = virtual(state, x)
+    for devices, counts in ((jax.devices()[5:1:-1], (2, 2)), (jax.devices()[:6], (2, 1, 1))):
+        there = virtual.on(devices)
+        assert there.placement.devices == devices and there.placement.counts == counts
+        assert dict(there.placement.mesh.shape) == {"data": len(devices) // 2, "model": 2}
+        assert tuple(there.placement.mesh.axis_names) == axes
+        got = there(state, x)
+        compare(got, *two_steps[1])
+        assert got[0]["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
+    assert virtual.on(jax.devices()) is virtual or axes[0] == "model"
+    assert virtual.on(jax.devices()[:6], counts=[0, 3, 1]).placement.counts == (0, 3, 1)
+    for bad in (jax.devices()[:1], jax.devices()[:7]):
+        with pytest.raises(vnode.PlacementError, match=f"2 does not divide {len(bad)}"):
+            virtual.on(bad)
+    with pytest.raises(vnode.PlacementError, match="only once"):
+        virtual.on(jax.devices()[:1] * 2)
+    auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB", placement=placement, partition=PATTERNS)
+    assert auto.on(jax.devices()[:6]).put(state)["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
 
 
 @pytest.mark.quickly
@@ -275,7 +303,7 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
             for name, spec in SPECS["model"].items():
                 assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
     compare(virtual(first[0], x), *two_steps[1])
-    compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
+    compare(virtual.on(vnode.Placement(4, jax.devices()[:2]))(first[0], x), *two_steps[1])  # without the axis
 
 
 @pytest.mark.quickly

@@ -220,7 +220,7 @@ def test_a_state_is_taken_to_other_devices_and_given_away() -> None:
     assert before.is_deleted()
     state, _ = made.on(mesh_of(4, 2))(state, x)
     assert state[0]["wi"].shape == (4, 20)
-    alike = made.on(jax.devices()[:2])  # no unequal devices, and nothing stored for them
+    alike = made.on(vnode.Placement(NODES, jax.devices()[:2]))  # no unequal devices, and nothing stored for them
     alike.prepare(alike.placement).wait()
     state, _ = alike(alike.put(state), x)
     assert state[0]["wi"].shape == (4, 16)
@@ -376,7 +376,7 @@ class TestErrors:
         loss, params, x, partition = CASES["perceptron"]
         made = on(loss, partition, 2)
         stored = made.put(params)
-        host, alike = jax.tree.map(np.asarray, stored), made.on(jax.devices()[:2])
+        host, alike = jax.tree.map(np.asarray, stored), made.on(vnode.Placement(NODES, jax.devices()[:2]))
         for use in (
             lambda: jax.jit(lambda *args: made(*args))(stored, x),
             lambda: made(host, x),

@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -382,17 +382,28 @@ class Executor:
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
         check_arguments(moving, kwargs, self.spec.donate_argnums)
-        given, led = [], False
-        for i, arg in enumerate(args):
-            given.append(self._placed(arg, i in wholes, led, 0, i) if i in moving else arg)
-            if not led and i in wholes and not is_static(arg):
-                led = i not in moving or first_leaf(given[i]) is not None  # what is known to be in place has arrays
-        placed = tuple(given)
-        named_ones = self._placed(kwargs, False, led, 1) if kwargs else kwargs
+        placed = tuple(self._in_turn(args, wholes, moving))
+        named_ones = (
+            self._placed(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), 1) if kwargs else kwargs
+        )
         donated = self.spec.donate_argnums if self._several else ()
         if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
             check_donated_once(placed, named_ones, donated)
         return placed, named_ones
+
+    def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
+        """Arguments in their place, one after another, given those that are not known to be there."""
+        led = False
+        for i, arg in enumerate(args):
+            placed = self._placed(arg, i in wholes, led, 0, i) if i in moving else arg
+            led = led or self._leads({i: placed}, wholes, moving)
+            yield placed
+
+    @staticmethod
+    def _leads(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
+        """Whether one of some arguments lies on the placement's mesh, by which jax then reads how results lie."""
+        there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
+        return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
 
     def _placed(self, tree: Any, whole: bool, led: bool, *place: int) -> Any:
         """An argument, of which nothing is split or all may be, where programs want it; `led` as for `stays`."""

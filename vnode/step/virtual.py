@@ -19,7 +19,7 @@ from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under, with_jit, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
-from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.placement.placement import Placement, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
@@ -82,22 +82,25 @@ class VirtualStep(Step[P, R]):
         """The same step on other devices.
 
         Args:
-          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices.
+          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices, on which
+            the other axes of the placement's mesh stay as long as they are.
           counts: nodes on each device; as even as possible by default.
 
         Returns:
           A `VirtualStep`. Asked twice for the same placement it returns the same object, with its compiled programs;
           those of the 16 placements that were asked for last are kept.
+
+        Raises:
+          PlacementError: the other axes do not divide the devices, or as for `Placement`.
         """
         if isinstance(devices, Placement):
             if counts is not None:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
         else:
-            mesh = isinstance(devices, jax.sharding.Mesh)
-            devices = devices if mesh else device_list(devices)
-            size = devices.shape.get(self.placement.axis, 1) if mesh else len(devices)
-            placement = self.placement.resize(devices, self._counts(size) if counts is None else counts)
+            place = self.placement.over(devices)
+            size = len(place) if isinstance(place, list) else place.shape.get(self.placement.axis, 1)
+            placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
         return self._family.member(placement) or VirtualStep(self.spec, placement, self._family)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
