@@ -347,6 +347,46 @@ def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], mess
         vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition)(state, x)
 
 
+@pytest.mark.quickly
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ({"in$": PartitionSpec(None, "model"), "i_n": PartitionSpec("model")}, "'i_n' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(None, None, "model")}, "divides dimension 2, which no leaf has"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [4, "auto"])
+def test_a_state_is_not_put_where_patterns_mean_nothing(nodes: Any, partition: Any, message: str) -> None:
+    """It was whole on each device, until the call."""
+    state, _ = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    with pytest.raises(vnode.PlacementError, match=message):
+        vnode.virtualize(
+            step,
+            virtual_nodes=nodes,
+            memory="1GiB" if nodes == "auto" else None,
+            placement=placement,
+            partition=partition,
+        ).put(state)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("given", [None, "one axis", "on", "auto"])
+def test_axes_that_no_placement_has(given: str | None, two_steps: Any) -> None:
+    """What was to be divided was whole on each device; on a mesh with the axes, the step is as it should be."""
+    state, x = arguments()
+    options: Any = {"placement": vnode.Placement(4)} if given == "one axis" else {}
+    options |= {"virtual_nodes": "auto", "memory": "1GiB"} if given == "auto" else {"virtual_nodes": 4}
+    made = vnode.virtualize(step, partition=PATTERNS, **options)
+    virtual = made.on(jax.devices()[:2]) if given == "on" else made
+    for use in (virtual.put, lambda state: virtual(state, x)):
+        with pytest.raises(vnode.PlacementError, match="'model', which the mesh has not"):
+            use(state)
+    there = made.on(vnode.Placement(4, mesh=mesh(), axis="data"))
+    assert there.put(state)["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
+    compare(there(state, x), *two_steps[0])
+
+
 def test_a_pattern_may_mean_one_of_two_leaves_of_one_name() -> None:
     """Arguments may have leaves of one name; it was looked at the dimensions of the last of them only."""
 

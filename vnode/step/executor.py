@@ -118,6 +118,11 @@ class StepSpec:
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return specs_after(output.merge(types), args, specs)
 
+    @property
+    def has_one_state(self) -> bool:
+        """Whether nothing is split of one argument alone, as far as `in_axes` says."""
+        return isinstance(self.in_axes, tuple | list) and len(self.wholes(len(self.in_axes))) == 1
+
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
         axes = self.in_axes if isinstance(self.in_axes, tuple | list) else (self.in_axes,) * count

@@ -71,6 +71,8 @@ class AutoStep(Step[P, R]):
         functools.update_wrapper(self, pattern.spec.fun)
         self.pattern = pattern
         self._template = template
+        if template is not None:
+            pattern.family.meet(template)
         self._memory = memory
         self._fewer_lanes = fewer_lanes
         self._choice = choice or Choice()
@@ -224,6 +226,7 @@ class AutoStep(Step[P, R]):
                             ],
                         )
                     )
+                self.pattern.family.check(self.template)
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
                 limit, fewer = self._limit(), self._fewer_lanes
                 found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
