@@ -139,7 +139,35 @@ def test_from_a_mesh_to_devices_without_one(two_steps: Any) -> None:
     state, x = arguments()
     virtual = vnode.virtualize(step, virtual_nodes=4, placement=vnode.Placement(4, mesh=mesh(), axis="data"))
     first = virtual(sharded(state, SPECS["both"], mesh()), x)
-    compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])
+    compare(virtual.on(vnode.Placement(4, jax.devices()[:2]))(first[0], x), *two_steps[1])
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("axes", [("data", "model"), ("model", "data")], ids=str)
+def test_devices_in_a_row_keep_the_other_axes(axes: tuple[str, str], two_steps: Any) -> None:
+    """What is sharded over them stays so: it was whole on each device, without a word."""
+    state, x = arguments()
+    lengths = {"data": 4, "model": 2}
+    placement = vnode.Placement(4, mesh=elsewhere(tuple(lengths[axis] for axis in axes), *axes), axis="data")
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=PATTERNS)
+    state, *_ = virtual(state, x)
+    for devices, counts in ((jax.devices()[5:1:-1], (2, 2)), (jax.devices()[:6], (2, 1, 1))):
+        there = virtual.on(devices)
+        assert there.placement.devices == devices and there.placement.counts == counts
+        assert dict(there.placement.mesh.shape) == {"data": len(devices) // 2, "model": 2}
+        assert tuple(there.placement.mesh.axis_names) == axes
+        got = there(state, x)
+        compare(got, *two_steps[1])
+        assert got[0]["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
+    assert virtual.on(jax.devices()) is virtual or axes[0] == "model"
+    assert virtual.on(jax.devices()[:6], counts=[0, 3, 1]).placement.counts == (0, 3, 1)
+    for bad in (jax.devices()[:1], jax.devices()[:7]):
+        with pytest.raises(vnode.PlacementError, match=f"2 does not divide {len(bad)}"):
+            virtual.on(bad)
+    with pytest.raises(vnode.PlacementError, match="only once"):
+        virtual.on(jax.devices()[:1] * 2)
+    auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB", placement=placement, partition=PATTERNS)
+    assert auto.on(jax.devices()[:6]).put(state)["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
 
 
 @pytest.mark.quickly
@@ -179,6 +207,89 @@ def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, ac
 PATTERNS = {r"\bin$": PartitionSpec(None, "model"), r"\bout$": PartitionSpec("model", None)}
 
 
+def elsewhere(shape: tuple[int, ...], *names: str) -> jax.sharding.Mesh:
+    return jax.make_mesh(shape, names, axis_types=(AxisType.Auto,) * len(names))
+
+
+COMING = {
+    "the same axes, of other lengths": (elsewhere, (2, 4), ("data", "model"), SPECS["model"]),
+    "other axes": (elsewhere, (8,), ("fsdp",), {"in": PartitionSpec(None, "fsdp"), "out": PartitionSpec("fsdp")}),
+    "whole": (elsewhere, (8,), ("fsdp",), {}),
+}
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
+@pytest.mark.parametrize("over", ["two axes", "one axis"])
+@pytest.mark.parametrize("coming", COMING)
+def test_a_state_of_another_mesh_comes_to_the_own(coming: str, over: str, donated: Any, two_steps: Any) -> None:
+    """Its first leaf has no pattern: jax reads how results lie by the mesh of the first argument."""
+    state, x = arguments()
+    make, shape, names, specs = COMING[coming]
+    given = sharded(state, specs, make(shape, *names))
+    two = over == "two axes"
+    placement = vnode.Placement(4, mesh=mesh(), axis="data") if two else vnode.Placement(4)
+    partition = {"out$": PartitionSpec("model", None)} if two else {}
+    virtual = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition, donate_argnums=donated)
+    if donated == ():
+        compare(virtual(virtual.put(given), x), *two_steps[0])
+    first = virtual(given, x)
+    compare(first, *two_steps[0])
+    for was, leaf, there in zip(*map(jax.tree.leaves, (given, state, first[0])), strict=True):
+        assert there.sharding.mesh == placement.mesh
+        assert was.is_deleted() or np.array_equal(was, leaf)
+    if any(leaf.is_deleted() for leaf in jax.tree.leaves(given)):
+        with pytest.raises(vnode.VnodeError, match="donates argument 0"):
+            virtual(given, x)
+    compare(virtual(first[0], x), *two_steps[1])
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("names", [("data", "model"), ("model", "data")], ids=str)
+def test_a_state_of_another_mesh_is_put_on_the_own(names: tuple[str, str]) -> None:
+    """Also where it lies as it shall, but for the mesh's other axes, and where jax compiles nothing."""
+    state, _ = arguments()
+    virtual = vnode.virtualize(
+        step,
+        virtual_nodes=4,
+        placement=vnode.Placement(4, mesh=elsewhere((1, 8), "data", "model"), axis="data"),
+        partition={"in$": PartitionSpec(None, "model")},
+    )
+    specs = {"in": PartitionSpec(None, "model"), "out": PartitionSpec("data")}
+    given = sharded(state, specs, elsewhere((8, 1) if names[0] == "model" else (2, 4), *names))
+    with jax.disable_jit():
+        there = virtual.put(given)
+    assert all(leaf.sharding.mesh == virtual.placement.mesh for leaf in jax.tree.leaves(there))
+    assert there["params"]["in"].sharding.shard_shape((4, 8)) == (4, 1)
+    jax.tree.map(np.testing.assert_array_equal, there, state)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize(
+    ("shape", "spec"), [((8, 1), ("a",)), ((4, 2), ("a",)), ((2, 4), ("a", "b")), ((2, 4), (None, "b"))], ids=str
+)
+def test_a_batch_of_another_mesh_comes_first(shape: tuple[int, int], spec: Any) -> None:
+    """And stays split, along the nodes."""
+    _, x = arguments(16)
+    given = jax.device_put(x, NamedSharding(elsewhere(shape, "a", "b"), PartitionSpec(*spec)))
+
+    def turned(x: jax.Array, state: Any) -> Any:
+        return step(state, x)
+
+    virtual = vnode.virtualize(
+        turned,
+        virtual_nodes=8,
+        in_axes=(0, None),
+        placement=vnode.Placement(8, mesh=mesh(), axis="data"),
+        partition={"out$": PartitionSpec("model", None)},
+    )
+    state, _ = arguments()
+    assert_same(virtual(given, state), turned, x, state)
+    assert given.sharding.mesh != virtual.placement.mesh
+    split = virtual.lower(given, state).compile().input_shardings[0][0]
+    assert split.mesh == virtual.placement.mesh and not split.is_fully_replicated
+
+
 @pytest.mark.quickly
 def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
     """A state that comes as numpy arrays, or whole on one device, is placed as the patterns say, slots included."""
@@ -192,7 +303,7 @@ def test_patterns_of_names_shard_a_state(two_steps: Any) -> None:
             for name, spec in SPECS["model"].items():
                 assert tree[name].sharding.is_equivalent_to(NamedSharding(mesh(), spec), ndim=2), name
     compare(virtual(first[0], x), *two_steps[1])
-    compare(virtual.on(jax.devices()[:2])(first[0], x), *two_steps[1])  # a mesh without the axis
+    compare(virtual.on(vnode.Placement(4, jax.devices()[:2]))(first[0], x), *two_steps[1])  # without the axis
 
 
 @pytest.mark.quickly
@@ -234,6 +345,46 @@ def test_patterns_that_mean_nothing(partition: Any, error: type[Exception], mess
         state, x = arguments()
         placement = vnode.Placement(4, mesh=mesh(), axis="data")
         vnode.virtualize(step, virtual_nodes=4, placement=placement, partition=partition)(state, x)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ({"in$": PartitionSpec(None, "model"), "i_n": PartitionSpec("model")}, "'i_n' is found in the name of no leaf"),
+        ({"in$": PartitionSpec(None, None, "model")}, "divides dimension 2, which no leaf has"),
+    ],
+)
+@pytest.mark.parametrize("nodes", [4, "auto"])
+def test_a_state_is_not_put_where_patterns_mean_nothing(nodes: Any, partition: Any, message: str) -> None:
+    """It was whole on each device, until the call."""
+    state, _ = arguments()
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    with pytest.raises(vnode.PlacementError, match=message):
+        vnode.virtualize(
+            step,
+            virtual_nodes=nodes,
+            memory="1GiB" if nodes == "auto" else None,
+            placement=placement,
+            partition=partition,
+        ).put(state)
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("given", [None, "one axis", "on", "auto"])
+def test_axes_that_no_placement_has(given: str | None, two_steps: Any) -> None:
+    """What was to be divided was whole on each device; on a mesh with the axes, the step is as it should be."""
+    state, x = arguments()
+    options: Any = {"placement": vnode.Placement(4)} if given == "one axis" else {}
+    options |= {"virtual_nodes": "auto", "memory": "1GiB"} if given == "auto" else {"virtual_nodes": 4}
+    made = vnode.virtualize(step, partition=PATTERNS, **options)
+    virtual = made.on(jax.devices()[:2]) if given == "on" else made
+    for use in (virtual.put, lambda state: virtual(state, x)):
+        with pytest.raises(vnode.PlacementError, match="'model', which the mesh has not"):
+            use(state)
+    there = made.on(vnode.Placement(4, mesh=mesh(), axis="data"))
+    assert there.put(state)["params"]["in"].sharding.shard_shape((4, 8)) == (4, 4)
+    compare(there(state, x), *two_steps[0])
 
 
 def test_a_pattern_may_mean_one_of_two_leaves_of_one_name() -> None:

@@ -220,7 +220,7 @@ def test_a_state_is_taken_to_other_devices_and_given_away() -> None:
     assert before.is_deleted()
     state, _ = made.on(mesh_of(4, 2))(state, x)
     assert state[0]["wi"].shape == (4, 20)
-    alike = made.on(jax.devices()[:2])  # no unequal devices, and nothing stored for them
+    alike = made.on(vnode.Placement(NODES, jax.devices()[:2]))  # no unequal devices, and nothing stored for them
     alike.prepare(alike.placement).wait()
     state, _ = alike(alike.put(state), x)
     assert state[0]["wi"].shape == (4, 16)
@@ -345,8 +345,15 @@ class TestErrors:
 
     def test_another_mesh(self) -> None:
         loss, params, x, partition = CASES["perceptron"]
-        with pytest.raises(vnode.PartitionError, match="do not fit the mesh"):
+        with pytest.raises(vnode.PartitionError, match=r"2 counts, \(10, 6\), do not fit the mesh"):
             on(trained(loss), partition, 2, model=4)(state_of(params), x)
+        with pytest.raises(vnode.PartitionError, match=r"3 counts, \(8, 8, 0\), do not fit the mesh"):
+            on(trained(loss), {"wi": vnode.UnevenSpec(1, "model", (8, 8, 0))}, 2)(state_of(params), x)
+
+    def test_an_axis_that_the_mesh_has_not(self) -> None:
+        """Beside one that it has: the axis is what is wrong, and no proportions."""
+        with pytest.raises(vnode.PlacementError, match="'modle', which the mesh has not"):
+            on(perceptron, {"wi": vnode.UnevenSpec(1, "modle", (10, 6)), "wo": WO}, 2)
 
     def test_the_nodes_axis(self) -> None:
         loss, params, x, _ = CASES["perceptron"]
@@ -355,7 +362,7 @@ class TestErrors:
 
     def test_other_proportions(self) -> None:
         partition = {"wi": WI, "wo": vnode.UnevenSpec(0, "model", (8, 8))}
-        with pytest.raises(ValueError, match=r"same proportions, not \(1, 1\) along 'model', \(5, 3\)"):
+        with pytest.raises(ValueError, match=r"same proportions, not \(10, 6\) along 'model', \(8, 8\)"):
             on(perceptron, partition, 2)
 
     def test_what_cannot_be_computed_in_blocks(self) -> None:
@@ -376,7 +383,7 @@ class TestErrors:
         loss, params, x, partition = CASES["perceptron"]
         made = on(loss, partition, 2)
         stored = made.put(params)
-        host, alike = jax.tree.map(np.asarray, stored), made.on(jax.devices()[:2])
+        host, alike = jax.tree.map(np.asarray, stored), made.on(vnode.Placement(NODES, jax.devices()[:2]))
         for use in (
             lambda: jax.jit(lambda *args: made(*args))(stored, x),
             lambda: made(host, x),

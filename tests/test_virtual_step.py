@@ -491,7 +491,7 @@ def compilations(step: str) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("devices", [1, 2])
-@pytest.mark.parametrize("start", ["put", "fresh", "numpy", "elsewhere"])
+@pytest.mark.parametrize("start", ["put", "fresh", "numpy", "elsewhere", "another mesh"])
 def test_one_program_for_each_shape_and_placement(start: str, devices: int) -> None:
     """Also where the state that is returned lives elsewhere than the one that was given first."""
     virtual = vnode.virtualize(update, virtual_nodes=NODES).on(jax.devices()[:devices])
@@ -500,6 +500,9 @@ def test_one_program_for_each_shape_and_placement(start: str, devices: int) -> N
         "fresh": lambda state: state,
         "numpy": lambda state: jax.tree.map(np.asarray, state),
         "elsewhere": lambda state: jax.device_put(state, jax.devices()[5]),
+        "another mesh": lambda state: jax.device_put(
+            state, vnode.Placement(NODES, jax.devices()[:devices], axis="other").sharding()
+        ),
     }
     state, x = places[start]({"w": normal(3)}), normal(BATCH, 3)
     with compilations("update") as compiled:

@@ -26,7 +26,7 @@ from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.rooms import share_of
-from vnode.step.virtual import VirtualStep
+from vnode.step.virtual import Family, VirtualStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -205,9 +205,9 @@ def virtualize(
     if not isinstance(partition, Mapping) and partition not in PARTITIONS:
         raise ValueError(f"partition must be one of {', '.join(PARTITIONS)}, or map names to specs, not {partition!r}")
     patterns = patterns_of(partition) if isinstance(partition, Mapping) else ()
-    share_of(patterns)
     if placement is not None and len(placement.mesh.axis_names) > 1:  # patterns may be for meshes that come later
         check_axes(patterns, placement.mesh.axis_names)
+    share_of(patterns)
     if not recompute_budget >= 0:
         raise ValueError(f"recompute_budget must be a fraction of the step, at least 0, not {recompute_budget!r}")
     options = Options(
@@ -224,9 +224,12 @@ def virtualize(
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
         return AutoStep(
-            VirtualStep(spec, None), placement, limit, fewer_lanes=lanes == "auto" and reduction == "invariant"
+            VirtualStep(spec, None, Family(patterns)),
+            placement,
+            limit,
+            fewer_lanes=lanes == "auto" and reduction == "invariant",
         )
-    return VirtualStep(spec, placement)
+    return VirtualStep(spec, placement, Family(patterns))
 
 
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

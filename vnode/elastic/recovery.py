@@ -138,7 +138,7 @@ class Recovery:
         Raises:
           PlacementError: there are none.
         """
-        if isinstance(request.devices, Placement | Mesh):
+        if isinstance(request.devices, Placement | Mesh) or step.placement.together > 1:  # whole slices are lost
             step = step.on(request.devices, counts=request.counts)
         else:
             left = tuple(device for device in request.devices if device not in self.lost)

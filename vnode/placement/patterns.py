@@ -138,7 +138,11 @@ def check_axes(patterns: Patterns, known: Sequence[Any]) -> None:
                 layout_message(
                     f"partition: {pattern!r} divides a dimension over {missing[0]!r}, which the mesh has not.",
                     facts=[f"its axes are {', '.join(map(repr, known))}"],
-                    remedies=["name one of these axes", "or leave the pattern out: the leaf is whole on every device"],
+                    remedies=[
+                        "name one of these axes",
+                        "or put the step on a mesh with the axis: placement=vnode.Placement(..., mesh=mesh, axis=...)",
+                        "or leave the pattern out: the leaf is whole on every device",
+                    ],
                 )
             )
 

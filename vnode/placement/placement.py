@@ -86,8 +86,7 @@ class Placement(Drawn, Bound):
             devices = [device for group in divided for device in group]
             if not devices or not all(divided):
                 raise PlacementError("a placement needs at least one device" + (" in each group" if devices else ""))
-            if len(set(devices)) != len(devices):
-                raise PlacementError("a device may be named only once in a placement")
+            check_once(devices)
             mixed = [group for group in divided if len(neighbours_of_one_kind(group)) > 1]
             if mixed:
                 raise PlacementError(f"a group is one program and needs devices of one kind, not {mixed[0]}")
@@ -145,14 +144,14 @@ class Placement(Drawn, Bound):
         """The same nodes on other devices.
 
         Args:
-          devices: a sequence of devices, or a mesh that has the placement's axis.
+          devices: a sequence of devices, as `over` takes it, or a mesh that has the placement's axis.
           counts: nodes on each device, or at each place along the axis; as even as possible by default.
 
         Returns:
           Another placement.
 
         Raises:
-          PlacementError: as for `Placement`.
+          PlacementError: as for `Placement`, and for `over`.
 
         Example:
           >>> import jax
@@ -160,9 +159,56 @@ class Placement(Drawn, Bound):
           >>> placement.resize(jax.devices()[:3]).counts
           (3, 3, 2)
         """
+        place = self.over(devices)
+        if isinstance(place, Mesh):
+            return Placement(self.virtual_nodes, mesh=place, counts=counts, axis=self.axis)
+        return Placement(self.virtual_nodes, place, counts=counts, axis=self.axis)
+
+    def over(self, devices: Sequence[Any] | Mesh) -> list[Any] | Mesh:
+        """Where the nodes are to live: on devices in a row, or on a mesh.
+
+        Args:
+          devices: a mesh, which stays as it is, or a sequence of devices. Where the placement's mesh has other axes,
+            these stay as long as they are, and that of the nodes is as long as there are devices for.
+
+        Returns:
+          The devices as a list, or a mesh that has the placement's axes.
+
+        Raises:
+          PlacementError: the other axes do not divide the devices, or these are of several kinds.
+
+        Example:
+          >>> import jax
+          >>> mesh = jax.make_mesh((4, 2), ("vnode", "model"), axis_types=(AxisType.Auto,) * 2)
+          >>> dict(Placement(8, mesh=mesh).over(jax.devices()[:6]).shape)
+          {'vnode': 3, 'model': 2}
+        """
         if isinstance(devices, Mesh):
-            return Placement(self.virtual_nodes, mesh=devices, counts=counts, axis=self.axis)
-        return Placement(self.virtual_nodes, devices, counts=counts, axis=self.axis)
+            return devices
+        devices, shape = device_list(devices), dict(self.mesh.shape)
+        check_once(devices)
+        mixed = len(neighbours_of_one_kind(devices)) > 1
+        if len(shape) == 1 or not devices or (mixed and self.together == 1):
+            return devices
+        if mixed or len(devices) % self.together:
+            others = {name: length for name, length in shape.items() if name != self.axis}
+            alone = f"vnode.Placement({self.virtual_nodes}, devices, axis={self.axis!r})"
+            raise PlacementError(
+                layout_message(
+                    f"{several(len(devices), 'device')} cannot have the mesh's other axes, {others}: "
+                    + ("they are of several kinds." if mixed else f"{self.together} does not divide {len(devices)}."),
+                    facts=[f"the nodes are on {shape}, along {self.axis!r}"],
+                    remedies=[
+                        f"a multiple of {several(self.together, 'device')}, of one kind",
+                        "a mesh, which says how long each axis is: step.on(mesh)",
+                        f"if the other axes are to go, and with them what is sharded over them: step.on({alone})",
+                    ],
+                )
+            )
+        shape[self.axis] = len(devices) // self.together
+        return Mesh(
+            np.array(devices).reshape(tuple(shape.values())), self.mesh.axis_names, axis_types=self.mesh.axis_types
+        )
 
     @property
     def devices(self) -> list[Any]:
@@ -287,6 +333,16 @@ def device_list(devices: Any) -> list[Any]:
             hint = "give one list of devices, or groups=[...], a list for each program" if nested else None
             raise PlacementError(f"{device!r} is no device; {hint or 'jax.devices() has some'}")
     return devices
+
+
+def check_once(devices: Sequence[Any]) -> None:
+    """Refuses a device that is named twice.
+
+    Raises:
+      PlacementError: there is one.
+    """
+    if len(set(devices)) != len(devices):
+        raise PlacementError("a device may be named only once in a placement")
 
 
 def neighbours_of_one_kind(devices: Sequence[Any]) -> list[list[Any]]:

@@ -19,35 +19,27 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from vnode.placement.placement import Placement
-from vnode.placement.sharded import ShardedBatch, is_sharded_batch
+from vnode.placement.sharded import ShardedBatch
 
 
-def transferred(tree: Any, placement: Placement) -> Any:
-    """A tree whose arrays all live on the placement's devices; those that do, and what is no array, stay as they are.
+def transferred(leaf: Any, placement: Placement, *, batch: bool = False, led: bool = False) -> Any:
+    """An array as the programs of a placement take it; one that lies so stays as it is.
 
     A batch in shares is put together if they are those of another placement.
 
     Args:
-      tree: any pytree.
+      leaf: an array, or a batch in shares.
       placement: where to.
-
-    Returns:
-      The same tree; as it is if that would become part of a program that jax is tracing.
+      batch: whether it is split among nodes.
+      led: as for `stays`.
     """
-    if tracing():
-        return tree
-    here = placement.devices
-
-    def move(leaf: Any) -> Any:
-        if isinstance(leaf, ShardedBatch):
-            return leaf if leaf.placement == placement else move(leaf.whole())
-        if not isinstance(leaf, jax.Array):
+    if isinstance(leaf, ShardedBatch):
+        if leaf.placement == placement:
             return leaf
-        if not lies_on(leaf.sharding, here) or typed_sharding(leaf):
-            return to_placement(leaf, placement)
+        leaf = leaf.whole()
+    if stays(leaf.sharding, placement, batch and led):
         return leaf
-
-    return jax.tree.map(move, tree, is_leaf=is_sharded_batch)
+    return to_placement(leaf, placement, arriving(leaf, placement, batch))
 
 
 with jax.core.eval_context():
@@ -65,19 +57,23 @@ def tracing() -> bool:
 
 
 def committed_to(leaf: Any, placement: Placement) -> Any:
-    """A leaf that is committed to the placement's devices, if it is an array."""
+    """A leaf that is committed to the placement's mesh, if it is an array."""
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         return leaf
-    if isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, placement.devices):
+    if isinstance(leaf, jax.Array) and leaf.committed and is_own(leaf.sharding, placement):
         return leaf
     return to_placement(leaf, placement)
 
 
-def to_placement(leaf: Any, placement: Placement) -> Any:
-    """A leaf on the placement's devices, in the sharding that `target_sharding` says."""
+def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None = None) -> Any:
+    """A leaf on the placement's devices, in the sharding that is said, or else `target_sharding` says."""
     sharding: Any = getattr(leaf, "sharding", None)
-    target = target_sharding(leaf, placement)
-    if sharding is not None and sharding.device_set != target.device_set:
+    target = target_sharding(leaf, placement) if target is None else target
+    if sharding is not None and sharding.device_set == target.device_set:
+        moves = not sharding.is_equivalent_to(target, leaf.ndim) and sharding.memory_kind == memory_kind(target)
+        if moves and lies_on(sharding, placement.devices) and not is_explicit(sharding):
+            return resharding(target)(leaf)
+    elif sharding is not None:
         if isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set)), (placement.axis,), axis_types=(AxisType.Auto,))
             leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))
@@ -118,6 +114,33 @@ def target_sharding(leaf: Any, placement: Placement) -> NamedSharding:
     return fitting(placement, np.shape(leaf), partition(leaf))
 
 
+def arriving(leaf: Any, placement: Placement, batch: bool) -> NamedSharding:
+    """How an argument of a step lies that is brought to a placement from elsewhere.
+
+    What comes from another mesh of the same devices stays in the memory where it is. A batch, which has an axis of
+    another name there, stays split, along the nodes: it would be whole on every device by `target_sharding`.
+
+    Args:
+      leaf: an array, or a `jax.ShapeDtypeStruct` with a sharding.
+      placement: where it goes.
+      batch: whether it is split among nodes.
+    """
+    target = target_sharding(leaf, placement)
+    if not lies_on(leaf.sharding, placement.devices):
+        return target
+    parts = leaf.sharding.shard_shape(leaf.shape)
+    split = [dim for dim, (part, length) in enumerate(zip(parts, leaf.shape, strict=True)) if part < length]
+    if batch and split and not any(short(target.spec)):
+        target = fitting(placement, leaf.shape, PartitionSpec(*[None] * split[0], placement.axis))
+    kind = leaf.sharding.memory_kind
+    return target if kind in (None, memory_kind(target)) else target.with_memory_kind(kind)
+
+
+def memory_kind(sharding: NamedSharding) -> str:
+    """In which memory arrays of a sharding lie; that of the devices where it does not say."""
+    return sharding.memory_kind or in_order(sharding.mesh)[0].default_memory().kind
+
+
 def partition(leaf: Any) -> PartitionSpec:
     """Over which mesh axes a leaf is partitioned."""
     sharding = getattr(leaf, "sharding", None)
@@ -148,7 +171,8 @@ def named_so(leaf: jax.Array, target: NamedSharding) -> jax.Array:
       >>> named_so(jnp.ones(3), NamedSharding(mesh, PartitionSpec("data"))).sharding.spec == PartitionSpec("data")
       True
     """
-    return leaf if short(partition(leaf)) == short(target.spec) else jax.device_put(leaf, target)
+    there = not isinstance(leaf.sharding, NamedSharding) or leaf.sharding.mesh == target.mesh
+    return leaf if there and short(partition(leaf)) == short(target.spec) else jax.device_put(leaf, target)
 
 
 def short(spec: PartitionSpec) -> PartitionSpec:
@@ -172,6 +196,30 @@ def lies_on(sharding: Sharding, devices: Sequence[Any]) -> bool:
     return sharding.device_set == set(devices)
 
 
+def is_own(sharding: Sharding, placement: Placement) -> bool:
+    """Whether programs of a placement take an array of a sharding as it is: over its mesh, or over its only device.
+
+    It is not enough to be over the same devices: jax reads how all results lie by the mesh of a program's first
+    argument, and results that lie over the placement's mesh may not lie over that.
+
+    Example:
+      >>> mesh, other = Mesh(np.array(jax.devices()[:2]), ("data",)), Mesh(np.array(jax.devices()[:2]), ("model",))
+      >>> [is_own(NamedSharding(each, PartitionSpec()), Placement(2, mesh=mesh, axis="data")) for each in (mesh, other)]
+      [True, False]
+    """
+    if isinstance(sharding, NamedSharding) and sharding.mesh == placement.mesh:
+        return True
+    return placement.mesh.size == 1 and stays(sharding, placement, led=True)
+
+
+def stays(sharding: Sharding, placement: Placement, led: bool) -> bool:
+    """Whether programs take an array of a sharding as it is, given whether an argument before it is on their mesh.
+
+    Behind such a one the devices count, and that their mesh is no part of the array's type.
+    """
+    return lies_on(sharding, placement.devices) and not is_explicit(sharding) if led else is_own(sharding, placement)
+
+
 @functools.lru_cache
 def in_order(mesh: Mesh) -> tuple[Any, ...]:
     """The devices of a mesh."""
@@ -180,5 +228,9 @@ def in_order(mesh: Mesh) -> tuple[Any, ...]:
 
 def typed_sharding(leaf: Any) -> bool:
     """Whether a leaf's sharding is part of its type (a mesh with explicit axes)."""
-    sharding = getattr(leaf, "sharding", None)
-    return isinstance(sharding, NamedSharding) and any(kind is AxisType.Explicit for kind in sharding.mesh.axis_types)
+    return is_explicit(getattr(leaf, "sharding", None))
+
+
+def is_explicit(sharding: Any) -> bool:
+    """Whether a sharding is over a mesh with explicit axes."""
+    return isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types

@@ -78,18 +78,22 @@ class Share:
         """How a dimension lies that is stored in `room`."""
         return cut_of(self.axes, 1, room, room, axes)
 
-    def check(self, axes: Axes) -> None:
+    def check(self, axes: Axes, given: Sequence[int] | None = None) -> None:
         """Checks that a mesh has the axes.
+
+        Args:
+          axes: those of the mesh.
+          given: the counts as the user writes them, of indices; those of blocks by default.
 
         Raises:
           PartitionError: it has not, or they number another number of devices.
         """
         strangers = [name for name in self.axes if name not in axes]
         if strangers or count(self.axes, axes) != len(self.counts):
+            counts = self.counts if given is None else tuple(given)
             raise PartitionError(
                 layout_message(
-                    f"{len(self.counts)} counts, {self.counts}, do not fit the mesh along "
-                    f"{', '.join(map(repr, self.axes))}.",
+                    f"{len(counts)} counts, {counts}, do not fit the mesh along {', '.join(map(repr, self.axes))}.",
                     facts=[f"axes longer than one: {', '.join(f'{name!r} of {n}' for name, n in axes.items())}"],
                     remedies=["give one count for each index along the axes"],
                 )

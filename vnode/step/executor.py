@@ -11,7 +11,7 @@ import functools
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,9 +28,11 @@ from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
+    arriving,
     committed_to,
     lies_on,
     partition,
+    stays,
     target_sharding,
     tracing,
     transferred,
@@ -115,6 +117,11 @@ class StepSpec:
         """How the arrays that a call returns will be laid out, given their types; None where nobody says."""
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return specs_after(output.merge(types), args, specs)
+
+    @property
+    def has_one_state(self) -> bool:
+        """Whether nothing is split of one argument alone, as far as `in_axes` says."""
+        return isinstance(self.in_axes, tuple | list) and len(self.wholes(len(self.in_axes))) == 1
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
@@ -237,11 +244,18 @@ class Executor:
                 )
             )
         args, kwargs = self.spec.with_static(args, kwargs)
-        mesh, given = current_mesh(), jax.tree.map(self._moved, wrap(args, 0), is_leaf=is_sharded_batch)
-        leaves = jax.tree.leaves([given[i] for i in self._wholes(len(given))])
+        mesh, wholes = current_mesh(), self._wholes(len(args))
+        wrapped = wrap(args, 0)
+        led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
+        given = tuple(
+            jax.tree.map(
+                functools.partial(self._moved, batch=i not in wholes, led=led[i]), arg, is_leaf=is_sharded_batch
+            )
+            for i, arg in enumerate(wrapped)
+        )
+        leaves = jax.tree.leaves([given[i] for i in wholes])
         patterns, host = self.spec.options.patterns, self.spec.options.host
         if patterns or host:
-            wholes = self._wholes(len(given))
             given = tuple(
                 put_by_name(shapes_of(arg, sharding="committed"), patterns, self.placement, host)
                 if i in wholes
@@ -250,28 +264,26 @@ class Executor:
             )
         self._sharded |= bool(patterns) or any(partition(leaf) != PartitionSpec() for leaf in leaves)
         with without_mesh():
-            named_ones = jax.tree.map(self._moved, wrap(kwargs, 1), is_leaf=is_sharded_batch)
+            move = functools.partial(self._moved, batch=True, led=led[-1])
+            named_ones = jax.tree.map(move, wrap(kwargs, 1), is_leaf=is_sharded_batch)
             return self._jit.lower(self._surroundings(mesh, given), *given, **named_ones)
 
-    def _moved(self, leaf: Any) -> Any:
-        """What stands for an array as a call moves it, if that is on other devices, or on these in another order."""
+    def _moved(self, leaf: Any, batch: bool, led: bool) -> Any:
+        """What stands for an array as a call moves it, if that does."""
         if isinstance(leaf, ShardedBatch):
             away = leaf.placement != self.placement
             return shape_of(leaf).update(sharding=self.placement.sharding()) if away else leaf
         if tracing() or not isinstance(leaf, jax.Array | jax.ShapeDtypeStruct):
             return leaf
         shape = shape_of(leaf, sharding="committed")
-        there = shape.sharding is None or lies_on(shape.sharding, self.placement.devices)
-        return (
-            leaf
-            if there and not typed_sharding(shape)
-            else shape.update(sharding=target_sharding(shape, self.placement))
-        )
+        if shape.sharding is None or stays(shape.sharding, self.placement, batch and led):
+            return leaf
+        return shape.update(sharding=arriving(shape, self.placement, batch))
 
     def lower_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """As `lower`, for arguments that live elsewhere and will have been transferred here."""
         args, kwargs = shapes_of((tuple(args), kwargs), sharding="committed")
-        here, wholes, patterns = self.placement.devices, self._wholes(len(args)), self.spec.options.patterns
+        wholes, patterns = self._wholes(len(args)), self.spec.options.patterns
         args = tuple(leaving(arg, patterns, self.placement) if i in wholes else arg for i, arg in enumerate(args))
         over_nodes = PartitionSpec(self.placement.axis)
 
@@ -280,10 +292,10 @@ class Executor:
                 return abstract_batch(leaf.shape, leaf.dtype, self.placement)
             if (whole or self._across) and is_number(leaf):
                 leaf = shape_of(leaf)
-            whole |= self._across  # what each process has for itself is put on all devices
+            led, whole = not whole, whole or self._across  # what each process has for itself is put on all devices
             if not isinstance(leaf, jax.ShapeDtypeStruct) or not (whole or leaf.sharding):
                 return leaf
-            if leaf.sharding and lies_on(leaf.sharding, here) and not typed_sharding(leaf):
+            if leaf.sharding and stays(leaf.sharding, self.placement, led):
                 return leaf
             sharding = target_sharding(leaf, self.placement)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type, sharding=sharding)
@@ -375,38 +387,56 @@ class Executor:
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
         check_arguments(moving, kwargs, self.spec.donate_argnums)
-        placed = tuple(self._placed(arg, i in wholes, 0, i) if i in moving else arg for i, arg in enumerate(args))
-        named_ones = self._placed(kwargs, False, 1) if kwargs else kwargs
+        placed = tuple(self._in_turn(args, wholes, moving))
+        named_ones = (
+            self._placed(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), 1) if kwargs else kwargs
+        )
         donated = self.spec.donate_argnums if self._several else ()
         if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
             check_donated_once(placed, named_ones, donated)
         return placed, named_ones
 
-    def _placed(self, tree: Any, whole: bool, *place: int) -> Any:
+    def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
+        """Arguments in their place, one after another, given those that are not known to be there."""
+        led = False
+        for i, arg in enumerate(args):
+            placed = self._placed(arg, i in wholes, led, 0, i) if i in moving else arg
+            led = led or self._leads({i: placed}, wholes, moving)
+            yield placed
+
+    @staticmethod
+    def _leads(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
+        """Whether one of some arguments lies on the placement's mesh, by which jax then reads how results lie."""
+        there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
+        return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
+
+    def _placed(self, tree: Any, whole: bool, led: bool, *place: int) -> Any:
+        """An argument, of which nothing is split or all may be, where programs want it; `led` as for `stays`."""
         wrapped = wrap(tree, *place)
         if whole and (self.spec.options.patterns or self.spec.options.host):
             wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
         placed = (
-            self._from_processes(wrapped, leaves, whole)
+            self._from_processes(wrapped, leaves, whole, led)
             if self._across
-            else [self._leaf(leaf, whole) for leaf in leaves]
+            else [self._leaf(leaf, whole, led) for leaf in leaves]
         )
         self._sharded |= whole and any(partition(leaf) != PartitionSpec() for leaf in placed)
         same = all(a is b for a, b in zip(leaves, placed, strict=True))
         return wrapped if same else jax.tree.unflatten(treedef, placed)
 
-    def _leaf(self, leaf: Any, whole: bool) -> Any:
+    def _leaf(self, leaf: Any, whole: bool, led: bool) -> Any:
         """An array where the program wants it: one that is not split on the devices, committed to them."""
         if isinstance(leaf, jax.Array | ShardedBatch):
-            leaf = transferred(leaf, self.placement) if getattr(leaf, "committed", True) else leaf
+            committed = getattr(leaf, "committed", True)
+            leaf = transferred(leaf, self.placement, batch=not whole, led=led) if committed else leaf
         if not whole:
             return leaf
         if is_number(leaf):
             return with_weak_type(jnp.asarray(leaf), self.placement.sharding())
         return committed_to(leaf, self.placement)
 
-    def _from_processes(self, tree: Any, leaves: list[Any], whole: bool) -> list[Any]:
+    def _from_processes(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
         """Arrays where the program of several processes wants them; those that each process has whole are compared."""
         here, placed = self.placement.devices, list(leaves)
         away = []
@@ -418,6 +448,8 @@ class Executor:
             there = isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, here)
             if not there or typed_sharding(leaf):
                 away.append(i)
+            else:
+                placed[i] = transferred(leaf, self.placement, batch=not whole, led=led)
         if away:
             paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
             names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]

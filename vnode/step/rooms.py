@@ -35,9 +35,9 @@ def share_of(patterns: Patterns) -> Share | None:
     Raises:
       ValueError: two leaves are shared out in other proportions.
     """
-    found = {Share((spec.axis,), spec.blocks) for _, spec in patterns if isinstance(spec, UnevenSpec)}
+    found = {Share((spec.axis,), spec.blocks): spec for _, spec in patterns if isinstance(spec, UnevenSpec)}
     if len(found) > 1:
-        shown = ", ".join(sorted(f"{each.counts} along {each.axes[0]!r}" for each in found))
+        shown = ", ".join(sorted(f"{spec.counts} along {spec.axis!r}" for spec in found.values()))
         raise ValueError(f"partition: all that is shared out unevenly is so in the same proportions, not {shown}")
     return next(iter(found), None)
 
@@ -94,7 +94,7 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
         return by_name(leaving(tree, patterns, placement), patterns, placement, host)
     if len(placement.groups) > 1:
         raise PlacementError("a state that is shared out unevenly is for devices of one program, not for groups")
-    share.check(long_axes(placement.mesh))
+    share.check(long_axes(placement.mesh), next(spec.counts for _, spec in patterns if isinstance(spec, UnevenSpec)))
     if placement.axis in share.axes:
         raise PlacementError(f"the nodes' axis, {placement.axis!r}, shares out nodes: share a state out along another")
 

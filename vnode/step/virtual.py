@@ -16,10 +16,11 @@ from typing import Any
 import jax
 
 from vnode.errors import BatchError, PlacementError, layout_message
-from vnode.placement.context import current_mesh, under, without_mesh
+from vnode.placement.context import current_mesh, under, with_jit, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
-from vnode.placement.placement import Placement, device_list, even_counts
+from vnode.placement.patterns import Patterns, axes_of, check_axes, check_found
+from vnode.placement.placement import Placement, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
@@ -40,6 +41,7 @@ class VirtualStep(Step[P, R]):
 
     Attributes:
       spec: what the step is on any devices.
+      family: the step on all placements.
     """
 
     def __init__(self, spec: StepSpec, placement: Placement | None, family: Family | None = None) -> None:
@@ -48,7 +50,7 @@ class VirtualStep(Step[P, R]):
         self._placement = placement
         self._chosen = placement is not None  # by the user, and not by default
         self._executor: Executor | None = None
-        self._family = Family() if family is None else family
+        self.family = Family() if family is None else family
         self._preparation: Preparation | None = None
         if placement is not None:
             if placement.virtual_nodes != spec.options.virtual_nodes:
@@ -56,7 +58,7 @@ class VirtualStep(Step[P, R]):
                     f"the placement is for {placement.virtual_nodes} nodes, the step has {spec.options.virtual_nodes}"
                 )
             check_lanes(placement, spec.options.lane)
-            self._family.add(self)
+            self.family.add(self)
 
     @property
     def options(self) -> Options:
@@ -68,13 +70,14 @@ class VirtualStep(Step[P, R]):
         """Where the nodes live."""
         if self._placement is None:
             self._placement = Placement(self.options.virtual_nodes, counts=self._counts(len(jax.devices())))
-            self._family.add(self)
+            self.family.add(self)
         return self._placement
 
     @property
     def executor(self) -> Executor:
         """What runs the step on its placement."""
         if self._executor is None:
+            self.family.check(self.placement)
             self._executor = Executor(self.spec, self.placement)
         return self._executor
 
@@ -82,23 +85,26 @@ class VirtualStep(Step[P, R]):
         """The same step on other devices.
 
         Args:
-          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices.
+          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices, on which
+            the other axes of the placement's mesh stay as long as they are.
           counts: nodes on each device; as even as possible by default.
 
         Returns:
           A `VirtualStep`. Asked twice for the same placement it returns the same object, with its compiled programs;
           those of the 16 placements that were asked for last are kept.
+
+        Raises:
+          PlacementError: the other axes do not divide the devices, or as for `Placement`.
         """
         if isinstance(devices, Placement):
             if counts is not None:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             placement = devices
         else:
-            mesh = isinstance(devices, jax.sharding.Mesh)
-            devices = devices if mesh else device_list(devices)
-            size = devices.shape.get(self.placement.axis, 1) if mesh else len(devices)
-            placement = self.placement.resize(devices, self._counts(size) if counts is None else counts)
-        return self._family.member(placement) or VirtualStep(self.spec, placement, self._family)
+            place = self.placement.over(devices)
+            size = len(place) if isinstance(place, list) else place.shape.get(self.placement.axis, 1)
+            placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
+        return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
@@ -170,6 +176,7 @@ class VirtualStep(Step[P, R]):
             preparation.wait()
         return preparation
 
+    @with_jit
     def put(self, tree: Any) -> Any:
         """Places a state on the placement's devices, directly from those where it is.
 
@@ -183,12 +190,16 @@ class VirtualStep(Step[P, R]):
           The same tree.
 
         Raises:
-          PlacementError: several processes have different trees, or put them on different devices.
+          PlacementError: several processes have different trees, or put them on different devices; or the step has one
+            state, and a pattern means no leaf of it, or none of so many dimensions.
           ProcessError: one of them did not call it in time.
           VnodeError: arrays were donated, or there are shapes without values.
         """
         check_placed(tree)
         patterns, host = self.options.patterns, self.options.host
+        self.family.check(self.placement)
+        if self.spec.has_one_state:
+            check_found([tree], patterns)
         with without_mesh():
             placed = put(leaving(tree, patterns, self.placement), self.placement)
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
@@ -232,7 +243,7 @@ class VirtualStep(Step[P, R]):
         if executor.traced:
             executor.traced = False
             if not tracing():
-                self._family.last = shapes_of((args, kwargs), sharding="committed")
+                self.family.last = shapes_of((args, kwargs), sharding="committed")
         return results
 
     def __repr__(self) -> str:
@@ -286,7 +297,7 @@ class VirtualStep(Step[P, R]):
         """
         if args or kwargs:
             return tuple(args), dict(kwargs)
-        if self._family.last is None:
+        if self.family.last is None:
             raise BatchError(
                 layout_message(
                     f"the arguments of {self.spec.name!r} are not known: none are given, and it was never called.",
@@ -297,7 +308,7 @@ class VirtualStep(Step[P, R]):
                     ],
                 )
             )
-        return self._family.last
+        return self.family.last
 
     def _await(self) -> None:
         """Waits for the program that is being compiled, or this call would compile it once more."""
@@ -311,11 +322,18 @@ class VirtualStep(Step[P, R]):
 class Family:
     """A step on all placements.
 
+    A step may leave a mesh for devices without some of its axes, over which nothing is divided then. But axes that no
+    placement ever had were meant for one that is missing.
+
+    Args:
+      patterns: over which axes leaves are divided.
+
     Attributes:
       last: shapes of the arguments for which one of them was traced last.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, patterns: Patterns = ()) -> None:
+        self.unmet = patterns
         self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
@@ -326,8 +344,22 @@ class Family:
             self._members.move_to_end(placement)
         return found
 
+    def meet(self, placement: Placement) -> None:
+        """Takes note of a placement that the step is for."""
+        if all(name in placement.mesh.shape for _, spec in self.unmet for name in axes_of(spec)):
+            self.unmet = ()
+
+    def check(self, placement: Placement) -> None:
+        """Refuses to divide nothing on a placement, for want of axes that no other one had either.
+
+        Raises:
+          PlacementError: there are such axes.
+        """
+        check_axes(self.unmet, placement.mesh.axis_names)
+
     def add(self, step: VirtualStep) -> None:
         """Remembers a step, and forgets the programs of the one that was asked for longest ago."""
+        self.meet(step.placement)
         self._members[step.placement] = step
         while len(self._members) > REMEMBERED:
             _, oldest = self._members.popitem(last=False)
@@ -344,7 +376,7 @@ def with_nodes(step: VirtualStep, virtual_nodes: int, template: Placement) -> Vi
       template: the devices, and in which proportions they hold nodes.
 
     Returns:
-      A `VirtualStep` that knows nothing of this one.
+      A `VirtualStep` with programs of its own.
     """
     options = dataclasses.replace(step.options, virtual_nodes=virtual_nodes)
     if template.even:
@@ -357,7 +389,7 @@ def with_nodes(step: VirtualStep, virtual_nodes: int, template: Placement) -> Vi
         placement = Placement(virtual_nodes, groups=groups, counts=counts, axis=template.axis)
     else:
         placement = Placement(virtual_nodes, mesh=template.mesh, counts=counts, axis=template.axis)
-    return VirtualStep(dataclasses.replace(step.spec, options=options), placement)
+    return VirtualStep(dataclasses.replace(step.spec, options=options), placement, Family(step.family.unmet))
 
 
 def first_nodes(

@@ -16,7 +16,7 @@ import jax
 from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import shape_of
-from vnode.placement.placement import Placement, device_list
+from vnode.placement.placement import Placement
 from vnode.plan.nodes.memory import device_memory, planned, reported
 from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
@@ -71,6 +71,8 @@ class AutoStep(Step[P, R]):
         functools.update_wrapper(self, pattern.spec.fun)
         self.pattern = pattern
         self._template = template
+        if template is not None:
+            pattern.family.meet(template)
         self._memory = memory
         self._fewer_lanes = fewer_lanes
         self._choice = choice or Choice()
@@ -118,14 +120,14 @@ class AutoStep(Step[P, R]):
             if counts is not None:
                 raise PlacementError("a Placement has counts of its own: give counts with devices only")
             template = devices
-        elif isinstance(devices, jax.sharding.Mesh):
-            axis = self.template.axis
-            size = sum(counts) if counts is not None else devices.shape.get(axis, 1)
-            template = Placement(size, mesh=devices, counts=counts, axis=axis)
         else:
-            devices = device_list(devices)
-            size = sum(counts) if counts is not None else max(len(devices), 1)
-            template = Placement(size, devices, counts=counts, axis=self.template.axis)
+            axis, place = self.template.axis, self.template.over(devices)
+            if isinstance(place, jax.sharding.Mesh):
+                size = sum(counts) if counts is not None else place.shape.get(axis, 1)
+                template = Placement(size, mesh=place, counts=counts, axis=axis)
+            else:
+                size = sum(counts) if counts is not None else max(len(place), 1)
+                template = Placement(size, place, counts=counts, axis=axis)
         return AutoStep(self.pattern, template, self._memory, self._choice, self._fewer_lanes)
 
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
@@ -224,6 +226,7 @@ class AutoStep(Step[P, R]):
                             ],
                         )
                     )
+                self.pattern.family.check(self.template)
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
                 limit, fewer = self._limit(), self._fewer_lanes
                 found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
