@@ -19,7 +19,7 @@ from vnode.errors import BatchError, PlacementError, layout_message
 from vnode.placement.context import current_mesh, under, with_jit, without_mesh
 from vnode.placement.exchange import put
 from vnode.placement.leaves import shapes_of
-from vnode.placement.patterns import Patterns, axes_of, check_axes, check_found
+from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, check_found
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
@@ -198,8 +198,8 @@ class VirtualStep(Step[P, R]):
         check_placed(tree)
         patterns, host = self.options.patterns, self.options.host
         self.family.check(self.placement)
-        if self.spec.has_one_state:
-            check_found([tree], patterns)
+        if self.spec.has_one_state:  # what a plan names is in all arguments, the batch's too
+            check_found([tree], tuple(each for each in patterns if not isinstance(each[0], Exactly)))
         with without_mesh():
             placed = put(leaving(tree, patterns, self.placement), self.placement)
             return put_by_name(placed, patterns, self.placement, host) if patterns or host else placed
