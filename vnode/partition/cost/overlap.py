@@ -10,7 +10,6 @@ matter to programs that do not come near the device's memory. One gather runs at
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 
@@ -118,7 +117,7 @@ class Backwards:
         self.reads_transfer = [any(n in known for n in needs) for needs in buffers.after]
         self.sizes = {var: need for written in buffers.written for var, need in written}
         self.before = [0.0] * len(buffers.after)  # seconds of transfers that come before each, one after another
-        self.depth = [*self.before]  # and before its end
+        self.depth = [0.0] * len(buffers.after)  # and before its end
         for k in order:
             own = seconds[k] if k in self.transfers else chained.get(k, 0.0)
             self.before[k] = max((self.depth[n] for n in buffers.after[k]), default=0.0)
@@ -205,9 +204,9 @@ class Backwards:
         several: Collection[int] = self.ready[depth]
         if left is not None and len(several) > 1:
             off = {k: abs(left - self.cost[k]) for k in several}
-            least = min(off.values(), default=math.inf)
+            least = min(off.values())
             several = [k for k, each in off.items() if each == least]
-        best = max(several, key=self.weight) if len(several) > 1 else next(iter(several))
+        best = max(several, key=self.weight)
         self.ready[depth].remove(best)
         if not self.ready[depth]:
             del self.ready[depth]
