@@ -131,3 +131,26 @@ def test_weights_that_are_gathered_for_layers_in_nodes_are_counted() -> None:
         assert held == (weights if layout == replicated(3) else weights / 4)
     for layout, held in most(search, slices).items():
         assert held == (0.75 * weights if layout == replicated(2) else 0)
+
+
+def masks(x: jax.Array) -> jax.Array:
+    """Loops in a loop that read what is made of nothing, which the outer one reads as well."""
+    ones = jnp.ones((8, 8))
+
+    def outer(total: jax.Array, part: jax.Array) -> tuple[jax.Array, jax.Array]:
+        inside, _ = lax.scan(lambda h, row: (h @ ones, row), part, ones)
+        return total + jnp.sum(inside), jnp.sin(ones) * jnp.sum(part)
+
+    total, kept = lax.scan(outer, jnp.float32(0), x)
+    return total + jnp.sum(kept)
+
+
+def test_what_is_made_of_nothing_is_not_counted_in_loops_either() -> None:
+    program = of(masks, (4, 8, 8))
+    search = as_problem(program, AXES, Counted(axes=AXES), tied=False)  # a plan is found
+    inner, outer = search.flat.parts
+    (ones,) = [var for var, source in outer.reads.items() if source is None and var not in outer.carried]
+    of_ones = {ones, *[var for var, source in inner.reads.items() if source is ones]}
+    assert len(of_ones) == 3
+    _, found = spans(program)
+    assert not of_ones & found.keys() and not of_ones & {span.beside for span in found.values()}

@@ -4,7 +4,7 @@ Knows lists of equations, and where values are made. Must not know layouts, cost
 
 What a loop reads is in memory in the layout in which its bodies read it, while the loop runs; what that was made of
 only before. If that is there anyway (an argument, what a loop around it reads, what is read again later), the loop's
-own takes memory only as far as it lies otherwise.
+own takes memory only as far as it lies otherwise. What is made of nothing, wherever it is needed, takes none.
 """
 
 from __future__ import annotations
@@ -87,8 +87,13 @@ def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()
         counts = By.LAYOUT if var in part.scanned else By.READERS if var in nodes else By.NONE
         return Span(var, outer.first, outer.last, counts, turns, beside, copied)
 
+    nothing: set[Var] = set()
+    for part in reversed(flat.parts):  # outer ones first
+        for var, source in part.reads.items():
+            if var not in part.carried and (source is None or source in nothing):
+                nothing.add(var)
     for part in flat.parts:
-        found += [operand(part, *each) for each in part.reads.items() if each[1] is not None or each[0] in part.carried]
+        found += [operand(part, *each) for each in part.reads.items() if each[0] not in nothing]
         for var in part.makes:
             begins = part.first if var in part.stacked else part.last
             if var not in replaced:
