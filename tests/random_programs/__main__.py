@@ -4,6 +4,7 @@ Knows processes: programs run in worker processes that are replaced often (compi
 is a finding. Must not know what a program or a failure looks like inside.
 
     python -m tests.random_programs --count 20000 --seed 0 --jobs 2    check many
+    python -m tests.random_programs --count 500 --way plans            divided, as plans at random say; or "layouts"
     python -m tests.random_programs --show 17                          print a program
     python -m tests.random_programs --minimise 17                      make a failing program small
 """
@@ -31,7 +32,7 @@ PATIENCE = 300.0
 
 
 FLAGS = {
-    "xla_force_host_platform_device_count": "3",
+    "xla_force_host_platform_device_count": "8",
     # Most of the time is compilation; the backend of XLA is not on trial.
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
@@ -52,7 +53,7 @@ def prepare() -> None:
     jax.config.update("jax_enable_x64", True)
 
 
-def work(start: int, count: int) -> None:
+def work(start: int, count: int, way: str) -> None:
     """A worker: one line of JSON before and one after every program."""
     prepare()
     from tests.random_programs.check import check
@@ -60,11 +61,11 @@ def work(start: int, count: int) -> None:
 
     for seed in range(start, start + count):
         print(json.dumps({"seed": seed}), flush=True)
-        outcome = check(generate(seed))
+        outcome = check(generate(seed), way)
         print(json.dumps({"seed": seed, **dataclasses.asdict(outcome)}), flush=True)
 
 
-def make_small(seed: int) -> None:
+def make_small(seed: int, way: str) -> None:
     """Prints a failing program's smallest form, its class and the failure."""
     prepare()
     from tests.random_programs.check import check
@@ -72,18 +73,18 @@ def make_small(seed: int) -> None:
     from tests.random_programs.minimise import minimise, tidy
 
     program = generate(seed)
-    outcome = check(program)
+    outcome = check(program, way)
     if not outcome.failed:
         print(json.dumps({"kind": outcome.status, "text": f"{program}\n# {outcome.status}: {outcome.detail}"}))
         return
 
     def same(smaller: Any) -> bool:
-        again = check(smaller)
+        again = check(smaller, way)
         return again.status == outcome.status and (again.status == "wrong" or again.head == outcome.head)
 
     tidied = tidy(program)
     program = minimise(tidied if same(tidied) else program, same)
-    final = check(program)
+    final = check(program, way)
     kind = final.head
     if final.status == "wrong":
         body = [line.strip() for line in program.step_source().splitlines()[1:] if line.strip()]
@@ -95,11 +96,11 @@ def make_small(seed: int) -> None:
 class Campaign:
     """Many programs on a few workers, and what became of them."""
 
-    def __init__(self, start: int, count: int, limit: int, verbose: bool) -> None:
+    def __init__(self, start: int, count: int, limit: int, verbose: bool, way: str) -> None:
         self.chunks: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
         for first in range(start, start + count, CHUNK):
             self.chunks.put((first, min(CHUNK, start + count - first)))
-        self.total, self.limit, self.verbose = count, limit, verbose
+        self.total, self.limit, self.verbose, self.way = count, limit, verbose, way
         self.statuses: collections.Counter[str] = collections.Counter()
         self.heads: dict[str, list[int]] = collections.defaultdict(list)
         self.refused: collections.Counter[str] = collections.Counter()
@@ -109,7 +110,7 @@ class Campaign:
         self.began = time.monotonic()
 
     def command(self, *arguments: str) -> list[str]:
-        return [sys.executable, "-m", "tests.random_programs", *arguments]
+        return [sys.executable, "-m", "tests.random_programs", "--way", self.way, *arguments]
 
     def run(self, jobs: int) -> None:
         threads = [threading.Thread(target=self.serve, daemon=True) for _ in range(jobs)]
@@ -203,22 +204,23 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--limit", type=int, default=20, help="how many programs with wrong numbers are made small")
+    parser.add_argument("--way", choices=["nodes", "layouts", "plans"], default="nodes", help="to carry them out")
     parser.add_argument("--verbose", action="store_true", help="print every failing seed")
     parser.add_argument("--show", type=int, metavar="SEED", help="print one program and stop")
     parser.add_argument("--minimise", type=int, metavar="SEED", help="make one failing program small and stop")
     parser.add_argument("--work", type=int, nargs=2, metavar=("START", "COUNT"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
-        work(*options.work)
+        work(*options.work, options.way)
     elif options.minimise is not None:
-        make_small(options.minimise)
+        make_small(options.minimise, options.way)
     elif options.show is not None:
         prepare()
         from tests.random_programs.generate import generate
 
         print(generate(options.show))
     else:
-        campaign = Campaign(options.seed, options.count, options.limit, options.verbose)
+        campaign = Campaign(options.seed, options.count, options.limit, options.verbose, options.way)
         campaign.run(options.jobs)
         return 0 if campaign.summary() else 1
     return 0

@@ -1,7 +1,7 @@
-"""Runs a program virtualized and not, and compares.
+"""Runs a program as it is and in another way, and compares.
 
-Knows vnode's public names and what counts as equal: structure, shapes, dtypes, integers, booleans and the places of
-NaN and infinity exactly; floats to rounding. Must not know how programs are made.
+Knows what counts as equal: structure, shapes, dtypes, integers, booleans and the places of
+NaN and infinity exactly; floats to rounding. Must not know how programs are made, nor in which ways they run.
 
 Where the two differ, the reference itself is asked how steady it is: it is evaluated again with rounding noise on
 every result that rounds. An output that moves with that noise by itself (a comparison of two sums that are equal but
@@ -26,6 +26,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import vnode
 from tests.random_programs.outer import OUTER
 from tests.random_programs.program import Program
+from tests.random_programs.ways import WAYS
 
 RELATIVE = 1e-9
 """Of the largest magnitude in an output; everything is float64."""
@@ -57,27 +58,18 @@ class Outcome:
         return self.status in ("wrong", "error")
 
 
-def virtualized(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
-    """The program's function on the program's nodes and devices, transformed from outside."""
-    virtual = vnode.virtualize(
-        step,
-        virtual_nodes=program.virtual_nodes,
-        in_axes=program.in_axes,
-        recompute_budget=float("inf"),
-        reduction=program.reduction,
-    )
-    return OUTER[program.outer](virtual.on(jax.devices()[: program.devices], counts=program.counts))
-
-
-def check(program: Program) -> Outcome:
-    """Runs `program` both ways.
+def check(program: Program, way: str = "nodes") -> Outcome:
+    """Runs `program` as it is, and in another way.
 
     Args:
-      program: it.
+      program: it; on what it runs, and within which transformation, it says for the way "nodes" alone.
+      way: one of `ways.WAYS`.
 
     Returns:
       The outcome; exceptions other than KeyboardInterrupt become one too.
     """
+    if way != "nodes":
+        program = dataclasses.replace(program, outer="same", counts=None)
     step, args = program.step(), program.values()
     reference = OUTER[program.outer](step)
     try:
@@ -85,7 +77,7 @@ def check(program: Program) -> Outcome:
     except Exception as error:  # whatever jax says of a program that it refuses
         return Outcome("invalid", head_of(error), str(error))
     try:
-        actual = virtualized(program, step)(*args)
+        actual = OUTER[program.outer](WAYS[way](program, step))(*args)
         jax.block_until_ready(actual)
     except vnode.VnodeError as error:
         return Outcome("refused", head_of(error), str(error))

@@ -162,6 +162,15 @@ SCATTERS = {
 """How terms at the same place combine; None where one of them stays."""
 
 
+def unchanging(name: str, dtype: Any) -> Any:
+    """What a scatter combines with any element without a change to its bits: of sums minus zero, as 0 + -0 is 0."""
+    if name == "scatter-add" and jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.asarray(-np.zeros((), dtype))
+    monoid = SCATTERS[name]
+    assert monoid is not None
+    return jnp.asarray(monoid.identity(dtype), dtype)
+
+
 def overwrites(eqn: JaxprEqn) -> bool:
     """Whether a plain scatter puts its updates in place; with a function of its own it changes the operand by that."""
     update = eqn.params.get("update_jaxpr")
@@ -214,27 +223,42 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places leaves out what goes to others."""
+        """A copy that has some of the places leaves out what goes to others.
+
+        No index leaves its bounds for that, though such an update would be dropped: XLA makes one slice of two, of
+        which it then moves the sum of the starts into bounds, and so reads beyond what the first one cut off.
+        """
         params = resized(d, e, sizes)
         cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
         value, index, update = operands
         if not cut:
             return [e.primitive.bind(value, index, update, **params)]
-        ((_, first), *_) = cut.values()
-        places = []
-        for column, dimension in enumerate(params["dimension_numbers"].scatter_dims_to_operand_dims):
+        numbers, clips = params["dimension_numbers"], params["mode"] == GatherScatterMode.CLIP
+        ((some, (_, first)), *_) = cut.items()
+        here, places = jnp.ones(index.shape[:-1], bool), []
+        for column, dimension in enumerate(numbers.scatter_dims_to_operand_dims):
             factor, start = cut.get(column, (None, 0))
             full = value.shape[dimension] if factor is None else d.sizes[factor]
-            last = full - updated_extent(params["dimension_numbers"], dimension, value.shape, update.shape)
+            last = full - updated_extent(numbers, dimension, value.shape, update.shape)
             place = moved_in(index[..., column], last, first.dtype) - start
-            clips = params["mode"] == GatherScatterMode.CLIP
-            here = True if clips else in_bounds(index[..., column], last)
+            if not clips:
+                here &= in_bounds(index[..., column], last)
             if factor is not None:
                 here &= (place >= 0) & (place < sizes[factor])
-            places.append(jnp.where(here, place, value.shape[dimension]))
-        index = jnp.stack(places, -1)
-        drops = {"mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
-        return [e.primitive.bind(value, index, update, **{**params, **drops})]
+                place %= sizes[factor]  # others, too, are spread over all places
+            places.append(place)
+        drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
+        if monoid is not None:
+            there = lax.broadcast_in_dim(here, update.shape, terms)
+            update = jnp.where(there, update, unchanging(e.primitive.name, update.dtype))
+            return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
+        dimension = numbers.scatter_dims_to_operand_dims[some]
+        own = value.shape[dimension]
+        places[some] = jnp.where(here, places[some], own)  # a place for them alone
+        more = lax.slice_in_dim(value, 0, 1, axis=dimension)
+        value = lax.concatenate([value, more], dimension)
+        result = e.primitive.bind(value, jnp.stack(places, -1), update, **drops)
+        return [lax.slice_in_dim(result, 0, own, axis=dimension)]
 
     linear = {0, 2} if monoid is Monoid.SUM or (monoid is None and overwrites(eqn)) else set()
     return OperatorDescription(

@@ -243,9 +243,7 @@ class Emission(PassEmission):
         """
         eqn, region = action.step.eqn, action.step.region
         assert region is not None
-        slotted = not self.placement.even and all(
-            self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules)
-        )
+        slotted = not self.placement.even and self.has_same_nodes(action)
         apart = set(range(region.operands)) - action.read_whole if slotted else set()
         operands: list[Any] = []
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
@@ -303,6 +301,12 @@ class Emission(PassEmission):
         if layout is None or i not in region.scanned:
             return layout
         return Layout(layout.dims[1:])
+
+    def has_same_nodes(self, action: Evaluation) -> bool:
+        """Whether all bodies of a loop or branch have the nodes of the program around it."""
+        region = action.step.region
+        assert region is not None
+        return all(self.same_nodes(made.flow, test=k < region.tests) for k, made in enumerate(action.schedules))
 
     def same_nodes(self, flow: Flow, test: bool) -> bool:
         """Whether a body has the nodes of the program around it: or, of a body that only tests, none at all.

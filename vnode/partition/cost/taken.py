@@ -347,7 +347,8 @@ def body_buffers(
         elsewhere |= {kernels.memory_of(atom) for atom in ends if isinstance(atom, Var)}
     else:
         shapes = {kernels.memory_of(var): each.shape for each in kernels.kernels for var in each.piece.writes}
-        read = {var for each in kernels.kernels for var in map(kernels.memory_of, each.piece.reads)} | {*ends}
+        read = {var for each in kernels.kernels for var in map(kernels.memory_of, each.piece.reads)}
+        read |= {atom for atom in ends if isinstance(atom, Var)}
         for var, atom in zip(carried, ends, strict=False):  # what nobody reads is written over at once
             if isinstance(atom, Var) and var not in read:
                 elsewhere |= in_one_place(kernels.memory_of(atom), kernels, target)

@@ -124,13 +124,15 @@ class RowProgram:
         bodies = [(path, body, [signature(step.eqn) for step in body.steps]) for path, body in loop_bodies(flow)]
         for node in self.nodes:
             wanted = [signature(eqn) for eqn in node.program.equations]
-            for path, body, several in bodies:
-                start = position(wanted, several)
-                if start is not None:
-                    found.append(NodeFlow(node, body, start, path))
-                    break
-            else:
+            fitting = [
+                NodeFlow(node, body, start, path)
+                for path, body, several in bodies
+                if (start := position(wanted, several)) is not None
+            ]
+            if not fitting:
                 raise PartitionError("a flow is not through the program of a row: one of its passes is missing")
+            taken = {each.path for each in found}  # of passes that look alike each is another
+            found.append(next((each for each in fitting if each.path not in taken), fitting[0]))
         return found
 
 
@@ -157,7 +159,7 @@ class Row(Emission):
         self.nodes: list[Node] = []
         self.invariant = invariant
         self.in_parts = self.fits if in_loop is None else in_loop  # batched inputs and outputs
-        self.in_parts_inside = self.fits or not spread.even  # of loops and branches: slots, if uneven
+        self.in_parts_inside = False  # of the loop or branch that is evaluated
         given = (var for var in self.batched if in_loop is not None or spread.given(self.flow, var))
         self.own = {*given} if self.in_parts else set[Var]()  # of the batched values, those held in parts
 
@@ -249,12 +251,11 @@ class Row(Emission):
     def as_taken(self, form: Form | None, atom: Atom) -> Any:
         """A value in the form in which it is taken where batched values are in parts: a whole one may be cut for that,
         such as zeros with which a loop begins, or that one branch has in the place of what others compute."""
-        if isinstance(self.flow.state(atom).form, Slice):
-            return self.own_part(atom)
-        value = self.read(atom)
         if not isinstance(form, Slice):
-            return value
-        return self.in_part(form, *self.laid_out(as_array(value, atom), form), False)
+            return self.read(atom)
+        if self.flow.state(atom).form == form:
+            return self.own_part(atom)
+        return self.in_part(form, *self.laid_out(as_array(self.read(atom), atom), form), False)
 
     def shard(self, var: Var) -> tuple[Any, int]:
         if var not in self.own:
@@ -287,6 +288,8 @@ class Row(Emission):
         return bind(constraint_equation(((),) * value.ndim), [value])[0]
 
     def run_nested(self, action: Evaluation) -> None:
+        # Shards, or slots if rows are uneven; bodies that have other nodes are given whole values.
+        self.in_parts_inside = (self.fits or not self.spread.even) and self.has_same_nodes(action)
         super().run_nested(action)
         if self.in_parts_inside:
             made = zip(action.step.eqn.outvars, action.results, strict=True)
@@ -440,7 +443,7 @@ def signature(eqn: JaxprEqn) -> tuple[Any, ...]:
     """What an equation is, as far as it says where a program begins in another."""
     return (
         eqn.primitive.name,
-        *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in eqn.outvars),
+        *((getattr(v.aval, "shape", None), getattr(v.aval, "dtype", None)) for v in (*eqn.invars, *eqn.outvars)),
     )
 
 

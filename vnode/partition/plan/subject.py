@@ -15,6 +15,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.again import Kept, kept_for_later
 from vnode.analysis.fingerprint import Fingerprint, Writer
+from vnode.analysis.forms import Slice
 from vnode.analysis.late import Late
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made
@@ -181,6 +182,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
     kept = kept_for_later(program)
     results = output.merge([jax.ShapeDtypeStruct(atom.aval.shape, atom.aval.dtype) for atom in program.outputs])
     before = successors(results, placed, [i in wholes for i, _ in leaves])
+    forms = made.schedule.flow.output_forms  # what nodes return a part of succeeds nothing that all of them have
     more = len(program.inputs) - len(leaves)  # what the function closed over and is being traced
     return Subject(
         step,
@@ -190,7 +192,7 @@ def subject_of(step: Any, args: Sequence[Any]) -> Subject:
         (*named, *[None] * more),
         frozenset(i for i, axis in enumerate(call.axes) if axis is not None and call.size > 1),
         frozenset(i for i, (arg, _) in enumerate(leaves) if arg in spec.donate_argnums),
-        {j: i for j, i in enumerate(before) if i is not None},
+        {j: i for j, i in enumerate(before) if i is not None and not isinstance(forms[j], Slice)},
         call.size,
         kept,
     )
