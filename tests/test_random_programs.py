@@ -29,34 +29,45 @@ PROGRAMS = 8
 """Programs of each."""
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.newest] if i < 2 else []) for i in range(SHARDS)])
-def test_random_programs(shard: int) -> None:
+def checked(shard: int, way: str) -> None:
     @hypothesis.settings(max_examples=PROGRAMS, derandomize=True, database=None, phases=[hypothesis.Phase.generate])
     @hypothesis.given(st.integers(0, 2**32 - 1))
     def equal_or_refused(seed: int) -> None:
         with jax.enable_x64(True):
             program = generate(seed * SHARDS + shard)
-            outcome = check(program)
+            outcome = check(program, way)
             seen[outcome.status] += 1
             if outcome.failed:
-                pytest.fail(report(program, outcome))
+                pytest.fail(report(program, outcome, way))
 
     seen: collections.Counter[str] = collections.Counter()
     equal_or_refused()
     assert seen["equal"] >= PROGRAMS // 2, f"most programs prove nothing: {seen}"
 
 
-def report(program: Program, outcome: Outcome) -> str:
+@pytest.mark.thorough
+@pytest.mark.parametrize("shard", [pytest.param(i, marks=[pytest.mark.newest] if i < 2 else []) for i in range(SHARDS)])
+def test_random_programs(shard: int) -> None:
+    checked(shard, "nodes")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("shard", range(2))
+@pytest.mark.parametrize("way", ["layouts", "plans"])
+def test_random_programs_over_meshes(way: str, shard: int) -> None:
+    checked(shard, way)
+
+
+def report(program: Program, outcome: Outcome, way: str) -> str:
     """The failing program made small, and what is wrong with it."""
 
     def same(smaller: Program) -> bool:
-        again = check(smaller)
+        again = check(smaller, way)
         return again.status == outcome.status and (again.status == "wrong" or again.head == outcome.head)
 
     small = tidy(program)
     small = minimise(small, same, budget=60) if same(small) else program
-    return f"{small}\n# {outcome.head}\n# {check(small).detail}"
+    return f"{small}\n# {outcome.head}\n# {check(small, way).detail}"
 
 
 def test_a_seed_is_a_program() -> None:

@@ -1142,6 +1142,11 @@ def test_memory_of_loops_by_hand() -> None:
         return lax.scan(body, x @ x, None, length=5)[1].sum()
 
     assert memory_of(device_of(stacked, x), CPU).temporaries == 6 * N
+
+    def numbers(x: Any) -> Any:
+        return (lax.scan(lambda c, _: (jnp.tanh(c), 1.0), x @ x, None, length=5)[1] @ x[:5]).sum()
+
+    assert memory_of(device_of(numbers, x), CPU).temporaries < 2 * N, "and the numbers"
     branches = device_of(lambda i, x: lax.cond(i, lambda x: (x @ x) @ x, lambda x: x, x), ones(dtype=jnp.bool_), x)
     assert memory_of(branches, CPU).temporaries == N + 64, "and the number of the branch, aligned"
 

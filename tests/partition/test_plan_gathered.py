@@ -249,3 +249,71 @@ def test_examples_in_turn_are_read_whole(sizes: dict[str, int], nodes: int) -> N
     on = OnMesh(subject, V5E, sizes, "cpu", None)
     plan = plan_of(subject, on.candidate("whole", on.whole), V5E, GIB, {})
     assert_same(plan.step()(*args), jax.jit(in_turn), *args)
+
+
+def whole_and_its_double(params: Params, x: jax.Array) -> Any:
+    """A result of each example beside a weight of the same shape, which it does not succeed."""
+    return {"w": params, "each": x * params.sum()}
+
+
+def other_parts_inside(params: Params, x: jax.Array) -> Any:
+    """Two examples are one in the step, not in the loop that they go through until all of them are near zero."""
+    halves, _ = jax.lax.while_loop(lambda s: jnp.max(s[0]) > 0.1, lambda s: (0.5 * s[0], s[1] + 1), (jnp.abs(x), 0))
+    return params, (halves, x.reshape(-1, 2, *x.shape[1:]).sum(1) * params.sum())
+
+
+def other_parts_in_a_loop(params: Params, x: jax.Array) -> Any:
+    """Examples three times one after another in a loop, in parts that are none of the step's."""
+
+    def turn(c: jax.Array, p: jax.Array) -> Any:
+        tripled = jnp.concatenate([x, x[::-1], x])
+        return jnp.tanh(c + tripled.reshape(len(x), 3, -1).sum(1)) * p, c.sum()
+
+    return jax.lax.scan(turn, x, params)
+
+
+def turned_in_one_branch(params: Params, x: jax.Array) -> Any:
+    """Examples are one dimension of what one branch returns, and another one of what the other does."""
+    pairs = x[:, :2].T.reshape(2, 2, 2)
+    found = jax.lax.cond(
+        x.sum() > 0, lambda: pairs.transpose(1, 0, 2), lambda: jnp.broadcast_to(pairs[:-1], pairs.shape)
+    )
+    return params, found
+
+
+def alike_passes(params: Params, x: jax.Array) -> Any:
+    """Two passes begin with a product of the same shape, one of them in a loop, by a number."""
+    squares = x * x
+    total = jnp.tanh((squares.T @ squares).sum())
+    near, _ = jax.lax.while_loop(lambda s: jnp.any(s[0] > 0.3 * total), lambda s: (s[0] * 0.7, s[1] + 1), (x, 0))
+    return params + total, near
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("step", "examples", "nodes", "size"),
+    [
+        (whole_and_its_double, 6, 2, None),
+        (other_parts_inside, 12, 5, None),
+        (other_parts_in_a_loop, 6, 3, None),
+        (turned_in_one_branch, 4, 2, None),
+        (alike_passes, 9, 6, 2),
+    ],
+    ids=lambda each: getattr(each, "__name__", None),
+)
+def test_values_of_each_example_around_loops_and_branches(
+    step: Callable[..., Any], examples: int, nodes: int, size: int | None, sizes: dict[str, int]
+) -> None:
+    width = 6 if size is None else size
+    bare = step is whole_and_its_double
+    args = jnp.abs(normal(1, 6)), normal(2, examples) if bare else normal(2, examples, width)
+    machine = Machine.gpus("P100", hosts=1, per_host=math.prod(sizes.values()))
+    for reduction in ("fast", "invariant"):
+        subject = subject_of(on_nodes(step, nodes, {"reduction": reduction, "in_axes": (None, 0)}), args)
+        on = OnMesh(subject, machine, sizes, "cpu", None)
+        for seed in range(2):
+            drawn = possible(on.search.problem, np.random.default_rng(seed))
+            made = on.candidate("random", on.search.flow(drawn), over_rows=bool(seed))
+            plan = plan_of(subject, made, machine, GIB, {})
+            assert_same(plan.step(jax.devices()[: len(machine.devices)])(*args), jax.jit(step), *args)

@@ -40,6 +40,8 @@ PLANS = (
 )
 """Axes of meshes: nodes' first, where there are nodes."""
 
+TPUS = {4: "v5e:2x2", 8: "v5e:2x4"}
+
 
 def options(program: Program) -> dict[str, Any]:
     return {"in_axes": program.in_axes, "reduction": program.reduction, "recompute_budget": float("inf")}
@@ -83,14 +85,17 @@ def laid_out(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
 def planned(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     """As a plan says in which all strategies are drawn, on nodes; of half of them the state is sharded over these, too.
 
+    Some are for TPUs, and are carried out all the same.
+
     If the program's bits are to be the same on any number of devices, it runs on those of one row as well.
     """
     rng = np.random.default_rng(program.seed)
     sizes = PLANS[rng.integers(len(PLANS))]
     devices = jax.devices()[: math.prod(sizes.values())]
-    machine = Machine.gpus("P100", hosts=1, per_host=len(devices))
+    tpu = TPUS.get(len(devices)) if rng.random() < 0.5 else None
+    machine = Machine.gpus("P100", hosts=1, per_host=len(devices)) if tpu is None else Machine.tpu(tpu)
     subject = subject_of(on_nodes(step, program.virtual_nodes, options(program)), program.values())
-    on = OnMesh(subject, machine, sizes, "cpu", None)
+    on = OnMesh(subject, machine, sizes, "cpu" if tpu is None else "tpu", None)
     drawn = possible(on.search.problem, rng)
     chosen = on.candidate("random", on.search.flow(drawn), over_rows=bool(rng.random() < 0.5))
     made = plan_of(subject, chosen, machine, 2**30, {}).step(devices)

@@ -163,12 +163,12 @@ SCATTERS = {
 
 
 def unchanging(name: str, dtype: Any) -> Any:
-    """What a scatter combines with any element without a change to its bits: of sums minus zero, as 0 + -0 is 0."""
-    if name == "scatter-add" and jnp.issubdtype(dtype, jnp.inexact):
-        return jnp.asarray(-np.zeros((), dtype))
-    monoid = SCATTERS[name]
-    assert monoid is not None
-    return jnp.asarray(monoid.identity(dtype), dtype)
+    """What a scatter combines with any element without a change to its bits; None if there is no such thing."""
+    monoid, floats = SCATTERS[name], jnp.issubdtype(dtype, jnp.inexact)
+    if monoid is None or (monoid is Monoid.PROD and jnp.issubdtype(dtype, jnp.complexfloating)):
+        return None  # 1 + 0j changes the sign of zeros
+    zero = name == "scatter-add" and floats  # of which 0 + -0 is 0, and -0 + 0 is not -0
+    return jnp.asarray(-np.zeros((), dtype) if zero else monoid.identity(dtype), dtype)
 
 
 def overwrites(eqn: JaxprEqn) -> bool:
@@ -248,9 +248,9 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
                 place %= sizes[factor]  # others, too, are spread over all places
             places.append(place)
         drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
-        if monoid is not None:
-            there = lax.broadcast_in_dim(here, update.shape, terms)
-            update = jnp.where(there, update, unchanging(e.primitive.name, update.dtype))
+        nothing = unchanging(e.primitive.name, update.dtype)
+        if nothing is not None:
+            update = jnp.where(lax.broadcast_in_dim(here, update.shape, terms), update, nothing)
             return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
         dimension = numbers.scatter_dims_to_operand_dims[some]
         own = value.shape[dimension]

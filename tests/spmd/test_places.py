@@ -1,0 +1,75 @@
+"""What is put at places of a divided dimension by one index, where the division is itself a slice in the program.
+
+Knows scatters, layouts and a fault of XLA: of two slices, of which the second begins out of bounds, it makes one that
+reads beyond what the first one cut off. Must not know how copies leave out what goes to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from tests.spmd.reference import mesh_of
+from vnode.analysis.tracing import trace
+from vnode.spmd.flow import follow
+from vnode.spmd.layout import Layout, cut_of, replicated
+from vnode.spmd.program import over_mesh
+
+pytestmark = pytest.mark.quickly
+
+ROWS = 8
+KINDS: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "set": lambda v, i, u: v.at[i].set(u),
+    "add": lambda v, i, u: v.at[i].add(u),
+    "subtract": lambda v, i, u: v.at[i].subtract(u),
+    "multiply": lambda v, i, u: v.at[i].multiply(u),
+    "min": lambda v, i, u: v.at[i].min(u),
+    "max": lambda v, i, u: v.at[i].max(u),
+    "apply": lambda v, i, u: v.at[i].apply(jnp.square),
+}
+
+
+def values(dtype: Any) -> np.ndarray:
+    """Rows that are unlike their neighbours, with both zeros among them."""
+    rows = np.random.default_rng(0).integers(-9, 9, (ROWS, 3)).astype(dtype)
+    rows[::2, 0], rows[1::2, 0] = 0.0, -dtype(0)
+    return rows
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64], ids=lambda dtype: dtype.__name__)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_a_slice_that_others_put_something_in_keeps_its_bits(kind: str, dtype: Any, devices: int) -> None:
+    put = KINDS[kind]
+    axes = {"x": devices}
+    own, new = values(dtype), np.full((1, 3), 5, dtype)
+    divided = Layout((cut_of(("x",), 1, ROWS, ROWS, axes), None))
+    traced = trace(put, own, np.zeros(1, np.int32), new)
+    layouts = [divided, replicated(1), replicated(2)][: len(traced.program.inputs)]
+    flow = follow(traced.program, layouts, axes, outputs=[divided])
+    assert [step.made for step in flow.steps if "scatter" in step.eqn.primitive.name] == [(divided,)]
+    made = jax.jit(over_mesh(flow, mesh_of(axes)))
+    for index in (*range(ROWS), ROWS, -ROWS - 1):  # and places that there are not, where nothing is put
+        args = own, np.array([index], np.int32), new
+        (got,), want = made(*args), jax.jit(put)(*args)
+        assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), index
+        untouched = [row for row in range(ROWS) if row != index]
+        assert np.asarray(want)[untouched].tobytes() == own[untouched].tobytes()
+
+
+def test_the_fault_is_there() -> None:
+    """When this fails, `vnode.operators.indexing` may drop updates again by an index out of bounds."""
+
+    def twice(value: jax.Array, first: int, second: int) -> jax.Array:
+        return lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(value, first, 3), second, 1)
+
+    value = np.arange(9.0, dtype=np.float32)
+    right = value[3:6][2:]  # a slice is moved into bounds
+    assert twice(jnp.asarray(value), 3, 3) == right
+    assert jax.jit(twice)(value, 3, 3) == value[6:7] != right
