@@ -165,7 +165,7 @@ SLICES = {
 """Of each kind of chip what is compiled for, and how many of its devices are taken."""
 
 
-def on_devices(name: str, chip: str, budget: float) -> Iterator[dict[str, Any]]:
+def on_devices(name: str, chip: str, budget: float, changed: dict[str, int]) -> Iterator[dict[str, Any]]:
     """What each of several devices holds, times their number, beside what one holds, by the compiler."""
     import jax
 
@@ -175,7 +175,7 @@ def on_devices(name: str, chip: str, budget: float) -> Iterator[dict[str, Any]]:
     from vnode.partition import Machine, search
 
     smaller = models("tpu")
-    made = smaller[name]() if name in smaller else MODELS[name]("paper")
+    made = smaller[name]() if name in smaller else MODELS[name]("paper", **changed)
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), (made.state, made.batch))
     options: dict[str, Any] = {"virtual_nodes": 8, "donate_argnums": 0}
     base = 0.0
@@ -205,6 +205,7 @@ def main() -> None:
     parser.add_argument("what", choices=("whole", "plan", "scan", "devices"))
     parser.add_argument("--model", default="lstm", help="for devices: as in partition or partition_models")
     parser.add_argument("--chip", default="v5e", choices=[*SLICES], help="for devices")
+    parser.add_argument("--changed", nargs="*", default=[], metavar="SIZE=N", help="for devices: of the paper's sizes")
     for name, size in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=size)
     parser.add_argument("--nodes", default="auto", help="virtual nodes; a number, or auto")
@@ -222,7 +223,8 @@ def main() -> None:
     else:
         scan = args.what == "scan"
         found = []
-        for row in of_scan(not args.no_compile) if scan else on_devices(args.model, args.chip, args.budget):
+        changed = {name: int(size) for name, size in (each.split("=") for each in args.changed)}
+        for row in of_scan(not args.no_compile) if scan else on_devices(args.model, args.chip, args.budget, changed):
             print(json.dumps(row), flush=True)
             found.append(row)
     print(json.dumps(found))

@@ -25,7 +25,7 @@ from benchmarks.partition import possible
 from tests.partition.test_plan import V5E, normal
 from tests.rounding import assert_same
 from vnode.analysis.program import scope
-from vnode.partition import Plan, search
+from vnode.partition import Machine, Plan, search
 from vnode.partition.plan import budget
 from vnode.partition.plan.candidates import BESIDE, OnMesh
 from vnode.partition.plan.search import plan_of
@@ -352,6 +352,7 @@ def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeyp
     monkeypatch.setattr(OnMesh, "candidate", seen)
     monkeypatch.setattr(budget, "MORE", 0.0)  # nothing is looked at that would fit
     with pytest.raises(vnode.MemoryLimitError) as error:
-        search(*example("experts"), V5E, virtual_nodes=2, memory=100, budget=1200, progress=False)
+        machine = Machine.tpu("v5e:2x2")
+        search(*example("experts"), machine, virtual_nodes=2, memory=100, budget=1200, progress=False)
     memory, name = min(made)
     assert BESIDE in name and f"the smallest found takes {size(memory)}, " in str(error.value)

@@ -1,4 +1,4 @@
-"""What is put at places of a divided dimension by one index, where the division is itself a slice in the program.
+"""What is put at places of a divided dimension by few indices, where the division is itself a slice in the program.
 
 Knows scatters, layouts and a fault of XLA: of two slices, of which the second begins out of bounds, it makes one that
 reads beyond what the first one cut off. Must not know how copies leave out what goes to others.
@@ -44,22 +44,23 @@ def values(dtype: Any) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("devices", [2, 3, 4])
-def test_a_slice_that_others_put_something_in_keeps_its_bits(kind: str, dtype: Any, devices: int) -> None:
+@pytest.mark.parametrize(("devices", "count"), [(2, 1), (3, 1), (4, 1), (3, 2), (3, 4)])
+def test_a_slice_that_others_put_something_in_keeps_its_bits(kind: str, dtype: Any, devices: int, count: int) -> None:
     put = KINDS[kind]
     axes = {"x": devices}
-    own, new = values(dtype), np.full((1, 3), 5, dtype)
+    own, new = values(dtype), np.full((count, 3), 5, dtype)
     divided = Layout((cut_of(("x",), 1, ROWS, ROWS, axes), None))
-    traced = trace(put, own, np.zeros(1, np.int32), new)
+    traced = trace(put, own, np.zeros(count, np.int32), new)
     layouts = [divided, replicated(1), replicated(2)][: len(traced.program.inputs)]
     flow = follow(traced.program, layouts, axes, outputs=[divided])
     assert [step.made for step in flow.steps if "scatter" in step.eqn.primitive.name] == [(divided,)]
     made = jax.jit(over_mesh(flow, mesh_of(axes)))
     for index in (*range(ROWS), ROWS, -ROWS - 1):  # and places that there are not, where nothing is put
-        args = own, np.array([index], np.int32), new
+        several = [index, *[(index + 3 * k) % ROWS for k in range(1, count)]]
+        args = own, np.array(several, np.int32), new
         (got,), want = made(*args), jax.jit(put)(*args)
         assert np.asarray(got).tobytes() == np.asarray(want).tobytes(), index
-        untouched = [row for row in range(ROWS) if row != index]
+        untouched = [row for row in range(ROWS) if row not in several]
         assert np.asarray(want)[untouched].tobytes() == own[untouched].tobytes()
 
 

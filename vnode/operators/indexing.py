@@ -11,6 +11,8 @@ A dimension that a window covers fully is not indexed, whatever the parameters s
 
 from __future__ import annotations
 
+import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -223,10 +225,10 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
     def emit(
         d: OperatorDescription, e: JaxprEqn, operands: Sequence[Any], sizes: Sizes, positions: Positions
     ) -> list[Any]:
-        """A copy that has some of the places leaves out what goes to others.
+        """A copy that has some of the places leaves out what goes to others, by an index out of bounds.
 
-        No index leaves its bounds for that, though such an update would be dropped: XLA makes one slice of two, of
-        which it then moves the sum of the starts into bounds, and so reads beyond what the first one cut off.
+        Not if there is one index: XLA then reads a slice, and of two slices makes one, whose start it moves into the
+        bounds of all that was sliced, and so reads beyond what a copy was given.
         """
         params = resized(d, e, sizes)
         cut = {columns[factor]: (factor, positions[factor]()[0]) for factor in columns if factor in positions}
@@ -235,28 +237,29 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
             return [e.primitive.bind(value, index, update, **params)]
         numbers, clips = params["dimension_numbers"], params["mode"] == GatherScatterMode.CLIP
         ((some, (_, first)), *_) = cut.items()
-        here, places = jnp.ones(index.shape[:-1], bool), []
+        within, places, alone = list[Any](), list[Any](), math.prod(index.shape[:-1]) == 1
         for column, dimension in enumerate(numbers.scatter_dims_to_operand_dims):
             factor, start = cut.get(column, (None, 0))
             full = value.shape[dimension] if factor is None else d.sizes[factor]
             last = full - updated_extent(numbers, dimension, value.shape, update.shape)
             place = moved_in(index[..., column], last, first.dtype) - start
             if not clips:
-                here &= in_bounds(index[..., column], last)
+                within.append(in_bounds(index[..., column], last))
             if factor is not None:
-                here &= (place >= 0) & (place < sizes[factor])
-                place %= sizes[factor]  # others, too, are spread over all places
+                within.append((place >= 0) & (place < sizes[factor]))
+                place = place % sizes[factor] if alone else place
             places.append(place)
         drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
+        here = functools.reduce(jnp.logical_and, within)
         nothing = unchanging(e.primitive.name, update.dtype)
-        if nothing is not None:
+        if alone and nothing is not None:
             update = jnp.where(lax.broadcast_in_dim(here, update.shape, terms), update, nothing)
             return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
         dimension = numbers.scatter_dims_to_operand_dims[some]
         own = value.shape[dimension]
-        places[some] = jnp.where(here, places[some], own)  # a place for them alone
-        more = lax.slice_in_dim(value, 0, 1, axis=dimension)
-        value = lax.concatenate([value, more], dimension)
+        places[some] = jnp.where(here, places[some], own)
+        if alone:  # a place for what goes to others
+            value = lax.concatenate([value, lax.slice_in_dim(value, 0, 1, axis=dimension)], dimension)
         result = e.primitive.bind(value, jnp.stack(places, -1), update, **drops)
         return [lax.slice_in_dim(result, 0, own, axis=dimension)]
 
