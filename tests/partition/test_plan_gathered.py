@@ -289,6 +289,16 @@ def alike_passes(params: Params, x: jax.Array) -> Any:
     return params + total, near
 
 
+def whole_at_first(params: Params, x: jax.Array) -> Any:
+    """A loop begins with a mean over the batch, of the batch's length, and goes on with a value of each example."""
+
+    def turn(s: Any) -> Any:
+        return 0.5 * s[0] + 0.5 * jnp.tanh(x[:, 0]), s[1] + 1
+
+    found, turns = jax.lax.while_loop(lambda s: (s[1] < 4) & (jnp.abs(s[0]).max() > 0.2), turn, (x.mean(0), 0))
+    return params, (found, turns)
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -299,6 +309,7 @@ def alike_passes(params: Params, x: jax.Array) -> Any:
         (other_parts_in_a_loop, 6, 3, None),
         (turned_in_one_branch, 4, 2, None),
         (alike_passes, 9, 6, 2),
+        (whole_at_first, 4, 3, 4),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )

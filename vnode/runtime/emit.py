@@ -246,9 +246,12 @@ class Emission(PassEmission):
         slotted = not self.placement.even and self.has_same_nodes(action)
         apart = set(range(region.operands)) - action.read_whole if slotted else set()
         operands: list[Any] = []
+        cut = set[int]()  # in slots, and not before
         for i, (atom, form) in enumerate(zip(eqn.invars, action.operands, strict=True)):
             if i in apart and isinstance(form, Slice):
                 operands.append(self.in_slots(atom, form, 1 if i in region.scanned else 0))
+                if not self.is_in_slots(atom, form):
+                    cut.add(i)
             else:
                 value = as_array(self.taken_as(form, atom), atom)
                 operands.append(value if slotted else self.in_shards(value, form))
@@ -266,7 +269,7 @@ class Emission(PassEmission):
 
             values = bounded([flow.state(var).form for var in flow.program.inputs], inputs)
             in_slots = [k for k, i in enumerate(given) if i in apart] if slotted else None
-            layouts = [self.layout_in_body(eqn.invars[i], region, i) for i in given]
+            layouts = [None if i in cut else self.layout_in_body(eqn.invars[i], region, i) for i in given]
             division = dataclasses.replace(self.division, layouts=layouts, rooms=None, ends=())
             outputs = self.emit_body(made, values, arguments, in_slots, division)
             return bounded(flow.output_forms, outputs)  # and not as this body has them: another may have them in parts

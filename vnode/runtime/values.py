@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -245,7 +245,7 @@ class Values:
 
     def in_slots(self, atom: Atom, form: Slice, dim: int = 0) -> Any:
         """A batched value as devices hold it, with the slots as dimension `dim`."""
-        if isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form:
+        if self.is_in_slots(atom, form):
             value, now = self.of_slots(atom), int(atom in self.stacked)
         else:
             d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
@@ -255,6 +255,10 @@ class Values:
             value = value.reshape(*value.shape[: d + 1], form.outer * n, *value.shape[d + 3 :])
             value = lax.with_sharding_constraint(value, self.placement.sharding(self.placement.axis))
         return jnp.moveaxis(value, now, dim)
+
+    def is_in_slots(self, atom: Atom, form: Slice) -> TypeGuard[Var]:
+        """Whether devices hold a batched value so already."""
+        return isinstance(atom, Var) and atom in self.collected and self.flow.states[atom].form == form
 
     def in_order(self, var: Var) -> Any:
         """A collected value in the order of the batch."""
