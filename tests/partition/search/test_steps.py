@@ -448,3 +448,16 @@ def test_meshes_of_three_axes(name: str) -> None:
     for have, want in zip(made, jax.tree.leaves(jax.jit(step)(*arguments)), strict=True):
         np.testing.assert_allclose(np.asarray(have), np.asarray(want), rtol=2e-4, atol=2e-5)
     assert best.cost <= exact(one.problem).cost * 1.05  # exchanges over three axes follow one another
+
+
+def counted(x: jax.Array) -> jax.Array:
+    """A loop adds the same to what it carries in each turn, which is made of nothing."""
+    return jax.lax.scan(lambda total, row: (total + jnp.ones((2, 8)).mean() + row.sum(), None), jnp.float32(0), x)[0]
+
+
+def test_what_is_made_of_nothing_is_not_read_in_pieces() -> None:
+    axes = {"x": 2, "y": 2}
+    jaxpr = jax.make_jaxpr(counted)(jax.ShapeDtypeStruct((4, 8), jnp.float32))
+    search = as_problem(inline(jaxpr.jaxpr, jaxpr.consts), axes, Counted(axes=axes), tied=False)
+    for seed in range(20):
+        search.flow(possible(search.problem, np.random.default_rng(seed)))  # and is not refused

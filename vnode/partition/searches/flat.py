@@ -9,6 +9,7 @@ found by following the factors of all equations (union-find).
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 
@@ -141,6 +142,16 @@ class Flat:
     apart: Mapping[Var, frozenset[str]]
     beside: Mapping[Var, str]
     parts: tuple[Part, ...]
+
+    @functools.cached_property
+    def nothing(self) -> frozenset[Var]:
+        """The free variables, and what bodies of loops and branches are given that is such, or made of such alone."""
+        found = set(self.free)
+        for part in reversed(self.parts):  # outer ones first
+            for var, source in part.reads.items():
+                if var not in part.carried and (source is None or source in found):
+                    found.add(var)
+        return frozenset(found)
 
     def named(self, var: Var, dim: int) -> Hashable:
         """The named dimension of a value's dimension."""

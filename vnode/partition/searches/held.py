@@ -87,13 +87,8 @@ def spans_of(flat: Flat, made: Mapping[Var, int], replaced: Collection[Var] = ()
         counts = By.LAYOUT if var in part.scanned else By.READERS if var in nodes else By.NONE
         return Span(var, outer.first, outer.last, counts, turns, beside, copied)
 
-    nothing: set[Var] = set()
-    for part in reversed(flat.parts):  # outer ones first
-        for var, source in part.reads.items():
-            if var not in part.carried and (source is None or source in nothing):
-                nothing.add(var)
     for part in flat.parts:
-        found += [operand(part, *each) for each in part.reads.items() if each[0] not in nothing]
+        found += [operand(part, *each) for each in part.reads.items() if each[0] not in flat.nothing]
         for var in part.makes:
             begins = part.first if var in part.stacked else part.last
             if var not in replaced:

@@ -206,9 +206,12 @@ class _Builder:
             var: (*self.place[n], j) for n, node in enumerate(self.flat.nodes) for j, var in enumerate(node.eqn.outvars)
         }
         self.reads: dict[Var, dict[int, list[tuple[int, int]]]] = {}  # by cluster: positions and operands
+        self.nowhere: dict[int, list[tuple[int, int]]] = {}  # what is made of nothing, and so is nowhere in pieces
         for var, several in readers(self.flat.nodes).items():
             for n, i in several:
                 k, p = self.place[n]
+                if var in self.flat.nothing:
+                    self.nowhere.setdefault(k, []).append((p, i))
                 if var not in self.flat.free and self.makers.get(var, (-1,))[0] != k:
                     self.reads.setdefault(var, {}).setdefault(k, []).append((p, i))
         self.into: dict[Var, list[Link]] = {}  # by target
@@ -231,6 +234,9 @@ class _Builder:
         number = {value.var: len(self.clusters) + k for k, value in enumerate(values)}
         seconds = [np.array([s.seconds for s in c.strategies]) for c in self.clusters]
         seconds += [np.zeros(len(value.layouts)) for value in values]
+        for k, several in self.nowhere.items():
+            asked = [any(layout.partial for layout in want) for want in self.wanted(k, several)]
+            seconds[k] = np.where(asked, math.inf, seconds[k])
         edges: list[Edge] = []
         alike: list[list[tuple[int, Hashable]]] = [[] for _ in seconds]  # what is known of an operator's edges
 
