@@ -11,6 +11,7 @@ SELECT ?= not thorough and not wheel
 QUICK ?= tests/test_architecture.py tests/test_tree.py tests/test_placement.py tests/test_errors.py tests/test_couplings.py \
 	tests/test_surroundings.py tests/test_overflow.py
 PROGRAMS ?= 20000
+DIVIDED ?= 2000
 
 # Run again for lesser instruction sets than the processor has; for the least, jaxlib itself cannot compile float16 (nor float8, by way of it).
 ISA_TESTS := tests/test_zoo.py tests/test_invariance.py
@@ -25,7 +26,7 @@ help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make quick     some of the tests, in a minute"
 	@echo "make test      the tests that matter most, in fifteen"
-	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs"
+	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs, $(DIVIDED) divided"
 	@echo "make lint      ruff and pyright"
 	@echo "make docs      the site, in out/docs/index.html"
 	@echo "make bench     the benchmarks, as a table"
@@ -50,6 +51,8 @@ test-all: $(VENV)/.installed
 	XLA_FLAGS=--xla_cpu_max_isa=AVX2 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(ISA_TESTS) tests/test_overflow.py
 	XLA_FLAGS=--xla_cpu_max_isa=SSE4_2 $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(ISA_TESTS) -k "$(WITHOUT_FLOAT16)"
 	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)
+	$(BIN)/python -m tests.random_programs --count $(DIVIDED) --seed 0 --jobs $(JOBS) --way layouts
+	$(BIN)/python -m tests.random_programs --count $(DIVIDED) --seed 0 --jobs $(JOBS) --way plans
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
