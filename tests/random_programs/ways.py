@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 import vnode
 from benchmarks.partition import possible
 from tests.random_programs.program import Program
-from tests.spmd.test_zoo_steps import layout_of
+from tests.spmd.reference import layout_of
 from vnode.analysis.tracing import trace
 from vnode.partition import Machine
 from vnode.partition.plan.candidates import OnMesh

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, jaxprs_in_params
 from jax.sharding import Mesh
 
 from vnode.operators import Monoid
-from vnode.spmd.layout import Cut, Layout, cut_of
+from vnode.spmd.layout import Cut, Layout, cut_of, replicated
 
 MESHES: Mapping[str, Mapping[str, int]] = {
     "4": {"x": 4},
@@ -98,6 +98,14 @@ def random_layout(shape: Sequence[Sequence[int]], axes: Mapping[str, int], gener
             for several, factors in zip(names, shape, strict=True)
         )
     )
+
+
+def layout_of(shape: Sequence[int], axes: Mapping[str, int], generator: np.random.Generator) -> Layout:
+    """Some layout of a value: every third is whole on every device."""
+    if generator.random() < 0.3:
+        return replicated(len(shape))
+    layout = random_layout([(n,) for n in shape], axes, generator)
+    return Layout(tuple(cut if n > 1 else None for cut, n in zip(layout.dims, shape, strict=True)))
 
 
 COMBINE = {

@@ -19,12 +19,11 @@ import pytest
 
 from tests import zoo
 from tests.rounding import MOVED, compare, host, moved_by
-from tests.spmd.reference import MESHES, mesh_of, random_layout
+from tests.spmd.reference import MESHES, layout_of, mesh_of
 from tests.zoo.compare import QUICKLY, build, running_in, unit
 from vnode import VnodeError
 from vnode.analysis.tracing import trace
 from vnode.spmd.flow import follow
-from vnode.spmd.layout import Layout, replicated
 from vnode.spmd.program import over_mesh
 
 EFFECT = "has an effect, and every device of a mesh that splits more than the batch would have it"
@@ -78,14 +77,6 @@ def on_leaves(case: zoo.Case, program: zoo.Program) -> tuple[Callable[..., Any],
         return [leaf for leaf in jax.tree.leaves(result) if is_array(leaf)]
 
     return function, [leaves[i] for i in traced]
-
-
-def layout_of(shape: Sequence[int], axes: Mapping[str, int], generator: np.random.Generator) -> Layout:
-    """Some layout of a value: every third is whole on every device."""
-    if generator.random() < 0.3:
-        return replicated(len(shape))
-    layout = random_layout([(n,) for n in shape], axes, generator)
-    return Layout(tuple(cut if n > 1 else None for cut, n in zip(layout.dims, shape, strict=True)))
 
 
 def check(case: zoo.Case, shape: str, seed: int) -> None:
