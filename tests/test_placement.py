@@ -191,3 +191,10 @@ def test_resizing_in_the_middle_of_training() -> None:
         return w, losses
 
     assert_same(ten_steps(lambda i: places[i % 3], w, x), partial(ten_steps, lambda i: plain), w, x)
+
+
+def test_devices_that_compute_a_node_together_are_drawn_as_a_row() -> None:
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:8]).reshape(2, 4), ("vnode", "model"))
+    page = vnode.Placement(6, mesh=mesh).page()
+    assert page.subtitle == "6 nodes on 2 rows of 4 devices with 3 each, 3 waves"
+    assert vnode.Placement(6, jax.devices()[:2]).page().subtitle == "6 nodes on 2 devices with 3 each, 3 waves"

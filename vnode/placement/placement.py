@@ -284,9 +284,12 @@ class Placement(Drawn, Bound):
 
     def page(self) -> Page:
         """What there is to see: the nodes by device and wave."""
-        held = f"{several(self.size, 'device')} with {spread(self.counts)} each, {several(self.waves, 'wave')}"
+        each = self.together
+        holder = "device" if each == 1 else "row"
+        held = f"{several(self.size, holder)}{'' if each == 1 else f' of {each} devices'}"
+        held += f" with {spread(self.counts)} each, {several(self.waves, 'wave')}"
         held += f", {len(self.groups)} groups" if len(self.groups) > 1 else ""
-        picture = Picture("", Grid.of(self.counts, self.names))
+        picture = Picture("", Grid.of(self.counts, self.names, each=holder))
         return Page("Placement", f"{several(self.virtual_nodes, 'node')} on {held}", (picture,))
 
     def sharding(self, *spec: Any) -> NamedSharding:
