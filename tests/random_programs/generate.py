@@ -965,6 +965,24 @@ def dynamic(g: Generator, scope: Scope) -> None:
     g.add(scope, g.choice(options), min(v.low, 1), max(v.high, 1))
 
 
+@action(1)
+def beyond(g: Generator, scope: Scope) -> None:
+    """One computed place, which there may not be: updates are dropped there, slices moved, and what is read filled."""
+    v = g.pick(scope, "float", lambda v: v.rank >= 1)
+    d = g.axis(v)
+    index, _ = indices(g, scope, v.shape[d] + 2, ())
+    place, before = g.choice([f"({index} - 1)", f"({index} + 1)", index]), ":, " * d
+    how = g.choice(["add", "set", "multiply", "min", "max"])
+    options = [
+        f"{v.name}.at[{before}{place}].{how}(0.5, mode='drop')",
+        f"{v.name}.at[{before}{place}].{how}(0.5)",
+        f"jax.lax.dynamic_slice_in_dim({v.name}, {place}, {g.rng.randint(1, v.shape[d])}, axis={d})",
+        f"jax.lax.dynamic_index_in_dim({v.name}, {place}, {d}, keepdims=False)",
+        f"jnp.take({v.name}, {place}, axis={d}, mode='fill', fill_value=0.25)",
+    ]
+    g.add(scope, g.choice(options), -v.bound - 1, v.bound + 1)
+
+
 @action(0.7)
 def cropping(g: Generator, scope: Scope) -> None:
     """Every example sliced at a place of its own, as in image augmentation."""
