@@ -251,8 +251,8 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
             places.append(place)
         drops = {**params, "mode": GatherScatterMode.FILL_OR_DROP, **UNORDERED}
         here = functools.reduce(jnp.logical_and, within)
-        nothing = unchanging(e.primitive.name, update.dtype)
-        if alone and nothing is not None:
+        nothing = unchanging(e.primitive.name, update.dtype) if alone else None
+        if nothing is not None:
             update = jnp.where(lax.broadcast_in_dim(here, update.shape, terms), update, nothing)
             return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
         dimension = numbers.scatter_dims_to_operand_dims[some]
