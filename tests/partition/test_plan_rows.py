@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given
@@ -78,6 +79,27 @@ def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     slow = search(step, (state, batch), mixed([crawling] * 8), virtual_nodes=16)
     fast = search(step, (state, batch), mixed([FAST] * 8), virtual_nodes=16)
     assert fast.figures.seconds <= plan.figures.seconds <= slow.figures.seconds
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("kind", ["numbers", "keys"])
+def test_results_of_each_example_are_put_together_from_unequal_rows(kind: str) -> None:
+    """A row with few nodes has few examples' results, and all rows need those of all."""
+
+    def step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        seen = jnp.tanh(x @ weights)
+        each = seen - seen.mean() if kind == "numbers" else jax.vmap(jax.random.key)(jnp.arange(len(x)))
+        return weights + seen.sum(), each, seen @ seen.sum(0)
+
+    rng = np.random.default_rng(0)
+    weights, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 5), (12, 3)))
+    machine = mixed([FAST] * 4 + [SLOW] * 4)
+    plan = search(step, (weights, x), machine, virtual_nodes=12, recompute_budget=float("inf"))
+    assert max(plan.counts) > min(plan.counts)
+    found, expected = plan.step()(weights, x), step(weights, x)
+    if kind == "keys":
+        found, expected = ((a, jax.random.key_data(b), c) for a, b, c in (found, expected))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
 def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:

@@ -1,7 +1,7 @@
 """From a function to its program.
 
-Knows the order of things: trace, take the mesh out, make values of references, inline. Must not know batches or
-devices.
+Knows the order of things: trace, take the mesh out, make values of references, move slices into bounds, inline. Must
+not know batches or devices.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType
 
+from vnode.analysis.bounds import sliced_in_bounds
 from vnode.analysis.meshless import NoMeaning, Replicated, meshless
 from vnode.analysis.program import Program, inline, message_about, where_raised
 from vnode.analysis.references import without_references
@@ -61,7 +62,7 @@ def trace(fun: Callable[..., Any], *args: Any) -> Traced:
         return jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*values[:count])
 
     plain = without_references(ClosedJaxpr(jaxpr, closed.consts))
-    return Traced(inline(plain.jaxpr, plain.consts), captured, function)
+    return Traced(inline(sliced_in_bounds(plain.jaxpr), plain.consts), captured, function)
 
 
 def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list[Any]]:

@@ -21,6 +21,7 @@ from vnode.partition.plan.other_rows import NUMBERS, OF_ROWS, OVER_ROWS
 from vnode.runtime import collectives, loops
 from vnode.runtime.collectives import Parts, ReductionPlan
 from vnode.runtime.waiting import can_be_far
+from vnode.spmd.exchange import extended
 from vnode.spmd.flow import Flow, Step
 
 
@@ -130,6 +131,8 @@ class PutTogether(Primitive):
     """What rows have parts of, on each of them."""
 
     def bind(self, value: Any, /, *, across: Across, dim: int, size: int) -> Any:
+        most = max(across.counts) * -(-size // sum(across.counts))  # of any row: all send as much
+        value = extended(value, dim, 0, most - value.shape[dim])
         found = jax.lax.all_gather(value, across.axis, axis=dim, tiled=True)
         return found if found.shape[dim] == size else jax.lax.slice_in_dim(found, 0, size, axis=dim)
 
