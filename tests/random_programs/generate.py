@@ -983,6 +983,20 @@ def beyond(g: Generator, scope: Scope) -> None:
     g.add(scope, g.choice(options), -v.bound - 1, v.bound + 1)
 
 
+@action(0.6)
+def stretch(g: Generator, scope: Scope) -> None:
+    """A part of a table, from a place on that there may not be, as long as an array and beside it."""
+    v = g.pick(scope, "float", lambda v: v.rank >= 1)
+    table = g.pick(scope, "float", lambda t: t.rank >= 1)
+    d = g.axis(v)
+    n, more = v.shape[d], g.rng.randint(1, 3)
+    index, _ = indices(g, scope, more + 3, ())
+    shape = tuple(n if e == d else 1 for e in range(v.rank))
+    cut = f"jax.lax.dynamic_slice_in_dim(jnp.resize({table.name}, ({n + more},)), {index} - 1, {n})"
+    bound = v.bound * table.bound
+    g.add(scope, f"{v.name} * {cut}.reshape{shape}", -bound, bound)
+
+
 @action(0.7)
 def cropping(g: Generator, scope: Scope) -> None:
     """Every example sliced at a place of its own, as in image augmentation."""

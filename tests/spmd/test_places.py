@@ -64,6 +64,20 @@ def test_a_slice_that_others_put_something_in_keeps_its_bits(kind: str, dtype: A
         assert np.asarray(want)[untouched].tobytes() == own[untouched].tobytes()
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_one_index_costs_a_copy(kind: str) -> None:
+    """What several indices put somewhere is neither extended nor cut, so that sums of it are found to be sums."""
+    put, axes = KINDS[kind], {"x": 2}
+    divided = Layout((cut_of(("x",), 1, ROWS, ROWS, axes), None))
+    args = values(np.float32), np.arange(3, dtype=np.int32), np.ones((3, 3), np.float32)
+    traced = trace(put, *args)
+    layouts = [divided, replicated(1), replicated(2)][: len(traced.program.inputs)]
+    flow = follow(traced.program, layouts, axes, outputs=[divided])
+    made = jax.make_jaxpr(over_mesh(flow, mesh_of(axes)))(*args).jaxpr.eqns[-1].params["jaxpr"]
+    copied = [eqn for eqn in made.eqns if eqn.primitive.name in ("slice", "concatenate", "pad")]
+    assert not [eqn for eqn in copied if eqn.outvars[0].aval.shape[1:] == (3,)]
+
+
 def test_the_fault_is_there() -> None:
     """When this fails, `vnode.operators.indexing` may drop updates again by an index out of bounds."""
 

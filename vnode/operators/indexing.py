@@ -258,8 +258,10 @@ def scatter(eqn: JaxprEqn) -> OperatorDescription:
         dimension = numbers.scatter_dims_to_operand_dims[some]
         own = value.shape[dimension]
         places[some] = jnp.where(here, places[some], own)
-        if alone:  # a place for what goes to others
-            value = lax.concatenate([value, lax.slice_in_dim(value, 0, 1, axis=dimension)], dimension)
+        if not alone:
+            return [e.primitive.bind(value, jnp.stack(places, -1), update, **drops)]
+        # A place for what goes to others.
+        value = lax.concatenate([value, lax.slice_in_dim(value, 0, 1, axis=dimension)], dimension)
         result = e.primitive.bind(value, jnp.stack(places, -1), update, **drops)
         return [lax.slice_in_dim(result, 0, own, axis=dimension)]
 
