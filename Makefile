@@ -12,6 +12,7 @@ QUICK ?= tests/test_architecture.py tests/test_tree.py tests/test_placement.py t
 	tests/test_surroundings.py tests/test_overflow.py
 PROGRAMS ?= 20000
 DIVIDED ?= 2000
+SEARCHED ?= 300
 
 # Run again for lesser instruction sets than the processor has; for the least, jaxlib itself cannot compile float16 (nor float8, by way of it).
 ISA_TESTS := tests/test_zoo.py tests/test_invariance.py
@@ -26,7 +27,7 @@ help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
 	@echo "make quick     some of the tests, in a minute"
 	@echo "make test      the tests that matter most, in fifteen"
-	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs, $(DIVIDED) divided"
+	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs, $(DIVIDED) divided, $(SEARCHED) searched"
 	@echo "make lint      ruff and pyright"
 	@echo "make docs      the site, in out/docs/index.html"
 	@echo "make bench     the benchmarks, as a table"
@@ -53,6 +54,8 @@ test-all: $(VENV)/.installed
 	$(BIN)/python -m tests.random_programs --count $(PROGRAMS) --seed 0 --jobs $(JOBS)
 	$(BIN)/python -m tests.random_programs --count $(DIVIDED) --seed 0 --jobs $(JOBS) --way layouts
 	$(BIN)/python -m tests.random_programs --count $(DIVIDED) --seed 0 --jobs $(JOBS) --way plans
+	$(BIN)/python -m tests.random_programs --count $(DIVIDED) --seed 0 --jobs $(JOBS) --way training
+	$(BIN)/python -m tests.random_programs --count $(SEARCHED) --seed 0 --jobs $(JOBS) --way searches
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -204,7 +204,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of the first program; the others follow")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--limit", type=int, default=20, help="how many programs with wrong numbers are made small")
-    parser.add_argument("--way", choices=["nodes", "layouts", "plans"], default="nodes", help="to carry them out")
+    parser.add_argument(
+        "--way",
+        choices=["nodes", "layouts", "plans", "training", "searches"],
+        default="nodes",
+        help="to carry them out",
+    )
     parser.add_argument("--verbose", action="store_true", help="print every failing seed")
     parser.add_argument("--show", type=int, metavar="SEED", help="print one program and stop")
     parser.add_argument("--minimise", type=int, metavar="SEED", help="make one failing program small and stop")

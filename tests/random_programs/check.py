@@ -12,6 +12,7 @@ comparing and selecting elements gets no noise: a value that is compared with it
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import sys
 import traceback
@@ -26,6 +27,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 import vnode
 from tests.random_programs.outer import OUTER
 from tests.random_programs.program import Program
+from tests.random_programs.training import trained, twice
 from tests.random_programs.ways import WAYS
 
 RELATIVE = 1e-9
@@ -70,14 +72,16 @@ def check(program: Program, way: str = "nodes") -> Outcome:
     """
     if way != "nodes":
         program = dataclasses.replace(program, outer="same", counts=None)
-    step, args = program.step(), program.values()
-    reference = OUTER[program.outer](step)
+    step, args, around = program.step(), program.values(), OUTER[program.outer]
+    if WAYS[way].trains:
+        step, around = trained(program, step), functools.partial(twice, program)
+    reference = around(step)
     try:
         expected = jax.jit(reference)(*args)
     except Exception as error:  # whatever jax says of a program that it refuses
         return Outcome("invalid", head_of(error), str(error))
     try:
-        actual = OUTER[program.outer](WAYS[way](program, step))(*args)
+        actual = around(WAYS[way].of(program, step))(*args)
         jax.block_until_ready(actual)
     except vnode.VnodeError as error:
         return Outcome("refused", head_of(error), str(error))

@@ -1,4 +1,4 @@
-"""Ways to carry out a program: on nodes; divided as layouts at random ask for; as a plan at random says.
+"""Ways to carry out a program: on nodes; divided as layouts at random ask for; as a plan says, at random or searched.
 
 Knows vnode's public names, and how layouts and plans are drawn. Must not know what a program is made of, nor what it
 should compute.
@@ -6,7 +6,10 @@ should compute.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
+import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +20,7 @@ from jax.sharding import Mesh
 import vnode
 from benchmarks.partition import possible
 from tests.random_programs.program import Program
+from tests.random_programs.training import plain
 from tests.spmd.reference import layout_of
 from vnode.analysis.tracing import trace
 from vnode.partition import Machine
@@ -26,8 +30,19 @@ from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.flow import follow
 from vnode.spmd.program import over_mesh
 
-Way = Callable[[Program, Callable[..., Any]], Callable[..., Any]]
-"""From a program and its function to a function that should compute the same."""
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """A way to carry out a program.
+
+    Attributes:
+      of: from a program and its function, or a train step made of it, to a function that should compute the same.
+      trains: whether it is a train step.
+    """
+
+    of: Callable[[Program, Callable[..., Any]], Callable[..., Any]]
+    trains: bool = False
+
 
 LAYOUTS = ({"x": 2, "y": 2}, {"x": 2, "y": 3}, {"x": 4}, {"x": 2, "y": 2, "z": 2})
 PLANS = (
@@ -86,8 +101,6 @@ def planned(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     """As a plan says in which all strategies are drawn, on nodes; of half of them the state is sharded over these, too.
 
     Some are for TPUs, and are carried out all the same.
-
-    If the program's bits are to be the same on any number of devices, it runs on those of one row as well.
     """
     rng = np.random.default_rng(program.seed)
     sizes = PLANS[rng.integers(len(PLANS))]
@@ -99,19 +112,78 @@ def planned(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     drawn = possible(on.search.problem, rng)
     chosen = on.candidate("random", on.search.flow(drawn), over_rows=bool(rng.random() < 0.5))
     made = plan_of(subject, chosen, machine, 2**30, {}).step(devices)
+    return on_rows(program, made, devices, sizes["vnode"])
+
+
+def on_rows(program: Program, made: Any, devices: list[Any], rows: int) -> Callable[..., Any]:
+    """A step that runs on all rows of devices, and on one of them too, if that is to give the same bits."""
 
     def run(*args: Any) -> Any:
         results = made(*args)
-        if program.reduction == "invariant" and sizes["vnode"] > 1:
-            on_one_row = made.on(devices[: len(devices) // sizes["vnode"]])(*args)
+        if program.reduction == "invariant" and rows > 1:
+            on_one_row = made.on(devices[: len(devices) // rows])(*args)
             assert bits(results) == bits(on_one_row), "other bits on the devices of one row"
         return results
 
     return run
 
 
+def searched(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
+    """As the best plan says that is found, on equal or mixed devices, of half of them with less memory than it would
+    take; saved and loaded."""
+    rng = np.random.default_rng(program.seed)
+    machine = MACHINES[rng.integers(len(MACHINES))]()
+    devices, args = jax.devices()[: len(machine.devices)], program.values()
+    nodes = "auto" if rng.random() < 0.3 else program.virtual_nodes
+    chosen: dict[str, Any] = options(program) | ({"lanes": "auto"} if rng.random() < 0.3 else {})
+
+    def search(memory: int | None) -> Any:
+        given = {"virtual_nodes": nodes, "memory": memory, "budget": 3, "progress": False}
+        return vnode.partition.search(step, args, machine, **given, **chosen)
+
+    plan = search(None)
+    if rng.random() < 0.5:
+        with contextlib.suppress(vnode.MemoryLimitError):
+            plan = search(int(plan.figures.memory * rng.uniform(0.6, 1)) + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        plan.save(f"{folder}/plan.json")
+        made = vnode.partition.Plan.load(f"{folder}/plan.json", step, args, **chosen).step(devices)
+    return on_rows(program, made, devices, plan.mesh["vnode"])
+
+
+def mixed(*kinds: float) -> Machine:
+    """Four TPUs, so many thousand times slower than they are that programs of few elements are work for them."""
+    machine = Machine.tpu(TPUS[4])
+    (kind,) = machine.kinds
+
+    def slower(times: float) -> Any:
+        peak = {dtype: rate / times for dtype, rate in kind.peak.items()}
+        rates = {"vector": kind.vector / times, "bandwidth": kind.bandwidth / times}
+        return dataclasses.replace(kind, name=f"TPU slower {times:g} times", peak=peak, **rates)
+
+    of = {times: slower(times * 1000) for times in kinds}
+    several = zip(machine.devices, kinds, strict=True)
+    devices = [dataclasses.replace(device, kind=of[times]) for device, times in several]
+    return Machine("mixed", tuple(devices), machine.networks)
+
+
+MACHINES = (
+    lambda: Machine.tpu(TPUS[4]),
+    lambda: Machine.gpus("P100", hosts=1, per_host=4),
+    lambda: mixed(400, 400, 1200, 1200),
+    lambda: mixed(1200, 1200, 400, 400),
+    lambda: mixed(400, 400, 400, 1200),
+)
+
+
 def bits(results: Any) -> list[bytes]:
-    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(results)]
+    return [np.asarray(plain(leaf)).tobytes() for leaf in jax.tree.leaves(results)]
 
 
-WAYS: Mapping[str, Way] = {"nodes": virtualized, "layouts": laid_out, "plans": planned}
+WAYS: Mapping[str, Way] = {
+    "nodes": Way(virtualized),
+    "layouts": Way(laid_out),
+    "plans": Way(planned),
+    "training": Way(planned, trains=True),
+    "searches": Way(searched, trains=True),
+}
