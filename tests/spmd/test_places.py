@@ -79,7 +79,8 @@ def test_only_one_index_costs_a_copy(kind: str) -> None:
 
 
 def test_the_fault_is_there() -> None:
-    """When this fails, `vnode.operators.indexing` may drop updates again by an index out of bounds."""
+    """In jaxlib before 0.12. Once that is the lowest that is supported, `vnode.operators.bounds` may go, and
+    `vnode.operators.indexing` may drop updates again by an index out of bounds."""
 
     def twice(value: jax.Array, first: int, second: int) -> jax.Array:
         return lax.dynamic_slice_in_dim(lax.dynamic_slice_in_dim(value, first, 3), second, 1)
@@ -87,4 +88,5 @@ def test_the_fault_is_there() -> None:
     value = np.arange(9.0, dtype=np.float32)
     right = value[3:6][2:]  # a slice is moved into bounds
     assert twice(jnp.asarray(value), 3, 3) == right
-    assert jax.jit(twice)(value, 3, 3) == value[6:7] != right
+    found = right if jax.__version_info__ >= (0, 12) else value[6:7]
+    assert jax.jit(twice)(value, 3, 3) == found

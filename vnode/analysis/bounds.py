@@ -2,9 +2,9 @@
 
 Knows jaxprs, at every depth. Must not know which primitives slice, nor who slices what.
 
-Of two slices, one cut out of the other, XLA makes one that begins at the sum of both starts, and moves only that into
-bounds: where a start was out of bounds, it reads beyond what the first slice had cut off. vnode cuts what a program
-computes into parts, so a program that slices once may be cut twice.
+Of two slices, one cut out of the other, XLA (before jaxlib 0.12) makes one that begins at the sum of both starts, and
+moves only that into bounds: where a start was out of bounds, it reads beyond what the first slice had cut off. vnode
+cuts what a program computes into parts, so a program that slices once may be cut twice.
 """
 
 from __future__ import annotations
