@@ -299,6 +299,16 @@ def whole_at_first(params: Params, x: jax.Array) -> Any:
     return params, (found, turns)
 
 
+def a_number_of_each_branch(params: Params, x: jax.Array) -> Any:
+    """The gradient of a branch is a number, also of the one that takes a mean over all pairs."""
+
+    def loss(first: jax.Array) -> jax.Array:
+        return jax.lax.cond(first > 100 * x.max(), lambda w: w, lambda w: jnp.tanh(x @ x.T).mean(), first)
+
+    found, gradient = jax.value_and_grad(loss)(params[0])
+    return params - gradient, found
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(
@@ -310,6 +320,7 @@ def whole_at_first(params: Params, x: jax.Array) -> Any:
         (turned_in_one_branch, 4, 2, None),
         (alike_passes, 9, 6, 2),
         (whole_at_first, 4, 3, 4),
+        (a_number_of_each_branch, 6, 3, None),
     ],
     ids=lambda each: getattr(each, "__name__", None),
 )

@@ -105,14 +105,15 @@ def given_as_asked(step: Step) -> Step:
     for k, (body, numbers) in enumerate(zip(step.bodies, region.inputs, strict=True)):
         asked = {atom: e.results[0] for e in body.steps if e.asks for atom in (e.eqn.invars[0], e.eqn.outvars[0])}
         inputs = [asked.get(var, layout) for var, layout in zip(body.program.inputs, body.inputs, strict=True)]
-        outputs = [asked.get(atom, layout) for atom, layout in zip(body.program.outputs, body.outputs, strict=True)]
+        ends = [asked.get(atom) if isinstance(atom, Var) else None for atom in body.program.outputs]
+        outputs = [layout if end is None else end for end, layout in zip(ends, body.outputs, strict=True)]
         for i, var in zip(numbers, body.program.inputs, strict=True):
             if var in asked:
                 operands[i] = Layout((None, *asked[var].dims)) if i in region.scanned else asked[var]
-        for j, atom in enumerate(body.program.outputs if k >= region.tests else ()):
-            if atom in asked:
+        for j, end in enumerate(ends if k >= region.tests else ()):
+            if end is not None:
                 stacked = region.stacks and j >= len(region.carried)
-                made[j] = Layout((None, *asked[atom].dims)) if stacked else asked[atom]
+                made[j] = Layout((None, *end.dims)) if stacked else end
         bodies.append(dataclasses.replace(body, inputs=tuple(inputs), outputs=tuple(outputs)))
     results = [new if new != old else end for old, new, end in zip(step.made, made, step.results, strict=True)]
     lie = {"operands": operands, "made": made, "results": results, "bodies": bodies}
