@@ -370,6 +370,14 @@ def test_a_state_is_not_put_where_patterns_mean_nothing(nodes: Any, partition: A
         ).put(state)
 
 
+@pytest.mark.parametrize("spec", [PartitionSpec("model"), vnode.UnevenSpec(0, "model", (3, 2))], ids=str)
+def test_an_array_without_a_name_is_called_so(spec: Any) -> None:
+    placement = vnode.Placement(4, mesh=mesh(), axis="data")
+    by_itself = vnode.virtualize(step, virtual_nodes=4, placement=placement, partition={"": spec})
+    with pytest.raises(vnode.PlacementError, match=r"an array by itself of shape \(7,\)"):
+        by_itself.put(jnp.ones(7))
+
+
 @pytest.mark.quickly
 @pytest.mark.parametrize("given", [None, "one axis", "on", "auto"])
 def test_axes_that_no_placement_has(given: str | None, two_steps: Any) -> None:

@@ -156,6 +156,11 @@ def name_of(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
+def quoted(name: str) -> str:
+    """A leaf's name in a message; an array that is an argument by itself has none."""
+    return repr(name) if name else "an array by itself"
+
+
 def by_name(tree: Any, patterns: Patterns, placement: Placement, host: Sequence[Pattern] = ()) -> Any:
     """A tree whose leaves are sharded as the first pattern says that is found in their names.
 
@@ -221,7 +226,7 @@ def check_divides(name: str, shape: Sequence[int], target: NamedSharding) -> Non
         fitting = [str(n) for n in range(1, sizes[along] + 1) if length % (n * beside) == 0]
         raise PlacementError(
             layout_message(
-                f"partition: {name!r} of shape {tuple(shape)} cannot be divided as {target.spec}.",
+                f"partition: {quoted(name)} of shape {tuple(shape)} cannot be divided as {target.spec}.",
                 facts=[f"the mesh has {dict(sizes)}, and {devices} does not divide {length}"],
                 remedies=[
                     *([f"a mesh with {' or '.join(fitting)} along {along!r}"] if fitting else []),
@@ -248,7 +253,7 @@ def check_found(trees: Sequence[Any], patterns: Patterns) -> None:
     for pattern, spec in patterns:
         found = [leaf for leaf in leaves if means(pattern, *leaf)]
         if not found:
-            names = [name or "'' (an array by itself)" for name in dict(leaves)]
+            names = [name or f"'' ({quoted(name)})" for name in dict(leaves)]
             if isinstance(pattern, Exactly):
                 raise PlacementError(
                     layout_message(

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.leaves import shape_of
-from vnode.placement.patterns import Pattern, Patterns, by_name, first_of, name_of
+from vnode.placement.patterns import Pattern, Patterns, by_name, first_of, name_of, quoted
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.uneven import UnevenSpec
@@ -63,8 +63,8 @@ def stored_dim(path: tuple[Any, ...], leaf: Any, patterns: Patterns) -> int | No
     if shape[spec.dim] != spec.size:
         raise PlacementError(
             layout_message(
-                f"partition: {name_of(path)!r} of shape {tuple(shape)} has {shape[spec.dim]} indices along dimension "
-                f"{spec.dim}, where {spec.size} are shared out as {spec.counts}.",
+                f"partition: {quoted(name_of(path))} of shape {tuple(shape)} has {shape[spec.dim]} indices along "
+                f"dimension {spec.dim}, where {spec.size} are shared out as {spec.counts}.",
                 facts=[f"as it is stored it has {spec.room}"],
                 remedies=["give counts that add up to the dimension", "or give it a pattern of its own, before"],
             )
@@ -109,7 +109,9 @@ def put_by_name(tree: Any, patterns: Patterns, placement: Placement, host: Seque
             shape[spec.dim] = spec.room
             return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype, sharding=sharding, weak_type=leaf.weak_type)
         if is_away(leaf):
-            raise PlacementError(f"partition: {name_of(path)!r} is shared out unevenly, and cannot be on the host")
+            raise PlacementError(
+                f"partition: {quoted(name_of(path))} is shared out unevenly, and cannot be on the host"
+            )
         return leaf if is_stored else jax.device_put(stored(leaf, spec.dim, share), sharding)
 
     placed = jax.tree_util.tree_map_with_path(place, tree, is_leaf=is_sharded_batch)
@@ -144,7 +146,7 @@ def is_known(path: tuple[Any, ...], leaf: Any, spec: UnevenSpec) -> bool:
         return lies_along(spec, leaf)
     raise PlacementError(
         layout_message(
-            f"partition: {name_of(path)!r} of shape {tuple(np.shape(leaf))} is as long as it is stored for "
+            f"partition: {quoted(name_of(path))} of shape {tuple(np.shape(leaf))} is as long as it is stored for "
             f"{spec.counts}, but is not known to lie along {spec.axis!r}.",
             facts=[f"its own dimension has {spec.size} indices"],
             remedies=[
