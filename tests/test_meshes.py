@@ -370,6 +370,33 @@ def test_a_state_is_not_put_where_patterns_mean_nothing(nodes: Any, partition: A
         ).put(state)
 
 
+def correlations(weights: jax.Array, x: jax.Array) -> jax.Array:
+    """Of features; `jnp.diagonal` is a branch for each platform, whose derivative keeps some of its results."""
+    centered = x @ weights - (x @ weights).mean(0)
+    covariances = centered.T @ centered
+    deviations = jnp.sqrt(jnp.diagonal(covariances))
+    return covariances / deviations / deviations[:, None]
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("spec", [PartitionSpec(None, "model"), PartitionSpec("model")], ids=str)
+def test_a_branch_is_evaluated_for_its_result_and_for_what_its_derivative_keeps(spec: Any) -> None:
+    """One after the other: the second time nobody wants the result, and there is none."""
+
+    def step(weights: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        gradient = jax.grad(lambda w: jnp.sin(correlations(w, x)).sum())(weights)
+        return weights - gradient, correlations(weights, x)
+
+    rng = np.random.default_rng(0)
+    weights, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((6, 4), (24, 6)))
+    placement = vnode.Placement(8, mesh=mesh(), axis="data")
+    virtual = vnode.virtualize(
+        step, virtual_nodes=8, placement=placement, partition={"": spec}, recompute_budget=float("inf")
+    )
+    for found, expected in zip(virtual(virtual.put(weights), x), step(weights, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("spec", [PartitionSpec("model"), vnode.UnevenSpec(0, "model", (3, 2))], ids=str)
 def test_an_array_without_a_name_is_called_so(spec: Any) -> None:
     placement = vnode.Placement(4, mesh=mesh(), axis="data")

@@ -50,6 +50,15 @@ class Evaluation:
     schedules: tuple[Any, ...] = ()
 
     @property
+    def made(self) -> list[tuple[Var, Form]]:
+        """The variables that are made, and in which forms: of the results of a loop or branch those that are wanted.
+
+        Another evaluation of the same loop or branch may make the rest, for who wants that.
+        """
+        pairs = zip(self.step.eqn.outvars, self.results, strict=True)
+        return [(var, form) for var, form in pairs if form is not None]
+
+    @property
     def times(self) -> int:
         """How many times bodies run; a ``while`` counts as one iteration where that is not written down."""
         return self.step.region.times if self.step.region is not None else 1

@@ -247,6 +247,8 @@ class GroupProgram:
             Stepwise(eqn, len(held)), [functools.partial(body, made) for made in action.schedules], operands
         )
         for var, form, values in zip(eqn.outvars, action.results, results, strict=True):
+            if form is None:
+                continue
             for mine, value in zip(held, values, strict=True):
                 mine["full" if isinstance(form, Slice) else "whole", var] = value
 

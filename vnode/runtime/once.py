@@ -58,12 +58,10 @@ class Together:
         ends: Mapping[Var, Layout],
     ) -> Together:
         """The actions, given for each variable who reads it: actions by their number as objects, others by any."""
-        made = {
-            var: form for action in actions for var, form in zip(action.step.eqn.outvars, action.results, strict=True)
-        }
+        made = {var: form for action in actions for var, form in action.made}
         reads = dict.fromkeys(atom for action in actions for atom in read_by(action) if atom not in made)
         here = set(map(id, actions))
-        wanted = [(var, form) for var, form in made.items() if form is not None and readers.get(var, set()) - here]
+        wanted = [(var, form) for var, form in made.items() if readers.get(var, set()) - here]
         return Together(actions, tuple(reads), tuple(wanted), program, place, ends)
 
     def __call__(self, values: Sequence[Any]) -> list[Any]:
@@ -75,8 +73,8 @@ class Together:
             return atom.val if isinstance(atom, Literal) else held[atom]
 
         for action in self.actions:
-            results = evaluate_once(action, read, known, self.place)
-            held.update(zip(action.step.eqn.outvars, results, strict=True))
+            results = dict(zip(action.step.eqn.outvars, evaluate_once(action, read, known, self.place), strict=True))
+            held.update((var, results[var]) for var, _ in action.made)
         return [as_array(held[var], var) for var, _ in self.wanted]
 
     def reading(self, lying: Lying, axes: Axes, exact: Collection[str]) -> dict[Var, list[Layout]]:

@@ -58,9 +58,8 @@ class Piece:
         if self.completes is not None:
             yield from (("whole", a.var) for a in self.completes[1].accumulators)
         for action in self.once:
-            for var, form in zip(action.step.eqn.outvars, action.results, strict=True):
-                if form is not None:
-                    yield ("whole", var)
+            for var, _ in action.made:
+                yield ("whole", var)
         if self.nodes is not None:
             yield ("left", number)
             for var, _ in self.nodes.collected:
@@ -177,7 +176,7 @@ class ProgramPlan:
             for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
                 if isinstance(atom, Var) and atom not in known and not (action.bodies and form is None):
                     yield self.whole(atom)
-            known.update(action.step.eqn.outvars)
+            known.update(var for var, _ in action.made)
         if piece.nested is not None:
             for atom in piece.nested.step.eqn.invars:
                 if isinstance(atom, Var):
