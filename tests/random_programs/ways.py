@@ -129,8 +129,10 @@ def on_rows(program: Program, made: Any, devices: list[Any], rows: int) -> Calla
 
 
 def searched(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
-    """As the best plan says that is found, on equal or mixed devices, of half of them with less memory than it would
-    take; saved and loaded."""
+    """As the plan says that a search finds, on equal or mixed devices; the plan is saved and loaded.
+
+    Half of the programs are searched again with less memory than that plan takes, if anything fits in it.
+    """
     rng = np.random.default_rng(program.seed)
     machine = MACHINES[rng.integers(len(MACHINES))]()
     devices, args = jax.devices()[: len(machine.devices)], program.values()
