@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import importlib.metadata
 import json
 import os
 import queue
@@ -36,7 +37,7 @@ FLAGS = {
     # Most of the time is compilation; the backend of XLA is not on trial.
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": "true",
-    "xla_cpu_use_fusion_emitters": "false",
+    **({"xla_cpu_use_fusion_emitters": "false"} if importlib.metadata.version("jaxlib") < "0.11" else {}),
     "xla_cpu_parallel_codegen_split_count": "1",
     "xla_cpu_enable_concurrency_optimized_scheduler": "false",
 }

@@ -18,7 +18,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Atom, Made, Program, barrier_equation, inline
 from vnode.errors import PartitionError
-from vnode.operators.control import Loop, region_of
+from vnode.operators.control import Loop, region_of, scan_like
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class Earlier:
         outputs += [inputs[carried[n]] for n in self.begins if n not in there]
         results += [var for n, var in zip(self.begins, begun, strict=True) if n not in there]
         body = Program(inputs, self.body.constants, self.body.equations, outputs)
-        return scan_of(self.eqn, self.loop, body, self.eqn.invars, len(self.loop.fixed), results), begun
+        return scan_of(self.eqn, body, self.eqn.invars, len(self.loop.fixed), results), begun
 
     def read_by(self, later: JaxprEqn, begun: Sequence[Var]) -> JaxprEqn:
         """A later loop, which computes what is not kept."""
@@ -205,7 +205,7 @@ class Earlier:
         operands = [self.eqn.invars[i] for i in fixed]
         operands += [atom for i, atom in enumerate(later.invars) if i not in replaced]
         operands += [*begun, *(self.eqn.invars[i] for i in scanned)]
-        return scan_of(later, loop, made, operands, split + len(fixed), later.outvars)
+        return scan_of(later, made, operands, split + len(fixed), later.outvars)
 
     def reads(self, i: int) -> bool:
         """Whether what is not kept needs an input of the body."""
@@ -239,19 +239,16 @@ def behind_barrier(var: Var) -> JaxprEqn:
 
 
 def scan_of(
-    like: JaxprEqn, loop: Loop, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
+    like: JaxprEqn, body: Program, operands: Sequence[Atom], constants: int, results: Sequence[Var]
 ) -> JaxprEqn:
     """A loop like another one, with another body.
 
     Args:
       like: the other one.
-      loop: what that is.
       body: its inputs are constants, what is carried, and a turn's part of what is scanned.
       operands: of the loop.
       constants: how many of them are.
       results: of the loop.
     """
-    params = {**like.params, "jaxpr": body.closed(like.params["jaxpr"].jaxpr), "num_consts": constants}
-    if "linear" in params:
-        params["linear"] = (False,) * len(operands)
+    params = scan_like(like, body.closed(like.params["jaxpr"].jaxpr), constants)
     return like.replace(invars=list(operands), outvars=list(results), params=params)

@@ -57,6 +57,11 @@ def meshless(jaxpr: Jaxpr) -> Jaxpr:
         return Remover().jaxpr(jaxpr)
 
 
+def without_mesh(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """A closed jaxpr for no mesh; see `meshless`. Since jax 0.12 what is changed has lost its constants, otherwise."""
+    return ClosedJaxpr(meshless(closed.jaxpr), closed.consts)
+
+
 def shows_mesh(jaxpr: Jaxpr) -> bool:
     """Whether any equation was traced for a mesh, at any depth."""
     return any(

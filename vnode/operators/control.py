@@ -405,6 +405,41 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
 
 
+def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int) -> dict[str, Any]:
+    """The parameters of a scan like another one, which carries as much, with another body.
+
+    Args:
+      eqn: the other one.
+      body: its inputs are constants, what is carried, and a turn's part of what is scanned.
+      constants: how many of its inputs are.
+    """
+    loop = region_of(eqn)
+    assert isinstance(loop, Loop)
+    inputs, outputs, carries = len(body.jaxpr.invars), len(body.jaxpr.outvars), len(loop.carried)
+    params = {**eqn.params, "jaxpr": as_held(eqn.params["jaxpr"], body)}
+    if "num_consts" in params:
+        params["num_consts"] = constants
+    else:
+        params |= grouped(constants, carries, inputs - constants - carries, outputs - carries)
+    return params | ({"linear": (False,) * inputs} if "linear" in params else {})
+
+
+@functools.cache
+def grouped(constants: int, carries: int, scanned: int, stacked: int) -> dict[str, Any]:
+    """How a scan of so many operands and results says which are which, since jax 0.12: as one that jax made says it."""
+
+    def scan(constant: list[Any], carry: list[Any], xs: list[Any]) -> Any:
+        def turn(carry: list[Any], parts: list[Any]) -> Any:
+            total = sum([*constant, *carry, *parts])
+            return [total + each for each in carry], [total * (k + 2) for k in range(stacked)]
+
+        return jax.lax.scan(turn, carry, xs, length=1)
+
+    given = [1.0] * constants, [1.0] * carries, [np.ones(1)] * scanned
+    (made,) = (eqn for eqn in jax.make_jaxpr(scan)(*given).jaxpr.eqns if eqn.primitive.name == "scan")
+    return {name: made.params[name] for name in ("ft_in", "ft_out")}
+
+
 def as_held(old: Any, body: ClosedJaxpr) -> Any:
     """A body in the representation, closed or open, that an equation holds another one in."""
     return body if not hasattr(old, "eqns") or type(old) is type(body) else body.jaxpr

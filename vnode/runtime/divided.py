@@ -13,7 +13,7 @@ import jax
 from jax.extend.core import Var
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from vnode.analysis.meshless import meshless
+from vnode.analysis.meshless import without_mesh
 from vnode.analysis.program import Atom, Program, inline, message_about
 from vnode.errors import PartitionError, layout_message
 from vnode.operators import Monoid, Windowed
@@ -159,7 +159,8 @@ def as_program(
     """A function as a program, and what it reads of a trace around it, its last inputs; see `traced`."""
     made = traced(fun, shapes, axes)
     captured = [value for value in made.consts if isinstance(value, jax.core.Tracer)]
-    return inline(meshless(made.jaxpr), made.consts), captured
+    plain = without_mesh(made)
+    return inline(plain.jaxpr, plain.consts), captured
 
 
 def traced(fun: Callable[[Sequence[Any]], list[Any]], shapes: Sequence[Any], axes: Axes) -> Any:

@@ -22,7 +22,7 @@ from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
-from vnode.operators.control import Loop, region_of
+from vnode.operators.control import Loop, region_of, scan_like
 from vnode.operators.cost import nbytes
 from vnode.operators.splits import Free
 from vnode.partition.cost.collectives import is_sum
@@ -167,11 +167,8 @@ def rebuilt(
     kept = [i for i, var in enumerate(inner.inputs) if i in loop.carried or var in read]
     inputs = [*handed, *(inner.inputs[i] for i in kept)]
     body = Program(inputs, inner.constants, list(equations), list(outputs))
-    params = {
-        **eqn.params,
-        "jaxpr": body.closed(eqn.params["jaxpr"].jaxpr),
-        "num_consts": len(handed) + sum(i < loop.constants for i in kept),
-    }
+    constants = len(handed) + sum(i < loop.constants for i in kept)
+    params = scan_like(eqn, body.closed(eqn.params["jaxpr"].jaxpr), constants)
     return eqn.replace(invars=[*operands, *(eqn.invars[i] for i in kept)], params=params)
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.extend.core import JaxprEqn, Literal, Var, jaxpr_as_fun
 
 from vnode.analysis.forms import Form, Slice
-from vnode.analysis.meshless import meshless
+from vnode.analysis.meshless import without_mesh
 from vnode.analysis.passes import Accumulator, Pass, Schedule
 from vnode.analysis.program import Atom, Program, bind, context_of, inline
 from vnode.analysis.recipe import Evaluation
@@ -325,7 +325,8 @@ class Row(Emission):
         shards = [self.shard(var) for var, _ in nodes.sliced]
         whole = [self.as_stored(var) for var in nodes.wholes]
         made = traced(functools.partial(self.as_node, nodes), self.given_shapes(nodes), self.mesh_axes)
-        written = inline(meshless(made.jaxpr), made.consts)
+        plain = without_mesh(made)
+        written = inline(plain.jaxpr, plain.consts)
         groups = tuple(self.groups[len(self.nodes)]) if len(self.nodes) < len(self.groups) else ()
         program = grouped(written, groups) if groups else written
         program, dims = self.blocked(program, [None, *(var for var, _ in nodes.sliced), *nodes.wholes])
@@ -404,8 +405,8 @@ def row_program(
         return jax.ShapeDtypeStruct(shape, var.aval.dtype, weak_type=getattr(var.aval, "weak_type", False))
 
     shapes = list(map(type_of, flow.program.inputs, dims))
-    closed = traced(lambda values: whole(*values), shapes, axes)
-    return RowProgram(inline(meshless(closed.jaxpr), closed.consts), tuple(nodes))
+    closed = without_mesh(traced(lambda values: whole(*values), shapes, axes))
+    return RowProgram(inline(closed.jaxpr, closed.consts), tuple(nodes))
 
 
 def in_room(shape: Sequence[int], dim: int | None, rooms: Rooms | None) -> tuple[int, ...]:
