@@ -81,7 +81,7 @@ def sending(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
         equations.append(each)
         equations += [move(var, there[id(var)][1], each) for var in each.outvars if id(var) in there]
     made = Program(body.inputs, body.constants, equations, outputs)
-    return scan_of(eqn, loop, made, eqn.invars, len(loop.fixed), results)
+    return scan_of(eqn, made, eqn.invars, len(loop.fixed), results)
 
 
 def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
@@ -105,4 +105,4 @@ def fetching(eqn: JaxprEqn, away: Mapping[Var, Var]) -> JaxprEqn:
         equations.append(each)
     fetch(body.outputs, eqn)
     made = Program(inputs, body.constants, equations, body.outputs)
-    return scan_of(eqn, loop, made, operands, len(loop.fixed), eqn.outvars)
+    return scan_of(eqn, made, operands, len(loop.fixed), eqn.outvars)
