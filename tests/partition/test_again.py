@@ -60,6 +60,7 @@ def arguments(layers: int = 3, width: int = 16, examples: int = 16) -> tuple[Any
     }, jax.random.normal(keys[2], (examples, width))
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("shape", "partition"), [((1,), {}), ((2,), {}), ((2, 4), {"up$": P(None, None, "model")})], ids=str
 )
