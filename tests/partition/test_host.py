@@ -26,6 +26,7 @@ from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.candidates import OnMesh
 from vnode.partition.plan.subject import on_nodes, subject_of
+from vnode.placement.transfer import to_placement
 from vnode.runtime import away
 from vnode.runtime.away import Work
 from vnode.step.virtual import VirtualStep
@@ -266,3 +267,17 @@ def test_arrays_come_from_the_host_of_a_tpu_one_after_another() -> None:
     """By the TPU compiler: eight slots as large as their weights, beside gradients; they are not there at once."""
     one = 2048 * 2048 * 4
     assert said(AHEAD) < (8 + 4) * one
+
+
+@pytest.mark.parametrize("spec", [P(), P("vnode")], ids=str)
+@pytest.mark.parametrize("count", [1, 2, 8])
+def test_what_is_on_the_host_goes_to_other_devices(spec: P, count: int) -> None:
+    """jax does not change the memory and the devices of an array at once."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("vnode",))
+    value = np.arange(8.0, dtype=np.float32)
+    leaf = jax.device_put(value, NamedSharding(mesh, spec, memory_kind="pinned_host"))
+    placement = vnode.Placement(8, jax.devices()[:count])
+    found = to_placement(leaf, placement)
+    assert found.sharding.device_set == set(jax.devices()[:count])
+    assert found.sharding.memory_kind == jax.devices()[0].default_memory().kind
+    np.testing.assert_array_equal(found, value)

@@ -227,6 +227,20 @@ def test_bits_do_not_depend_on_the_devices_that_nodes_are_spread_over() -> None:
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_factor_in_one_dimension_with_the_examples_is_not_shared_out(nodes: int) -> None:
+    """A search asks for that, and goes on without it."""
+
+    def step(state: dict[str, jax.Array], x: jax.Array) -> Any:
+        seen = jnp.tanh(x @ state["w"])
+        return {"w": state["w"] - seen.mean()}, seen.T.reshape(-1)
+
+    args = {"w": jnp.ones((4, 6))}, jnp.ones((10, 4))
+    several = shares(subject_of(on_nodes(step, 2, {}), args), machine(2 * nodes, 2.0), {"vnode": nodes, "model": 2})
+    assert several.shared({0: 1}, (2, 1)) is None
+    assert several.shared({0: 1}, (1, 1)) is not None
+
+
 def candidate(
     subject: Subject, where: Machine, sizes: dict[str, int], blocks: int, counts: tuple[int, ...], platform: str
 ) -> Candidate:

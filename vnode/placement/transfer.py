@@ -74,6 +74,9 @@ def to_placement(leaf: Any, placement: Placement, target: NamedSharding | None =
         if moves and lies_on(sharding, placement.devices) and not is_explicit(sharding):
             return resharding(target)(leaf)
     elif sharding is not None:
+        if sharding.memory_kind not in (None, memory_kind(target)):  # jax does not change both at once
+            leaf = jax.device_put(leaf, sharding.with_memory_kind(memory_kind(target)))
+            sharding = leaf.sharding
         if isinstance(sharding, SingleDeviceSharding):
             mesh = Mesh(np.array(list(sharding.device_set)), (placement.axis,), axis_types=(AxisType.Auto,))
             leaf = jax.device_put(leaf, NamedSharding(mesh, PartitionSpec()))

@@ -224,7 +224,7 @@ class Row(Emission):
         if var in self.batched and var not in self.own:
             return self.batched[var]
         value = self.of_rows(self.in_turns(form, *self.shard(var), var in self.collected), 0, self.spread.nodes)
-        return arrange(value, form, self.flow.node_size, self.units(form))
+        return self.arranged(value, form, self.units(form))
 
     def of_rows(self, value: Any, dim: int, size: int) -> Any:
         """What rows have parts of, whole on each of them."""
@@ -242,7 +242,19 @@ class Row(Emission):
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
         """A batched value as the row's part of it; see `in_turns`."""
         units = self.spread.turns * int(self.flow.node_size * form.ratio)
-        return arrange(self.in_turns(form, value, dim, there), form, self.flow.node_size, units)
+        return self.arranged(self.in_turns(form, value, dim, there), form, units)
+
+    def arranged(self, value: Any, form: Slice, units: int) -> Any:
+        """What consecutive nodes have, in the order of the batch; see `arrange`.
+
+        Raises:
+          PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
+        """
+        if value.shape[form.dim + 1] != form.outer * int(self.flow.node_size * form.ratio):
+            raise PartitionError(
+                "a dimension of examples has another factor in it, which cannot be shared out in blocks"
+            )
+        return arrange(value, form, self.flow.node_size, units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
