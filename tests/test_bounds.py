@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import vnode
+from vnode.analysis.tracing import trace
 
 pytestmark = pytest.mark.quickly
 
@@ -124,8 +125,6 @@ def test_devices_cut_out_of_a_slice(name: str, devices: int, spec: P) -> None:
 @pytest.mark.parametrize("start", STARTS)
 def test_a_slice_in_bounds_stays_what_it_is(start: int) -> None:
     """Of starts that are known no equation is made."""
-    from vnode.analysis.tracing import trace
-
     program = trace(lambda table: lax.dynamic_slice(table, (start, 7), (EXAMPLES, 4)), values()[0]).program
     (eqn,) = program.equations
     wanted = min(max(start + ROWS * (start < 0), 0), ROWS - EXAMPLES)

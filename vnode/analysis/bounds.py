@@ -10,11 +10,10 @@ cuts what a program computes into parts, so a program that slices once may be cu
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
-from typing import Any
 
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
+from vnode.analysis.rewriting import Rewriter
 from vnode.operators.bounds import with_starts_in_bounds
 
 
@@ -30,32 +29,15 @@ def sliced_in_bounds(jaxpr: Jaxpr) -> Jaxpr:
     return Bounds().jaxpr(jaxpr)
 
 
-class Bounds:
-    """Rewrites a jaxpr and those in its equations, each once."""
+class Bounds(Rewriter):
+    """Puts equations that move starts into bounds before slices."""
 
-    def __init__(self) -> None:
-        self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, or another could get its number
+    def made(self, jaxpr: Jaxpr) -> Jaxpr:
+        equations = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
+        same = len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns))
+        return jaxpr if same else jaxpr.replace(eqns=equations)
 
-    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in self._jaxprs:
-            equations = [new for eqn in jaxpr.eqns for new in self._equations(eqn)]
-            same = len(equations) == len(jaxpr.eqns) and all(map(operator.is_, equations, jaxpr.eqns))
-            self._jaxprs[id(jaxpr)] = jaxpr, jaxpr if same else jaxpr.replace(eqns=equations)
-        return self._jaxprs[id(jaxpr)][1]
-
-    def _equations(self, eqn: JaxprEqn) -> Iterator[JaxprEqn]:
-        params = {name: self._param(value) for name, value in eqn.params.items()}
-        if any(params[name] is not value for name, value in eqn.params.items()):
-            eqn = eqn.replace(params=params)
-        yield from with_starts_in_bounds(eqn) or [eqn]
-
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, Jaxpr):
-            return self.jaxpr(value)
-        if isinstance(value, ClosedJaxpr):
-            made = self.jaxpr(value.jaxpr)
-            return value if made is value.jaxpr else value.replace(jaxpr=made)
-        if type(value) in (tuple, list):
-            made = [self._param(v) for v in value]
-            return value if all(map(operator.is_, made, value)) else type(value)(made)
-        return value
+    def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        params = self.params(eqn.params)
+        eqn = eqn if params is eqn.params else eqn.replace(params=params)
+        return with_starts_in_bounds(eqn) or [eqn]

@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var, jaxprs_in_params, new_jaxpr_eqn, no_effects
 
+from vnode.analysis.rewriting import Rewriter
 from vnode.operators import manual, sharding
 
 Atom = Var | Literal
@@ -82,19 +83,14 @@ def plain(aval: Any) -> Any:
     return ShapedArray(aval.shape, aval.dtype, aval.weak_type) if typed(aval) else aval
 
 
-class Remover:
-    """Removes the mesh from a jaxpr and from those in its equations, each once."""
+class Remover(Rewriter):
+    """Removes the mesh from a jaxpr and from those in its equations."""
 
     def __init__(self) -> None:
-        self._jaxprs: dict[int, tuple[Jaxpr, Jaxpr]] = {}  # with the old one, or another could get its number
+        super().__init__()
         self._contexts: dict[Any, Any] = {}
 
-    def jaxpr(self, jaxpr: Jaxpr) -> Jaxpr:
-        if id(jaxpr) not in self._jaxprs:
-            self._jaxprs[id(jaxpr)] = jaxpr, self._made(jaxpr)
-        return self._jaxprs[id(jaxpr)][1]
-
-    def _made(self, jaxpr: Jaxpr) -> Jaxpr:
+    def made(self, jaxpr: Jaxpr) -> Jaxpr:
         env: dict[Var, Atom] = {}
 
         def var(old: Var) -> Var:
@@ -120,26 +116,14 @@ class Remover:
     def _equations(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         if manual.replicates(eqn):
             raise Replicated(eqn)
-        eqn = eqn.replace(
-            params={name: self._param(value) for name, value in eqn.params.items()}, ctx=self._context(eqn)
-        )
+        eqn = eqn.replace(params=self.params(eqn.params), ctx=self._context(eqn))
         if eqn.primitive.name == manual.NAME:
             try:
                 call = manual.on_whole_values(eqn, eqn.params["jaxpr"])
             except Exception as error:
                 raise NoMeaning(eqn, str(error)) from error
-            return [call.replace(params={name: self._param(value) for name, value in call.params.items()})]
+            return [call.replace(params=self.params(call.params))]
         return sharding.meshless(manual.untyped(eqn))
-
-    def _param(self, value: Any) -> Any:
-        if isinstance(value, Jaxpr):
-            consts = getattr(value, "consts", ())  # since jax 0.12 such a one may have values, too
-            return ClosedJaxpr(self.jaxpr(value), consts) if consts else self.jaxpr(value)
-        if isinstance(value, ClosedJaxpr):
-            return value.replace(jaxpr=self.jaxpr(value.jaxpr))
-        if type(value) in (tuple, list):
-            return type(value)(map(self._param, value))
-        return value
 
     def _context(self, eqn: JaxprEqn) -> Any:
         if eqn.ctx not in self._contexts:

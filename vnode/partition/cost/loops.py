@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from vnode.analysis.again import scan_of
 from vnode.analysis.program import Program, inline
 from vnode.operators import Algebra, describe
-from vnode.operators.control import Loop, region_of, scan_like
+from vnode.operators.control import Loop, region_of
 from vnode.operators.cost import nbytes
 from vnode.operators.splits import Free
 from vnode.partition.cost.collectives import is_sum
@@ -168,8 +169,7 @@ def rebuilt(
     inputs = [*handed, *(inner.inputs[i] for i in kept)]
     body = Program(inputs, inner.constants, list(equations), list(outputs))
     constants = len(handed) + sum(i < loop.constants for i in kept)
-    params = scan_like(eqn, body.closed(eqn.params["jaxpr"].jaxpr), constants)
-    return eqn.replace(invars=[*operands, *(eqn.invars[i] for i in kept)], params=params)
+    return scan_of(eqn, body, [*operands, *(eqn.invars[i] for i in kept)], constants, eqn.outvars)
 
 
 def given_once(eqn: JaxprEqn, loop: Loop) -> JaxprEqn:
