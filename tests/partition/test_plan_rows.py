@@ -14,29 +14,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.partition.mixed import mixed, slower
 from tests.partition.test_plan import example
 from tests.rounding import assert_same
 from vnode.errors import PartitionError
 from vnode.partition import Machine, Plan, search
-from vnode.partition.machine import Kind
 from vnode.partition.plan.rows import fastest
 
 V5E = Machine.tpu("v5e:2x4")
 
 
-def slower(name: str, times: float) -> Kind:
-    """A kind of device for which even small steps are work."""
-    (kind,) = V5E.kinds
-    peak = {dtype: rate / times for dtype, rate in kind.peak.items()}
-    return dataclasses.replace(kind, name=name, peak=peak, vector=kind.vector / times, bandwidth=kind.bandwidth / times)
-
-
-FAST, SLOW = slower("TPU fast", 4000), slower("TPU slow", 8000)
-
-
-def mixed(kinds: list[Kind]) -> Machine:
-    devices = [dataclasses.replace(device, kind=kind) for device, kind in zip(V5E.devices, kinds, strict=True)]
-    return Machine("mixed", tuple(devices), V5E.networks)
+FAST, SLOW = slower(V5E, "TPU fast", 4000), slower(V5E, "TPU slow", 8000)
 
 
 @given(st.lists(st.sampled_from([1.0, 1.5, 2.0, 3.7]), min_size=1, max_size=4), st.integers(1, 12))
@@ -63,8 +51,9 @@ def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
 @pytest.mark.parametrize("name", ["mlp", "layers"])
 def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     step, (state, batch) = example(name)
-    crawling = slower("TPU slow", 12000)  # so that what is computed once, which shares do not help, decides nothing
-    machine = mixed([FAST] * 4 + [crawling] * 4)
+    # So that what is computed once, which shares do not help, decides nothing.
+    crawling = slower(V5E, "TPU slow", 12000)
+    machine = mixed(V5E, [FAST] * 4 + [crawling] * 4)
     plan = search(step, (state, batch), machine, virtual_nodes=16)
     assert len(plan.machine.kinds) == 2
     assert plan.mesh["vnode"] > 1
@@ -76,8 +65,8 @@ def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     planned = loaded.step()
     assert planned.placement.counts == plan.counts
     assert_same(planned(planned.put(state), batch), jax.jit(step), state, batch)
-    slow = search(step, (state, batch), mixed([crawling] * 8), virtual_nodes=16)
-    fast = search(step, (state, batch), mixed([FAST] * 8), virtual_nodes=16)
+    slow = search(step, (state, batch), mixed(V5E, [crawling] * 8), virtual_nodes=16)
+    fast = search(step, (state, batch), mixed(V5E, [FAST] * 8), virtual_nodes=16)
     assert fast.figures.seconds <= plan.figures.seconds <= slow.figures.seconds
 
 
@@ -93,7 +82,7 @@ def test_results_of_each_example_are_put_together_from_unequal_rows(kind: str) -
 
     rng = np.random.default_rng(0)
     weights, x = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((3, 5), (12, 3)))
-    machine = mixed([FAST] * 4 + [SLOW] * 4)
+    machine = mixed(V5E, [FAST] * 4 + [SLOW] * 4)
     plan = search(step, (weights, x), machine, virtual_nodes=12, recompute_budget=float("inf"))
     assert max(plan.counts) > min(plan.counts)
     found, expected = plan.step()(weights, x), step(weights, x)
@@ -105,15 +94,15 @@ def test_results_of_each_example_are_put_together_from_unequal_rows(kind: str) -
 def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:
     """Unequal ones leave several sums on a device, for the sake of the same bits."""
     step, args = example("mlp")
-    fast, slow = slower("TPU fast", 1000), slower("TPU slow", 2000)
-    plan = search(step, args, mixed([fast] * 4 + [slow] * 4), virtual_nodes=16)
+    fast, slow = slower(V5E, "TPU fast", 1000), slower(V5E, "TPU slow", 2000)
+    plan = search(step, args, mixed(V5E, [fast] * 4 + [slow] * 4), virtual_nodes=16)
     assert len({*plan.counts}) == 1
-    assert plan.figures.seconds <= search(step, args, mixed([slow] * 8), virtual_nodes=16).figures.seconds
+    assert plan.figures.seconds <= search(step, args, mixed(V5E, [slow] * 8), virtual_nodes=16).figures.seconds
 
 
 def test_bits_are_those_of_equal_devices() -> None:
     step, (state, batch) = example("mlp")
-    machine = mixed([FAST] * 4 + [SLOW] * 4)
+    machine = mixed(V5E, [FAST] * 4 + [SLOW] * 4)
     uneven = dataclasses.replace(search(step, (state, batch), machine, virtual_nodes=16), records={}, specs={})
     assert uneven.mesh == {"vnode": 8}
     even = dataclasses.replace(uneven, counts=(2,) * 8)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 import vnode
 from benchmarks.partition import possible
+from tests.partition.mixed import mixed, slower
 from tests.random_programs.program import Program
 from tests.random_programs.training import plain
 from tests.spmd.reference import layout_of
@@ -153,28 +154,19 @@ def searched(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     return on_rows(program, made, devices, plan.mesh["vnode"])
 
 
-def mixed(*kinds: float) -> Machine:
+def unlike(*times: float) -> Machine:
     """Four TPUs, so many thousand times slower than they are that programs of few elements are work for them."""
     machine = Machine.tpu(TPUS[4])
-    (kind,) = machine.kinds
-
-    def slower(times: float) -> Any:
-        peak = {dtype: rate / times for dtype, rate in kind.peak.items()}
-        rates = {"vector": kind.vector / times, "bandwidth": kind.bandwidth / times}
-        return dataclasses.replace(kind, name=f"TPU slower {times:g} times", peak=peak, **rates)
-
-    of = {times: slower(times * 1000) for times in kinds}
-    several = zip(machine.devices, kinds, strict=True)
-    devices = [dataclasses.replace(device, kind=of[times]) for device, times in several]
-    return Machine("mixed", tuple(devices), machine.networks)
+    kinds = {each: slower(machine, f"TPU slower {each:g} times", 1000 * each) for each in times}
+    return mixed(machine, [kinds[each] for each in times])
 
 
 MACHINES = (
     lambda: Machine.tpu(TPUS[4]),
     lambda: Machine.gpus("P100", hosts=1, per_host=4),
-    lambda: mixed(400, 400, 1200, 1200),
-    lambda: mixed(1200, 1200, 400, 400),
-    lambda: mixed(400, 400, 400, 1200),
+    lambda: unlike(400, 400, 1200, 1200),
+    lambda: unlike(1200, 1200, 400, 400),
+    lambda: unlike(400, 400, 400, 1200),
 )
 
 
