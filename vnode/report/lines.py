@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
+SHOWN = 12
+"""So many lines are shown, the largest; the others are counted."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Line:

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vnode.report.lines import Line, PassReport
+from vnode.report.lines import SHOWN, Line, PassReport
 from vnode.report.names import summary
 from vnode.report.sources import short
 from vnode.show.page import Cell, Column, Fact, Table
 from vnode.show.units import number, several, size
-
-SHOWN = 12
-"""Rows of a table, the largest; the others are counted."""
 
 
 def held(what: str, total: int, lines: Sequence[Line]) -> Fact:

@@ -23,7 +23,7 @@ from vnode.analysis.program import scope, where
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
 from vnode.report.couplings import coupling_text, module
-from vnode.report.tables import SHOWN
+from vnode.report.lines import SHOWN
 
 Option = str | Mapping[str, str]
 """What the user gives as ``coupling``."""
