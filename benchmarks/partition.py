@@ -259,6 +259,8 @@ class Row:
       bytes: predicted and found, of all collectives.
       memory: predicted and found.
       seconds: of computation, predicted and by the compiler's cycles; 0 on CPUs.
+      step: of computation and exchanges one after the other. The compiler says what is sent, and not how long that
+        takes, which is what the machine's links take for it on both sides.
     """
 
     plan: str
@@ -267,6 +269,7 @@ class Row:
     bytes: tuple[int, int]
     memory: tuple[int, int]
     seconds: tuple[float, float]
+    step: tuple[float, float]
 
 
 class Unestimated:
@@ -304,6 +307,7 @@ def compared(plan: Plan, built: Build, platform: str) -> Row:
         (sum(found.planned.values()), sum(found.found.values())),
         (found.predicted.total, found.memory),
         (cost.compute, seconds),
+        (cost.compute + cost.exchange, seconds + cost.exchange),
     )
 
 
@@ -335,7 +339,9 @@ def summary(name: str, rows: Sequence[Row], whole: bool) -> list[str]:
     n = len(rows)
     cells = [name, str(n), f"{sum(r.exact for r in rows)}", f"{sum(r.rewritten for r in rows)}", f"{near}"]
     cells += errors([row.memory for row in rows])
-    return cells + (errors([row.seconds for row in rows]) if whole else [])
+    if whole:
+        cells += errors([row.seconds for row in rows]) + errors([row.step for row in rows])
+    return cells
 
 
 def on_one_device(names: Sequence[str], folder: Path) -> Sheet:
@@ -449,7 +455,7 @@ def main(argv: list[str] | None = None) -> None:
     heads = ["model", "plans", "collectives exact", "after known rewrites", "memory within 10%"]
     five = ["mean", "median", "largest", "tau", f"tau of what is {APART:.0%} apart"]
     heads += [f"memory, {x}" for x in five]
-    heads += [f"compute, {x}" for x in five] if options.platform == "tpu" else []
+    heads += [f"{what}, {x}" for what in ("compute", "step") for x in five] if options.platform == "tpu" else []
     where_ = TOPOLOGY if options.platform == "tpu" else "eight CPU devices"
     print(Sheet(f"Predicted beside compiled for {where_}", heads, cells).markdown())
 

@@ -20,8 +20,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks import hlo, tpu
 from vnode.analysis.program import inline
 from vnode.partition import blocked
+from vnode.spmd.exchange import convert
 from vnode.spmd.flow import follow
-from vnode.spmd.layout import from_spec
+from vnode.spmd.layout import Cut, Layout, from_spec
 from vnode.spmd.program import at_the_border, long_axes, over_mesh, spec_of
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
@@ -125,9 +126,44 @@ def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
     }
 
 
+ALONG = "data", "model"
+EXAMPLES, POSITIONS = Layout((Cut(ALONG, 1, 8 * 32), None, None)), Layout((None, Cut(ALONG, 1, 8 * 128), None))
+
+
+def by_us(x: Any, start: Layout, end: Layout) -> Any:
+    return convert(x, start, end, (8 * 32, 8 * 128, 2 * WIDTH), {"data": 2, "model": 4})
+
+
+def by_hand(x: Any, start: Layout, end: Layout) -> Any:
+    split, joined = (1, 0) if start == EXAMPLES else (0, 1)
+    return lax.all_to_all(x, ALONG, split, joined, tiled=True)
+
+
+def to_and_fro(exchange: Callable[[Any, Layout, Layout], Any], mesh: Mesh) -> int:
+    """Bytes of temporary memory of the gradient of two layers that divide positions, then examples, and so on."""
+
+    def loss(weights: Any, x: Any) -> Any:
+        x = exchange(x, EXAMPLES, POSITIONS)
+        for w, v in weights:
+            centered = x - x.mean(-1, keepdims=True)
+            normal = centered * lax.rsqrt(jnp.square(centered).mean(-1, keepdims=True) + 1e-6)
+            hidden = jnp.tanh(exchange(normal @ w, POSITIONS, EXAMPLES) @ v)
+            x += exchange(hidden, EXAMPLES, POSITIONS)
+        return jnp.square(x).sum()
+
+    manual = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(p(), p(ALONG)), out_specs=p(), check_vma=False)
+    weight, x = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((2 * WIDTH, 2 * WIDTH), p()), ((8 * 32, 8 * 128, 2 * WIDTH), p(ALONG)))
+    )
+    return jax.jit(manual).lower([(weight, weight)] * 2, x).compile().memory_analysis().temp_size_in_bytes
+
+
 if __name__ == "__main__":
     mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(2, 4), ("data", "model"))
     for counts in ((5, 3, 2, 2), (11, 3, 1, 1)):
         print(json.dumps({"name": f"blocks {counts}", **in_blocks(counts, mesh)}))
+    for name, exchange in (("by us", by_us), ("by hand", by_hand)):
+        print(json.dumps({"name": f"to and fro {name}", "temporary": to_and_fro(exchange, mesh)}))
     for name, split in SPLITS.items():
         print(json.dumps({"name": name, "collectives": [dataclasses.asdict(c) for c in compiled(split, mesh)]}))

@@ -135,7 +135,10 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
         case "reduce-scatter":
             return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
         case "all-to-all":
-            return lax.all_to_all(value, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
+            # XLA would reorder what came in each reader, and keep it once for each order.
+            return lax.optimization_barrier(
+                lax.all_to_all(value, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
+            )
         case "all-gather":
             cut = before.dims[move.dim]
             assert cut is not None

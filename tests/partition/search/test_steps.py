@@ -425,7 +425,7 @@ def test_memory_leads_to_shards() -> None:
 
 def test_gradients_that_a_loop_adds_up_are_summed_over_devices_once() -> None:
     """What the way back carries of a weight's gradient is in pieces until the loop ends."""
-    search, arguments, plain = searched("recurrent", Counted(100.0))
+    search, arguments, plain = searched("recurrent", Counted(50.0))
     best = exact(search.problem)
     back = [step for step in search.flow(best.strategies).steps if step.region is not None][-1]
     pieces = {step.aval.shape for step, layout in zip(back.eqn.invars, back.operands, strict=True) if layout.partial}
