@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.program import Program, barrier_equation, inline
+from vnode.analysis.program import Program, inline
 from vnode.operators import kind_to_keep
 from vnode.operators.control import Loop, region_of
 from vnode.partition.cost.collectives import KINDS
@@ -122,7 +122,6 @@ def simplified(program: Program) -> Program:
 
     The only effect that equations have here is that they name mesh axes: `vnode.spmd` refuses others.
     """
-    barrier = barrier_equation().primitive  # what comes after it is meant to be computed again
     same: dict[Var, Var] = {}
     known: dict[object, JaxprEqn] = {}
     equations: list[JaxprEqn] = []
@@ -137,7 +136,7 @@ def simplified(program: Program) -> Program:
         region = region_of(eqn)
         if isinstance(region, Loop):
             eqn = given_once(eqn, region)
-        if region is None and eqn.primitive is not barrier:
+        if region is None:
             of = kind_to_keep(eqn) or repr(sorted(eqn.params.items(), key=str))
             key = eqn.primitive, tuple(map(said, eqn.invars)), of
             other = known.setdefault(key, eqn)
