@@ -1235,6 +1235,21 @@ def test_equal_exchanges_are_made_once() -> None:
     assert sum(eqn.primitive.name == "psum" for eqn in program.equations) == 1
 
 
+def test_equal_exchanges_behind_barriers_are_made_once() -> None:
+    """Of XLA's own program: barriers of the same are one, too."""
+
+    def twice(a: jax.Array) -> tuple[jax.Array, ...]:
+        first, second = (lax.optimization_barrier(lax.psum(lax.optimization_barrier(a), "x")) for _ in range(2))
+        return first, lax.psum(first * 2, "x"), lax.psum(second * 2, "x") + 1
+
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    manual = jax.shard_map(twice, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    text = jax.jit(manual).lower(ones(2, 2)).compile().as_text()
+    planned = over(twice, ones(2, 2), x=2).equations
+    made = sum("all-reduce(" in line for line in text.splitlines())
+    assert sum(eqn.primitive.name == "psum" for eqn in planned) == made == 2
+
+
 def test_the_device_program_of_a_flow_has_local_sizes() -> None:
     program, _ = mlp()
     axes = {"data": 2, "model": 4}
