@@ -190,6 +190,35 @@ def test_constraints_within_the_step() -> None:
     assert_same(virtual(sharded(state, SPECS["model"], mesh()), x), written_out, state, x)
 
 
+@pytest.mark.parametrize("reduction", ["fast", "invariant"])
+@pytest.mark.parametrize("spec", [PartitionSpec(None, "model"), PartitionSpec("data", "model")])
+def test_what_is_exchanged_in_pieces_is_sliced_elsewhere_too(spec: PartitionSpec, reduction: str) -> None:
+    """XLA makes slices of what an all-to-all sends: for CPUs it did not compile where the step has equal ones."""
+    where = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+    def rolled_too(w: jax.Array, x: jax.Array, constrain: Any = lambda x: x) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            turned = w.T
+            there = constrain(turned) * 1.1
+            rolled = jnp.concatenate([turned[:, 2:], turned[:, :2]], 1)
+            return jnp.mean(there**2) + jnp.mean(rolled**2) + jnp.mean(x**2)
+
+        value, slope = jax.value_and_grad(loss)(w)
+        return w - 0.1 * slope, value
+
+    def constrained(w: jax.Array, x: jax.Array) -> Any:
+        columns = NamedSharding(where, PartitionSpec(None, "model"))
+        return rolled_too(w, x, lambda turned: jax.lax.with_sharding_constraint(turned, columns))
+
+    rng = np.random.default_rng(0)
+    w, x = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((8, 16), (4, 8)))
+    placement = vnode.Placement(4, mesh=where, axis="data")
+    virtual = vnode.virtualize(
+        constrained, virtual_nodes=4, placement=placement, reduction=reduction, partition={"": spec}
+    )
+    assert_same(virtual(virtual.put(w), x), rolled_too, w, x)
+
+
 @pytest.mark.parametrize(("reduction", "across"), [("fast", "all-reduce("), ("invariant", "all-gather(")])
 def test_collectives_over_the_model_axis_only_within_the_loop(reduction: str, across: str) -> None:
     """Nodes of one device are run one after another without waiting for those of another."""

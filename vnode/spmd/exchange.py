@@ -29,6 +29,10 @@ from vnode.spmd.route import ORDERED, Move, in_one, route
 MUCH = 64 << 10
 """Bytes from which it is worth an operation on a device's part that something is gathered later."""
 
+SLICED = frozenset({"cpu"})
+"""Platforms for which XLA slices what an all-to-all sends, takes the slices for equal ones of the program, gives these
+another order of dimensions than the others have, and fails."""
+
 APART: contextvars.ContextVar[bool] = contextvars.ContextVar("apart", default=False)
 """Whether devices may be at different places of the program, unless a collective of what is divided joins them."""
 
@@ -135,10 +139,9 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
         case "reduce-scatter":
             return lax.psum_scatter(value, move.axes, scatter_dimension=move.dim, tiled=True)
         case "all-to-all":
-            # XLA would reorder what came in each reader, and keep it once for each order.
-            return lax.optimization_barrier(
-                lax.all_to_all(value, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
-            )
+            pieces = lax.optimization_barrier(value) if platform() in SLICED else value
+            pieces = lax.all_to_all(pieces, move.axes, move.other, move.dim, axis_index_groups=among, tiled=True)
+            return lax.optimization_barrier(pieces)  # or XLA reorders it in each reader, and keeps each order
         case "all-gather":
             cut = before.dims[move.dim]
             assert cut is not None
@@ -150,6 +153,12 @@ def carry_out(value: Any, before: Layout, move: Move, shape: Sequence[int], axes
     assert after is not None
     part = index_along(move.axes, mesh)
     return take_block(value, move.dim, before.dims[move.dim], after, shape[move.dim], axes, part)
+
+
+def platform() -> str:
+    """What the program is compiled for, if its mesh says so."""
+    device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    return getattr(device, "platform", None) or ""
 
 
 def part_to_send(value: Any, before: Layout, move: Move, shape: Sequence[int], axes: Axes) -> Any:
