@@ -1250,6 +1250,17 @@ def test_equal_exchanges_behind_barriers_are_made_once() -> None:
     assert sum(eqn.primitive.name == "psum" for eqn in planned) == made == 2
 
 
+def test_the_device_program_does_not_show_the_mesh_that_is_set() -> None:
+    rows, columns = (from_spec(spec, (8, 8), {"x": 2}) for spec in (P("x"), P(None, "x")))
+    traced = jax.make_jaxpr(jnp.sin)(ones(8, 8))
+    flow = follow(inline(traced.jaxpr, traced.consts), [rows], {"x": 2}, outputs=[columns])
+    alone = device_program(flow, {"x": 2}).program
+    with jax.set_mesh(jax.make_mesh((2,), ("x",))):
+        inside = device_program(flow, {"x": 2}).program
+    names = [[eqn.primitive.name for eqn in each.equations] for each in (alone, inside)]
+    assert names[0] == names[1] and "all_to_all" in names[0]
+
+
 def test_the_device_program_of_a_flow_has_local_sizes() -> None:
     program, _ = mlp()
     axes = {"data": 2, "model": 4}

@@ -22,7 +22,7 @@ from vnode.analysis.program import inline
 from vnode.partition import blocked
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import follow
-from vnode.spmd.layout import Cut, Layout, from_spec
+from vnode.spmd.layout import Layout, from_spec
 from vnode.spmd.program import at_the_border, long_axes, over_mesh, spec_of
 
 BATCH, LENGTH, WIDTH, HIDDEN, HEADS, IMAGE, CHANNELS = 16, 256, 512, 2048, 8, 64, 128
@@ -126,12 +126,14 @@ def in_blocks(counts: tuple[int, ...], mesh: Mesh) -> dict[str, Any]:
     }
 
 
-ALONG = "data", "model"
-EXAMPLES, POSITIONS = Layout((Cut(ALONG, 1, 8 * 32), None, None)), Layout((None, Cut(ALONG, 1, 8 * 128), None))
+AXES = {"data": 2, "model": 4}
+ALONG = tuple(AXES)
+TEXTS = 256, 1024, 2 * WIDTH
+EXAMPLES, POSITIONS = (from_spec(spec, TEXTS, AXES) for spec in (p(ALONG), p(None, ALONG)))
 
 
 def by_us(x: Any, start: Layout, end: Layout) -> Any:
-    return convert(x, start, end, (8 * 32, 8 * 128, 2 * WIDTH), {"data": 2, "model": 4})
+    return convert(x, start, end, TEXTS, AXES)
 
 
 def by_hand(x: Any, start: Layout, end: Layout) -> Any:
@@ -154,13 +156,13 @@ def to_and_fro(exchange: Callable[[Any, Layout, Layout], Any], mesh: Mesh) -> in
     manual = jax.shard_map(jax.grad(loss), mesh=mesh, in_specs=(p(), p(ALONG)), out_specs=p(), check_vma=False)
     weight, x = (
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
-        for shape, spec in (((2 * WIDTH, 2 * WIDTH), p()), ((8 * 32, 8 * 128, 2 * WIDTH), p(ALONG)))
+        for shape, spec in (((2 * WIDTH, 2 * WIDTH), p()), (TEXTS, p(ALONG)))
     )
     return jax.jit(manual).lower([(weight, weight)] * 2, x).compile().memory_analysis().temp_size_in_bytes
 
 
 if __name__ == "__main__":
-    mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(2, 4), ("data", "model"))
+    mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(*AXES.values()), tuple(AXES))
     for counts in ((5, 3, 2, 2), (11, 3, 1, 1)):
         print(json.dumps({"name": f"blocks {counts}", **in_blocks(counts, mesh)}))
     for name, exchange in (("by us", by_us), ("by hand", by_hand)):

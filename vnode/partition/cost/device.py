@@ -19,6 +19,7 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
+from vnode.analysis.meshless import NO_MESH
 from vnode.analysis.program import Program, inline
 from vnode.operators import kind_to_keep
 from vnode.operators.control import Loop, region_of
@@ -99,7 +100,8 @@ def device_program(
         jax.ShapeDtypeStruct(layout.local(shape, axes), var.aval.dtype)
         for var, layout, shape in zip(flow.program.inputs, given, shapes, strict=True)
     ]
-    traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
+    with jax.sharding.use_abstract_mesh(NO_MESH):  # whatever mesh the user has set
+        traced = jax.make_jaxpr(on_one, axis_env=list(axes.items()))(*local)
     program = inline(traced.jaxpr, traced.consts)
     program = compiled_as(program if single_turns else without_single_turns(program), Target.on(platform))
     return DeviceProgram(program, dict(axes), frozenset(donated), passes)
