@@ -503,6 +503,35 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     assert run.budget.cut_short == (left < 0)
 
 
+@pytest.mark.parametrize("seconds", [26.0, 40.0, 60.0, 90.0, 1000.0])
+@pytest.mark.parametrize("memory", [None, "100KiB"], ids=["roomy", "narrow"])
+def test_a_search_ends_within_its_budget(monkeypatch: pytest.MonkeyPatch, seconds: float, memory: str | None) -> None:
+    """By a clock on which a prediction takes ten seconds, and a search on a mesh three."""
+    now, predict, solve = 0.0, OnMesh.candidate, OnMesh.solution
+
+    def candidate(on: OnMesh, *args: Any, **kwargs: Any) -> Any:
+        nonlocal now
+        now += 10.0
+        return predict(on, *args, **kwargs)
+
+    def solution(on: OnMesh, memory: float, *args: Any) -> Any:
+        nonlocal now
+        now += 0.0 if memory in on.solutions else 3.0
+        return solve(on, memory, *args)
+
+    clock = types.SimpleNamespace(monotonic=lambda: now)
+    for module in ("budget", "over_meshes", "candidates"):
+        monkeypatch.setattr(f"vnode.partition.plan.{module}.time", clock)
+    monkeypatch.setattr(OnMesh, "candidate", candidate)
+    monkeypatch.setattr(OnMesh, "solution", solution)
+    state = {"up": normal(0, 32, 128), "bias": jnp.zeros(128), "down": normal(1, 128, 16)}
+    args = (state, OPTIMIZER.init(state)), (normal(2, 32, 32), normal(3, 32, 16))
+    plan = search(functools.partial(updated, mlp), args, V5E, virtual_nodes=8, memory=memory, budget=seconds)
+    assert now <= seconds and plan.figures.memory <= plan.memory
+    if seconds >= 90:
+        assert {"data parallel", "FSDP", "Megatron-style"} <= {plan.name, *plan.beside}
+
+
 @settings(max_examples=200, deadline=None)
 @given(st.floats(0.3, 2.0), st.integers(-300, 1000), st.floats(10, 900), st.floats(0, 1000), st.integers(100, 2000))
 def test_a_search_finds_what_fits_as_predicted_whatever_its_own_account(

@@ -153,7 +153,10 @@ def kind(eqn: JaxprEqn) -> Hashable | None:
     return made
 
 
+PROGRAMS = (Jaxpr, ClosedJaxpr)
+
+
 def kind_to_keep(eqn: JaxprEqn) -> Hashable | None:
     """The kind of an equation; None also of one with a program or function, lest what is known keep its constants."""
-    programs = any(isinstance(each, Jaxpr | ClosedJaxpr) or callable(each) for each in eqn.params.values())
+    programs = any(isinstance(each, PROGRAMS) or callable(each) for each in eqn.params.values())
     return None if programs else kind(eqn)

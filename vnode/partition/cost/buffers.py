@@ -14,6 +14,7 @@ of their own, and arguments are not copied yet. On CPUs kernels run as soon as t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
@@ -275,8 +276,11 @@ class Buffers:
 
     def under(self, target: Target) -> list[int]:
         """The order of a compiler, or the best that is tried."""
-        if target.breadth:
-            return self.breadth_first()
+        return self.breadth_first() if target.breadth else self.least_held
+
+    @functools.cached_property
+    def least_held(self) -> list[int]:
+        """The best of the three orders that XLA tries."""
         several = self.freeing(), self.depth_first(), self.post_order()
         ordered = (sorted(order, key=lambda k: k not in self.first) for order in several)
         return min(ordered, key=self.before_places().peak)

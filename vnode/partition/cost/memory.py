@@ -119,18 +119,28 @@ def memory_of(device: DeviceProgram, target: Target, seconds: Sequence[float] = 
     """
     program = device.program
     kernels, buffers, own, aliased = outer_buffers(device, target)
-    most, at, when, on_chip = 0, -1, frozenset[Var](), 0
     moments, away = placed(kernels, buffers, own, device, target, seconds=seconds)
     lodged = buffers.lodged(moments, away)
+
+    def in_memory(place: int) -> dict[Var, int]:
+        near = away[place]
+        return {var: need for var, need in moments[place][1].items() if var not in near and var not in lodged}
+
+    on_chip, beside = 0, list[int]()
     for place, (k, sizes) in enumerate(moments):
         near = away[place]
-        left = {var: need for var, need in sizes.items() if var not in near and var not in lodged}
         inside = 0 if k in near else buffers.inside[k]
-        now = sum(left.values()) + inside - in_results(left, own, kernels)
-        if now > most or at < 0:
-            most, at, when = now, k, frozenset(left)
         there = sum(need for var, need in sizes.items() if var in near)
         on_chip = max(on_chip, there + buffers.inside[k] - inside)
+        beside.append(sum(in_memory(place).values()) + inside)
+    most, peak = 0, -1
+    for place in sorted(range(len(moments)), key=lambda place: -beside[place]):
+        if peak >= 0 and beside[place] < most:  # what is where results belong makes it less
+            break
+        now = beside[place] - in_results(in_memory(place), own, kernels)
+        if peak < 0 or (now, -place) > (most, -peak):
+            most, peak = now, place
+    at, when = (moments[peak][0], in_memory(peak)) if moments else (-1, {})
     definitions = program.definitions
     held = [
         Held(kernels.nbytes(var), var.aval.str_short(short_dtypes=True), where(definitions[var]))

@@ -134,7 +134,11 @@ class Backwards:
                 self.unlocks[self.asking[n]] += 1
         self.ready: dict[float, set[int]] = {}  # what can run, by its depth
         self.ending: list[int] = []
-        self.live = set[Var]()
+        self.need = [sum(self.sizes.get(var, 0) for var in read) for read in buffers.read]  # of what is not held yet
+        self.readers: dict[Var, list[int]] = {}
+        for k, read in enumerate(buffers.read):
+            for var in read & self.sizes.keys():
+                self.readers.setdefault(var, []).append(k)
 
     def ordered(self) -> tuple[list[int], dict[int, int]]:
         """The order, and for transfers that begin before their place in it, where that is."""
@@ -148,7 +152,7 @@ class Backwards:
                 self.ending.remove(flying)
                 left = self.seconds[flying]
                 backwards.append(flying)
-                self.live |= self.buffers.read[flying]
+                self.hold(flying)
             elif flying is not None and (not self.ready or (left <= 0 and self.begins(flying))):
                 begun[flying] = len(backwards)
                 self.done(flying)
@@ -157,7 +161,7 @@ class Backwards:
                 k = self.chosen(left if flying is not None and left > 0 else None)
                 backwards.append(k)
                 left -= self.cost[k]
-                self.live |= self.buffers.read[k]
+                self.hold(k)
                 self.done(k)
             else:
                 break
@@ -173,6 +177,12 @@ class Backwards:
                 self.ending.append(k)
             else:
                 self.ready.setdefault(self.depth[k], set()).add(k)
+
+    def hold(self, k: int) -> None:
+        """Notes that what something reads is held before it, so that others need no more for that."""
+        for var in self.buffers.read[k]:
+            for reader in self.readers.pop(var, ()):
+                self.need[reader] -= self.sizes[var]
 
     def done(self, k: int) -> None:
         """Notes that something has its place, so that what it needs may be put before it."""
@@ -195,8 +205,7 @@ class Backwards:
 
     def weight(self, k: int) -> tuple[bool, int, bool, int]:
         """What else is asked of what can run, once transfers before it, and those that run, have been."""
-        need = sum(self.sizes.get(var, 0) for var in self.buffers.read[k] - self.live)
-        return self.reads_transfer[k], self.unlocks[k], need < self.buffers.made_by(k), self.place[k]
+        return self.reads_transfer[k], self.unlocks[k], self.need[k] < self.buffers.made_by(k), self.place[k]
 
     def chosen(self, left: float | None) -> int:
         """What comes next of what can run, where a transfer still takes so long, if one does."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -67,17 +68,22 @@ class Slots:
         for step, needs in zip(flow.steps, needed_by(works, [*bits]), strict=True):
             if step.region is not None or step.eqn.primitive is OVER_ROWS:
                 pinned.update(var for var, bit in bits.items() if bit & needs)
-        read = {var for work in works for var in work.reads}
+        read = {var for work in works for var in work.reads} - pinned
         held: dict[str, dict[int, int]] = {}
         for i, name in enumerate(names):
             if name is not None:
                 bytes_ = nbytes(flow.inputs[i], inputs[i], axes) // sharded.get(i, 1)
                 held.setdefault(name, {})[i] = bytes_
-        late = {i for i in state if inputs[i] in read - pinned and math.prod(inputs[i].aval.shape) > 1}
+        late = {i for i in state if inputs[i] in read and math.prod(inputs[i].aval.shape) > 1}
         found = {name: several for name, several in held.items() if several.keys() <= late}
         order = sorted(found, key=lambda name: (-sum(found[name].values()), name))
         sums = local_sums(flow, axes) // (max(sharded.values()) if sharded else 1)
         return Slots(flow, {name: found[name] for name in order}, sums, donated)
+
+    @functools.cached_property
+    def works(self) -> list[Work]:
+        """What the program computes."""
+        return works_of(self.flow)
 
     def away(self, count: int) -> dict[int, int]:
         """The inputs of the first names, with their bytes on one device."""
@@ -87,9 +93,8 @@ class Slots:
         """The most bytes of leaves that a device has fetched at a time, and of the leaves it had before these."""
         inputs = self.flow.program.inputs
         sizes = {inputs[i]: n for i, n in away.items()}
-        works = works_of(self.flow)
-        order = by_output(works, self.flow.program.outputs, [*sizes])
-        reads = [[var for var in works[k].reads if var in sizes] for k in order]
+        order = by_output(self.works, self.flow.program.outputs, [*sizes])
+        reads = [[var for var in self.works[k].reads if var in sizes] for k in order]
         last = {var: place for place, several in enumerate(reads) for var in several}
         now, most, there = 0, 0, set[Var]()
         for place, several in enumerate(reads):

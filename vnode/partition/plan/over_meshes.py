@@ -42,6 +42,9 @@ ALMOST = 1.001
 FLATTEST = 0.2
 """By what share at least a prediction is taken to be lower of what is less by a search's own account."""
 
+PREDICTED = 2
+"""For how many predictions there is to be time when meshes have been searched: the best of one and experts' split."""
+
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
 
@@ -99,12 +102,12 @@ class OverMeshes:
           Meshes with seconds of the best on them, by the search's own cost, and those that it took; the best first.
         """
         waiting: list[tuple[float, float, OnMesh]] = []
-        took = predicting = 0.0
+        took = 0.0
         for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
                 break
-            if (found or waiting) and self.budget.lacks(took + predicting):
+            if (found or waiting) and self.budget.lacks(took, predictions=PREDICTED):
                 self.budget.cut_short = True
                 break
             self.say(sizes, found)
@@ -125,10 +128,11 @@ class OverMeshes:
                 break
             if inner == 0:
                 for each in (on, *others):
-                    found.append(each.candidate("data parallel", each.whole))
-                    predicting = time.monotonic() - began
+                    with self.budget.predicting():
+                        found.append(each.candidate("data parallel", each.whole))
                     if each.rows > 1:
-                        found.append(each.candidate("FSDP", each.whole, over_rows=True))
+                        with self.budget.predicting():
+                            found.append(each.candidate("FSDP", each.whole, over_rows=True))
                 self.with_host(found, found)
                 continue
             cost, took = math.inf if solution is None else solution.cost, time.monotonic() - began
@@ -147,33 +151,35 @@ class OverMeshes:
           The meshes, with seconds of the best on them as predicted, and those that they took; the best first.
         """
         done: list[tuple[float, float, OnMesh]] = []
-        took = 0.0
         for _, before, on in waiting:
             began, known = time.monotonic(), len(found)
-            if (
-                found and self.budget.lacks(took) and (done or self.budget.more)
-            ):  # after Ctrl-C the best mesh all the same
+            if found and self.budget.lacks() and (done or self.budget.more):  # after Ctrl-C the best mesh all the same
                 self.budget.cut_short = True
                 break
             self.say(on.sizes, found)
             over = self.divided(on, found)
-            took = time.monotonic() - began
             best = min((c.figures.seconds for c in found[known:]), default=math.inf)
-            done.append((best, before + took, on))
+            done.append((best, before + time.monotonic() - began, on))
             if over:
                 return []
             self.with_host(found[known:], found)
         return sorted(done, key=lambda each: each[0])
 
     def divided(self, on: OnMesh, found: list[Candidate]) -> bool:
-        """Adds experts' splits and the best on one mesh.
+        """Adds the best on one mesh, and experts' splits if there is time for them, too.
 
         Returns:
           Whether Ctrl-C ended it.
         """
-        for expert in on.megatron(self.most(MEGATRON, found)):
-            self.add(on, expert, found)
-        return self.searched(on, found)
+        interrupted = self.searched(on, found)
+        if not interrupted and self.budget.lacks():
+            self.budget.cut_short = True
+        elif not interrupted:
+            with self.budget.predicting():
+                experts = on.megatron(self.most(MEGATRON, found))
+            for expert in experts:
+                self.add(on, expert, found)
+        return interrupted
 
     def with_host(self, several: Sequence[Candidate], found: list[Candidate]) -> None:
         """Adds some candidates with as much on the host as they need, where nothing fits otherwise."""
@@ -205,7 +211,7 @@ class OverMeshes:
             return max(self.budget.left, 1.0)
 
         while len(tried) < TRIES:
-            if (tried or (self.budget.more and fitting(found, self.limit))) and self.budget.over:
+            if (tried or (self.budget.more and fitting(found, self.limit))) and self.budget.lacks():
                 self.budget.cut_short = True
                 break
             if on.solution(allowed, left(), GAP) is None:
@@ -214,7 +220,8 @@ class OverMeshes:
                 allowed = math.inf
                 continue
             known = len(found)
-            candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
+            with self.budget.predicting():
+                candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
             if candidate is not None:
                 self.add(on, candidate, found)
             if interrupted:
@@ -264,7 +271,7 @@ class OverMeshes:
                 stages = [stage for stage in kept if stage is not left_out]
                 hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
                 began = time.monotonic()
-                if not stages or hopeless or self.budget.lacks(took):
+                if not stages or hopeless or self.budget.lacks(took, predictions=0):
                     break
                 tried: list[Candidate] = []
                 self.say(on.sizes, found)
@@ -280,7 +287,12 @@ class OverMeshes:
     def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
         """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
         found.append(candidate)
-        if on.rows > 1 and candidate.figures.memory > self.limit:
+        if on.rows == 1 or candidate.figures.memory <= self.limit:
+            return
+        if fitting(found, self.limit) and self.budget.lacks():
+            self.budget.cut_short = True
+            return
+        with self.budget.predicting():
             found.append(on.over_rows(candidate))
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:

@@ -167,7 +167,7 @@ class _Search:
                 if chosen and (best is None or chosen[0].figures.seconds < best[1].figures.seconds):
                     best = one, chosen[0], found
             nodes = 2 * subject.virtual_nodes
-            over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.over
+            over = not searched or nodes > min(subject.examples, MOST_NODES) or self.budget.lacks()
             plain = best is not None and not (
                 best[1].uses_host or best[0].step.options.again or best[0].step.options.away
             )
@@ -249,7 +249,7 @@ class _Search:
         Returns:
           Whether it fits with its state on the devices; None if time is over, or Ctrl-C ended the search.
         """
-        if self.budget.over:
+        if self.budget.lacks():
             self.budget.cut_short = True
             return None
         try:
