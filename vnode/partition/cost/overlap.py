@@ -15,11 +15,15 @@ from types import MappingProxyType
 
 from jax.extend.core import Var
 
+from vnode.operators.cost import nbytes
 from vnode.partition.cost.buffers import Buffers
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.places import is_gather
 from vnode.partition.cost.shapes import Kernel, Kernels, Shape
 from vnode.partition.cost.tiles import LANES, SUBLANES
+
+TILE = 4 * LANES * SUBLANES
+"""Bytes of a tile, whatever its type."""
 
 BESIDE_SUMS = {"all-reduce": 0.5, "reduce-scatter": 1.0}
 """The part of the time of a sum over devices for which TPUs' compiler expects that a gather runs beside it."""
@@ -45,7 +49,7 @@ def beside_computation(
     """
     own = [kernels.kernels[k] for k in buffers.of]
     exchanges = {k: KINDS[own[k].root.primitive.name] for k in order if own[k].shape is Shape.COLLECTIVE}
-    gathers = {k for k in exchanges if is_gather(own[k])}
+    gathers = {k for k in exchanges if is_gather(own[k]) and fills_a_tile(own[k])}
     if not gathers:
         return [*order], {}
     others = {k: kind for k, kind in exchanges.items() if k not in gathers}
@@ -57,6 +61,11 @@ def beside_computation(
     place = {k: i for i, k in enumerate(found)}
     computes = [k not in exchanges and lengths[k] > 0 for k in found]
     return found, {k: start for k, start in begun.items() if any(computes[start : place[k]])}
+
+
+def fills_a_tile(gather: Kernel) -> bool:
+    """Whether what a gather gives fills a tile: less is gathered where it is read (seen of every gather on v5e)."""
+    return sum(nbytes(var.aval) for var in gather.piece.writes) >= TILE
 
 
 def is_reshaped(gather: Kernel) -> bool:
