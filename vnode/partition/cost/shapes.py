@@ -9,6 +9,7 @@ import dataclasses
 import enum
 import functools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,16 @@ class Kernels:
             need = room_for(var.aval, self.tiles) // (2 if var in self.narrow else 1)
             self._needs[var] = -(-need // self.aligned) * self.aligned
         return self._needs[var]
+
+    @functools.cached_property
+    def writers(self) -> dict[Var, Kernel]:
+        """The kernel that writes an array in memory; arguments have none."""
+        return {self.memory_of(var): kernel for kernel in self.kernels for var in kernel.piece.writes}
+
+    @functools.cached_property
+    def reading(self) -> Counter[Var]:
+        """How many kernels read an array in memory."""
+        return Counter(var for kernel in self.kernels for var in {*map(self.memory_of, kernel.piece.reads)})
 
     def memory_of(self, var: Var) -> Var:
         """The variable whose memory a variable has."""

@@ -8,7 +8,6 @@ it carries and what it stacks once, and beside them what its body holds at most;
 
 from __future__ import annotations
 
-import collections
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -310,8 +309,7 @@ def multiplied_within(kernel: Kernel, kernels: Kernels) -> set[Var]:
 def in_one_place(var: Var, kernels: Kernels, target: Target) -> set[Var]:
     """An array, and those that one after another it is written over: nothing else reads them."""
     found = {var}
-    writers = {kernels.memory_of(out): kernel for kernel in kernels.kernels for out in kernel.piece.writes}
-    reading = collections.Counter(v for each in kernels.kernels for v in {*map(kernels.memory_of, each.piece.reads)})
+    writers, reading = kernels.writers, kernels.reading
     while (kernel := writers.get(var)) is not None and kernel.shape in IN_PLACE:
         reads = [v for v in map(kernels.memory_of, kernel.piece.reads) if v in writers and reading[v] == 1]
         pairs = overwritten(kernel, None, kernels, reads, target)
