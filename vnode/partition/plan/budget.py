@@ -5,12 +5,18 @@ Knows the clock. Must not know what is searched.
 
 from __future__ import annotations
 
-import contextlib
+import collections
 import time
-from collections.abc import Iterator
 
 MORE = 0.5
 """So much of the budget is spent once more, where nothing fits, on what would."""
+
+
+LAST = 3
+"""Of so many predictions it is remembered how long they took."""
+
+MARGIN = 1.25
+"""So many times as long as the middle one of these the next may take."""
 
 
 class Budget:
@@ -20,16 +26,15 @@ class Budget:
       seconds: how many there were.
       cut_short: whether something was not tried because they were over.
       more: which share of them is spent once more, where nothing fits, on what would.
-      longest: how many the longest prediction took.
+      predictions: how many each of the last predictions took.
 
     Example:
       >>> budget = Budget(60.0)
       >>> budget.over, budget.left > 59
       (False, True)
-      >>> with budget.predicting():
-      ...     pass
-      >>> budget.lacks(predictions=2), budget.lacks(70.0)
-      (False, True)
+      >>> budget.predictions.extend([25.0, 20.0])
+      >>> budget.lacks(), budget.lacks(predictions=3), budget.lacks(70.0)
+      (False, True, True)
       >>> budget.interrupt()
       >>> budget.over, budget.more
       (True, 0.0)
@@ -38,7 +43,7 @@ class Budget:
     def __init__(self, seconds: float) -> None:
         self.seconds, self.more = seconds, MORE
         self.cut_short = False
-        self.longest = 0.0
+        self.predictions: collections.deque[float] = collections.deque(maxlen=LAST)
         self.until = time.monotonic() + seconds
 
     @property
@@ -52,15 +57,17 @@ class Budget:
         return self.left <= 0
 
     def lacks(self, seconds: float = 0.0, predictions: int = 1) -> bool:
-        """Whether they are over, or fewer are left than something will take, and predictions like the longest."""
-        return self.over or self.left < seconds + predictions * self.longest
+        """Whether they are over, or fewer are left than something will take, and predictions after it."""
+        return self.over or self.left < seconds + predictions * MARGIN * self.usual
 
-    @contextlib.contextmanager
-    def predicting(self) -> Iterator[None]:
-        """Notes how long a prediction takes."""
-        began = time.monotonic()
-        yield
-        self.longest = max(self.longest, time.monotonic() - began)
+    @property
+    def usual(self) -> float:
+        """How many a prediction takes: the middle one of the last, of two the shorter; none if nothing was predicted.
+
+        The first takes longer than those after it, and any may wait for another program.
+        """
+        several = sorted(self.predictions)
+        return several[(len(several) - 1) // 2] if several else 0.0
 
     def interrupt(self) -> None:
         """Ends them with what was found so far; what would fit where nothing does is not tried either."""

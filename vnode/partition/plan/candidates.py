@@ -85,6 +85,7 @@ class Candidate:
       farther: the same with others, and how many there may be.
       estimate: seconds by the search's own cost; infinite if it was not asked for them.
       account: bytes by the search's own account; likewise.
+      took: seconds that it took to predict it.
     """
 
     name: str
@@ -102,6 +103,7 @@ class Candidate:
     farther: tuple[Callable[..., Candidate], int] | None = None
     estimate: float = math.inf
     account: float = math.inf
+    took: float = 0.0
 
     @functools.cached_property
     def flows(self) -> list[NodeFlow]:
@@ -288,7 +290,7 @@ class OnMesh:
           gap: of the search.
           far: how many of the sums that wait are on the host.
         """
-        across = dataclasses.replace(self.across, far=far)
+        began, across = time.monotonic(), dataclasses.replace(self.across, far=far)
         flow = in_pieces(flow, self.axes)
         subject, sharded = self.subject, self.sharded(flow) if over_rows else {}
         prediction = predicted(
@@ -321,6 +323,7 @@ class OnMesh:
             gap,
             far=far,
             farther=(farther, across.farthest if can_be_far else 0),
+            took=time.monotonic() - began,
         )
 
     def over_rows(self, candidate: Candidate) -> Candidate:
@@ -383,6 +386,7 @@ class OnMesh:
             return found
         best = min((each.figures.seconds for each in evens), default=math.inf)
         seen: list[Mapping[int, int]] = []
+        took = 0.0
         for even in evens:
             seeds = divided_over(even.flow, self.subject, axis)
             if not seeds or seeds in seen:
@@ -390,12 +394,14 @@ class OnMesh:
             seen.append(seeds)
             several: list[Shared] = []
             for blocks in block_numbers([self.subject.inputs[i].aval.shape[dim] for i, dim in seeds.items()]):
-                if time.monotonic() > until:
+                began = time.monotonic()
+                if began + took > until:
                     break
                 dims = tied_to(self.subject, seeds, blocks)
                 near = min((WORSE * each.prediction.figures.seconds for each in several), default=HOPELESS * best)
                 one = shares.best(dims, blocks, memory, min(near, HOPELESS * best)) if dims else None
                 several += [one] if one is not None else []
+                took = max(took, time.monotonic() - began)
             if several:  # the fastest that fits, or what takes least
                 figures = [each.prediction.figures for each in several]
                 order = [(max(each.memory - memory, 0), each.seconds) for each in figures]

@@ -45,6 +45,15 @@ FLATTEST = 0.2
 PREDICTED = 2
 """For how many predictions there is to be time when meshes have been searched: the best of one and experts' split."""
 
+MORE_AXES = 2.5
+"""So many times as long takes the search on a mesh that divides along one axis more (1.8 to 2.7 were seen)."""
+
+LEAST = 0.1
+"""Seconds that one solution of a mesh is given at least."""
+
+SHARES = 12
+"""About how many predictions it takes to find unequal shares, for one number of blocks."""
+
 LEFT_OUT = 8
 """How many stages of branches are left out at most, one after another, to see whether that is faster."""
 
@@ -102,18 +111,20 @@ class OverMeshes:
           Meshes with seconds of the best on them, by the search's own cost, and those that it took; the best first.
         """
         waiting: list[tuple[float, float, OnMesh]] = []
-        took = 0.0
+        took, before = 0.0, 0
         for sizes in meshes(len(self.machine.devices), subject.virtual_nodes, NODES):
             began, inner = time.monotonic(), len(sizes) - 1
             if inner and self.undivided:
                 break
-            if (found or waiting) and self.budget.lacks(took, predictions=PREDICTED):
+            took *= MORE_AXES ** max(inner - before, 0)
+            unknown = 0.0 if self.budget.predictions else PREDICTED * took  # a prediction takes about as long
+            if (found or waiting) and self.budget.lacks(took + unknown, predictions=PREDICTED):
                 self.budget.cut_short = True
                 break
             self.say(sizes, found)
             try:
                 on, *others = self.on_mesh(subject, sizes, pace)
-                solution = on.solution(float(self.limit), max(self.budget.left / 2, 1.0), GAP) if inner else None
+                solution = on.solution(float(self.limit), max(self.budget.left / 2, LEAST), GAP) if inner else None
             except UnsupportedPrimitiveError as error:
                 if not found and not waiting:  # fewer nodes than devices: there is no mesh of nodes alone
                     devices = len(self.machine.devices)
@@ -128,14 +139,12 @@ class OverMeshes:
                 break
             if inner == 0:
                 for each in (on, *others):
-                    with self.budget.predicting():
-                        found.append(each.candidate("data parallel", each.whole))
+                    self.keep(each.candidate("data parallel", each.whole), found)
                     if each.rows > 1:
-                        with self.budget.predicting():
-                            found.append(each.candidate("FSDP", each.whole, over_rows=True))
+                        self.keep(each.candidate("FSDP", each.whole, over_rows=True), found)
                 self.with_host(found, found)
                 continue
-            cost, took = math.inf if solution is None else solution.cost, time.monotonic() - began
+            cost, took, before = math.inf if solution is None else solution.cost, time.monotonic() - began, inner
             waiting.append((cost, took, on))
             if solution is not None and solution.interrupted:
                 self.budget.interrupt()
@@ -175,9 +184,7 @@ class OverMeshes:
         if not interrupted and self.budget.lacks():
             self.budget.cut_short = True
         elif not interrupted:
-            with self.budget.predicting():
-                experts = on.megatron(self.most(MEGATRON, found))
-            for expert in experts:
+            for expert in on.megatron(self.most(MEGATRON, found)):
                 self.add(on, expert, found)
         return interrupted
 
@@ -208,7 +215,7 @@ class OverMeshes:
         allowed, tried, least = float(self.limit), list[tuple[float, int]](), 0.0
 
         def left() -> float:
-            return max(self.budget.left, 1.0)
+            return max(self.budget.left, LEAST)
 
         while len(tried) < TRIES:
             if (tried or (self.budget.more and fitting(found, self.limit))) and self.budget.lacks():
@@ -220,8 +227,7 @@ class OverMeshes:
                 allowed = math.inf
                 continue
             known = len(found)
-            with self.budget.predicting():
-                candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
+            candidate, interrupted = on.searched(allowed, left(), GAP, self.most(SEARCHED, found))
             if candidate is not None:
                 self.add(on, candidate, found)
             if interrupted:
@@ -247,7 +253,7 @@ class OverMeshes:
 
     def unequally(self, on: OnMesh, found: list[Candidate], pace: Mapping[str, float]) -> None:
         """Adds the best of a mesh, and Megatron's split, with more for those devices along its axis that are faster."""
-        if len(on.axes) != 1 or on.subject.step.options.away or self.budget.over:
+        if len(on.axes) != 1 or on.subject.step.options.away or self.budget.lacks(predictions=SHARES):
             return
         evens = [each for each in found if each.mesh == on.sizes and each.records and "+" not in each.name]
         self.say(on.sizes, found)
@@ -271,7 +277,7 @@ class OverMeshes:
                 stages = [stage for stage in kept if stage is not left_out]
                 hopeless = left_out is not None and fastest(best, self.limit) > HOPELESS * without
                 began = time.monotonic()
-                if not stages or hopeless or self.budget.lacks(took, predictions=0):
+                if not stages or hopeless or self.budget.lacks(took):
                     break
                 tried: list[Candidate] = []
                 self.say(on.sizes, found)
@@ -286,14 +292,18 @@ class OverMeshes:
 
     def add(self, on: OnMesh, candidate: Candidate, found: list[Candidate]) -> None:
         """Adds a candidate; one that does not fit also with its state sharded over the rows, which takes exchanges."""
-        found.append(candidate)
+        self.keep(candidate, found)
         if on.rows == 1 or candidate.figures.memory <= self.limit:
             return
         if fitting(found, self.limit) and self.budget.lacks():
             self.budget.cut_short = True
             return
-        with self.budget.predicting():
-            found.append(on.over_rows(candidate))
+        self.keep(on.over_rows(candidate), found)
+
+    def keep(self, candidate: Candidate, found: list[Candidate]) -> None:
+        """Adds a candidate, and notes how long it took to predict it."""
+        found.append(candidate)
+        self.budget.predictions.append(candidate.took)
 
     def say(self, sizes: Any, found: Sequence[Candidate]) -> None:
         """Shows how far the search is."""

@@ -138,12 +138,20 @@ class Remedies:
                 several.append(dataclasses.replace(best.change, doublings=change.doublings))
             for each in dict.fromkeys(several):
                 result = self.result(each)
+                if result is None and self.over:
+                    self.left.insert(0, change)
+                    return None
                 if result is not None:
                     self.tried.append(result)
                     if result.fits:
                         return result
             slowest = max(slowest, time.monotonic() - began)
         return None
+
+    @property
+    def over(self) -> bool:
+        """Whether there is no time left."""
+        return time.monotonic() > self.until
 
     def kind(self, change: Change) -> tuple[str, ...]:
         """What a change changes: ``"donated"``, ``"nodes"``, ``"lanes"``, ``"fast"``, ``"devices"``, or several."""
@@ -207,7 +215,7 @@ class Remedies:
         return min(each.state + each.results for each in several)
 
     def result(self, change: Change) -> Tried | None:
-        """What fits with a change, or else takes least; None if there is nothing."""
+        """What fits with a change, or else takes least; None if there is nothing, or not all was looked at in time."""
         least: Tried | None = None
         try:
             for machine, candidate in self.candidates(change):
@@ -218,6 +226,8 @@ class Remedies:
                 figures = min(candidate.figures, candidate.all_on_host(machine), key=lambda each: each.memory)
                 if least is None or figures.memory < least.figures.memory:
                     least = Tried(change, figures, candidate.name, candidate.mesh, False)
+                if self.over:
+                    return None
         except VnodeError:  # the step cannot be virtualized so, or there is no such machine
             pass
         return least

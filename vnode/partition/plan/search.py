@@ -112,7 +112,7 @@ def search(
     """
     if not isinstance(machine, Machine):
         raise PartitionError(f"a plan is searched for a vnode.partition.Machine, not {machine!r}")
-    if isinstance(budget, str) or not isinstance(budget, SupportsFloat) or not budget > 0:
+    if isinstance(budget, str | bool) or not isinstance(budget, SupportsFloat) or not budget > 0:
         raise PartitionError(f"budget: expected seconds, not {budget!r}")
     budget = float(min(budget, LONGEST))
     if not (times is None or hasattr(times, "slowest")):
