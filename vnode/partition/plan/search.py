@@ -65,8 +65,9 @@ def search(
     """Finds how a step runs fastest on a machine, within its memory.
 
     Every mesh of the machine's devices is tried whose first axis is that of the nodes: on each, an integer programme
-    (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes. Data parallel,
-    with the state on every device or sharded over all (FSDP, ZeRO), and Megatron's splits are candidates in any case.
+    (`vnode.partition.searches.exact`) divides what a node computes, and the state, over the other axes; it begins with
+    Megatron's splits. Data parallel, with the state on every device or sharded over all (FSDP, ZeRO), is a candidate in
+    any case. Megatron's splits are predicted in full as well, after what is best on a mesh, if there is time.
     With the time that is left, branches of what a node computes that do not wait for each other are put on devices of
     their own, side by side along an axis, where that is predicted to be faster.
     Ctrl-C ends the search with the best so far.
@@ -77,7 +78,7 @@ def search(
       machine: what it shall run on.
       virtual_nodes: V; ``"auto"`` for the fewest nodes with which something fits. Of a `VirtualStep`, its own.
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
-      budget: seconds after which it ends.
+      budget: seconds after which it ends. Nothing is begun that would take longer, by what went before.
       times: of kernels, from measurements or the TPU compiler (`vnode.partition.Times`); by default passes and tiles as
         the compiler counts them for TPUs v4 to v6e, and of other kinds the roofline. Kernels that are measured or
         compiled first, once and for all (`vnode.partition.Cache`), are so until a mesh is done, whatever `budget` says.
