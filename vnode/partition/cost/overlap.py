@@ -15,7 +15,6 @@ from types import MappingProxyType
 
 from jax.extend.core import Var
 
-from vnode.operators.cost import nbytes
 from vnode.partition.cost.buffers import Buffers
 from vnode.partition.cost.collectives import KINDS
 from vnode.partition.cost.places import is_gather
@@ -49,7 +48,7 @@ def beside_computation(
     """
     own = [kernels.kernels[k] for k in buffers.of]
     exchanges = {k: KINDS[own[k].root.primitive.name] for k in order if own[k].shape is Shape.COLLECTIVE}
-    gathers = {k for k in exchanges if is_gather(own[k]) and fills_a_tile(own[k], kernels)}
+    gathers = {k for k in exchanges if is_gather(own[k]) and fills_a_tile(own[k])}
     if not gathers:
         return [*order], {}
     others = {k: kind for k, kind in exchanges.items() if k not in gathers}
@@ -63,9 +62,9 @@ def beside_computation(
     return found, {k: start for k, start in begun.items() if any(computes[start : place[k]])}
 
 
-def fills_a_tile(gather: Kernel, kernels: Kernels) -> bool:
+def fills_a_tile(gather: Kernel) -> bool:
     """Whether what a gather gives fills a tile: less is gathered where it is read (seen of every gather on v5e)."""
-    return sum(nbytes(var.aval) // (2 if var in kernels.narrow else 1) for var in gather.piece.writes) >= TILE
+    return gather.piece.cost.written >= TILE
 
 
 def is_reshaped(gather: Kernel) -> bool:

@@ -6,11 +6,11 @@ Knows the clock. Must not know what is searched.
 from __future__ import annotations
 
 import collections
+import statistics
 import time
 
 MORE = 0.5
 """So much of the budget is spent once more, where nothing fits, on what would."""
-
 
 LAST = 3
 """Of so many predictions it is remembered how long they took."""
@@ -66,8 +66,7 @@ class Budget:
 
         The first takes longer than those after it, and any may wait for another program.
         """
-        several = sorted(self.predictions)
-        return several[(len(several) - 1) // 2] if several else 0.0
+        return statistics.median_low(self.predictions) if self.predictions else 0.0
 
     def interrupt(self) -> None:
         """Ends them with what was found so far; what would fit where nothing does is not tried either."""

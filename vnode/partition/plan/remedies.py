@@ -139,7 +139,8 @@ class Remedies:
             for each in dict.fromkeys(several):
                 result = self.result(each)
                 if result is None and self.over:
-                    self.left.insert(0, change)
+                    if each == change:  # else it was tried itself, and only together with another it was not
+                        self.left.insert(0, change)
                     return None
                 if result is not None:
                     self.tried.append(result)
