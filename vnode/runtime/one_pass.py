@@ -21,7 +21,7 @@ from vnode.analysis.passes import Pass, Schedule
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.postponed import can_be_awaited
 from vnode.placement.placement import Placement
-from vnode.runtime import collectives, loops
+from vnode.runtime import collectives, loops, small_sums
 from vnode.runtime.away import can_be_waited_for
 from vnode.runtime.divided import Divided, Division, refuse_windows, sharded
 from vnode.runtime.evaluate import Env, evaluate_recipe
@@ -30,6 +30,7 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, Once
 from vnode.runtime.once import Together, stands_apart
 from vnode.runtime.packed import Packing
+from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
 from vnode.runtime.waiting import stacked_far
 from vnode.spmd.exchange import convert, convert_after, grows, in_step, placed
@@ -243,6 +244,9 @@ class PassEmission(Values):
         if self.mode is Mode.INVARIANT:
             number, starts, merges = (table[0] for table in runs)
             held = loops.Runs(loops.opaque(number), starts, merges)
+            if self.stores_pieces(sums, parts):
+                tree, nodes = Tree.over(self.placement.virtual_nodes, self.lane), held.starts[held.count]
+                return small_sums.summed(program, sums, nodes, self.placement.counts, tree, buffers, axis)
             fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
             rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
             combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
@@ -254,6 +258,12 @@ class PassEmission(Values):
         else:
             totals, kept = loops.counted(program, sums, count[0], buffers)
         return collectives.combined(sums, totals, axis, parts), kept
+
+    def stores_pieces(self, sums: Sequence[loops.Sum], parts: Sequence[int | None]) -> bool:
+        """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
+        alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
+        whole = all(part is None for part in parts)
+        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
 
     def of_node(
         self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
