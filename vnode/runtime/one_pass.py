@@ -109,6 +109,8 @@ class PassEmission(Values):
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
         awaited = self.awaited(nodes, given, wanted)
+        if nodes.follows:
+            awaited += self.unawaited[-1:]
         packing = self.packing(nodes, barriers and divided is None)
 
         def device_program(
@@ -142,6 +144,7 @@ class PassEmission(Values):
             late = self.late(nodes, whole)
             buffers = [] if self.scans else self.buffers(nodes, divided, [value for _, value in late])
             after = [value for level, value in late if level] if self.platform in loops.ROOM_EARLY else []
+            after = [*after, *(latest if nodes.follows else [])]
             totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
