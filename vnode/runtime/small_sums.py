@@ -45,19 +45,24 @@ from vnode.runtime.loops import (
 )
 from vnode.runtime.tree import Tree
 
-LARGEST = 512 << 10
+LARGEST = 64 << 10
 """Bytes of all nodes' pieces up to which they are stored side by side."""
 
+LARGEST_IN_LOOPS = 512 << 10
+"""The same in a loop around passes, where what a pass takes besides its nodes' own computation counts many times."""
 
-def are_small(sums: Sequence[Sum], nodes: int) -> bool:
+
+def are_small(sums: Sequence[Sum], nodes: int, in_loop: bool) -> bool:
     """Whether some sums over so many nodes are formed this way.
 
     Args:
       sums: all of a pass.
-      nodes: V, so that the answer does not depend on devices.
+      nodes: V.
+      in_loop: whether the pass is in a loop or branch.
     """
     inexact = [s for s in sums if not s.exact]
-    small = sum(s.nbytes for s in inexact) * nodes <= LARGEST
+    total = sum(s.nbytes for s in inexact) * nodes
+    small = total <= (LARGEST_IN_LOOPS if in_loop else LARGEST)
     return bool(inexact) and small and all(s.dtype in ROUNDED_EACH for s in inexact)
 
 
@@ -93,9 +98,7 @@ def summed(
         return [piece for s, piece in zip(sums, pieces, strict=True) if s.exact], [*flat, *kept]
 
     sizes = [sum(math.prod(sums[i].shape) for i in pack) for pack in packs]
-    places = [
-        jnp.zeros((max(counts), size), sums[pack[0]].dtype) for pack, size in zip(packs, sizes, strict=True)
-    ]
+    places = [jnp.zeros((max(counts), size), sums[pack[0]].dtype) for pack, size in zip(packs, sizes, strict=True)]
     totals, kept = each_node(program, compute, exact, count, [*places, *buffers])
     inexact = dict[int, Any]()
     for pack, pieces in zip(packs, kept, strict=False):
@@ -150,7 +153,7 @@ def in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Ar
 
 
 def reduced(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[Any]:
-    """Totals of sums whose pieces ``[nodes, elements]`` are side by side; copied, so that each is in memory by itself."""
+    """Totals of sums whose pieces ``[nodes, elements]`` are side by side, each total in memory by itself."""
     total = added_by_levels(dataclasses.replace(sums[0], shape=pieces.shape[1:]), pieces, tree)
     sizes = [math.prod(s.shape) for s in sums]
     starts = np.cumsum([0, *sizes]).tolist()

@@ -59,8 +59,7 @@ def reports(
     parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
-        report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found)
-        for place in places
+        report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found) for place in places
     ]
 
 
