@@ -4,11 +4,11 @@
     python -m benchmarks.bits_memory --tpu v5e:2x4      compiled for one of its devices, which need not be there
     python -m benchmarks.bits_memory --tpu v5e:2x4 --models contrastive
 
-Three models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching (embed
-all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). And the transformer of
-the other benchmarks, on 8 and on 64 nodes. And twelve dense layers with one example for each node: few
-examples and many parameters, whose gradients leave the step. Memory and cycles are the compiler's; times are those of the processor, of
-steps that take turns, relative to the step by hand in the same round.
+Three models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching
+(embed all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). The
+transformer of the other benchmarks, on 8 and on 64 nodes. And twelve dense layers with one example for each node: few
+examples and many parameters. Memory and cycles are the compiler's; times are those of the processor, of steps that
+take turns, relative to the step by hand in the same round.
 
 This file knows models, ways to compute a step, and compiled programs. It must not know how sums are formed.
 """
