@@ -61,7 +61,7 @@ test-thorough: $(VENV)/.installed-thorough
 	$(BIN)/python -m pytest -n $(JOBS) -m "$(SELECT)" $(PYTEST_ARGS)
 
 test-wheel: $(VENV)/.installed-thorough
-	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS) tests/thorough/test_packaging.py
+	$(BIN)/python -m pytest -m wheel $(PYTEST_ARGS) tests/test_packaging.py
 
 test-all: $(VENV)/.installed-thorough
 	VNODE_TEST_ALL=1 $(BIN)/python -m pytest -n $(JOBS) -m "not wheel" $(PYTEST_ARGS)

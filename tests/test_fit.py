@@ -209,6 +209,7 @@ def broad(w: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], 
     return jax.tree.map(lambda w, slope: w - 0.1 * slope, w, slopes), loss
 
 
+@pytest.mark.thorough
 def test_lanes_become_fewer_where_that_is_enough() -> None:
     """With eight nodes one sum waits on each of two devices; of two lanes none does."""
     devices, random = jax.devices()[:2], np.random.default_rng(0)

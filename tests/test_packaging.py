@@ -16,7 +16,7 @@ import pytest
 
 from tests.test_docs import blocks
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
