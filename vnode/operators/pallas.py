@@ -3,9 +3,9 @@
 Knows what a ``pallas_call`` says of itself: its grid, the block of each operand that a step of the grid has, and the
 kernel. Must not know nodes or devices, nor import Pallas: all that is needed is in the equation's parameters.
 
-An axis of the grid is a factor where it numbers blocks of every result, and of each operand that depends on it, and where
-the steps along it have nothing to do with each other. A copy of the call on some of its indices is the same kernel on a
-shorter grid and smaller arrays::
+An axis of the grid is a factor where it numbers blocks of every result, and of each operand that depends on it, and
+where the steps along it have nothing to do with each other. A copy of the call on some of its indices is the same
+kernel on a shorter grid and smaller arrays::
 
     grid (batch, heads, rows)    x[batch, heads, 128 * rows, 64] in blocks of (1, 1, 128, 64)
                                  by (b, h, i) -> (b, h, i, 0)
@@ -34,7 +34,7 @@ from vnode.operators.pallas_rows import rows_are_independent
 from vnode.operators.program_cost import body_cost
 from vnode.operators.registry import kind, rule
 from vnode.operators.remembered import Remembered
-from vnode.operators.splits import FREE, WHOLE
+from vnode.operators.splits import WHOLE
 
 ADVICE = (
     "a Pallas kernel that communicates, prints or is interpreted with effects is not split: call it in jax.shard_map",
@@ -88,7 +88,9 @@ class Call:
 
     @property
     def sizes_given(self) -> int:
-        return sum(size == 0 and not isinstance(own, int) for size, own in zip(self.grid, self.mapping.grid, strict=True))
+        return sum(
+            size == 0 and not isinstance(own, int) for size, own in zip(self.grid, self.mapping.grid, strict=True)
+        )
 
     @property
     def scalars(self) -> int:
@@ -180,6 +182,7 @@ def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
         operands=tuple(made[: len(eqn.invars)]),
         results=tuple(made[len(eqn.invars) :]),
         work=Work(-(-operations // max(count, 1)), -(-transcendental // max(count, 1))),
+        opaque=True,
         emit=emit,
     )
 
@@ -227,7 +230,12 @@ def split_axes(call: Call) -> Plan:
     reads += [Read(r.scalars, tuple(a if a is None else users[a] for a in r.axes)) for r in use.reads]
     whole = {users[axis] for axis in use.axes} | {axis for axis, size in enumerate(grid) if size == 0}
     tied = numbered_scalars(reads, scalar_shapes, grid)
-    whole |= {axis for read in reads for d, axis in enumerate(read.axes) if axis is not None and tied.get((read.scalars, d)) != axis}
+    whole |= {
+        axis
+        for read in reads
+        for d, axis in enumerate(read.axes)
+        if axis is not None and tied.get((read.scalars, d)) != axis
+    }
     whole |= carrying(call)
     digits = digits_of(grid, divisors([component for own in found for component in own], grid))
     whole |= {axis for (_, _), axis in tied.items() if len(digits[axis]) > 1}
@@ -266,8 +274,7 @@ def split_axes(call: Call) -> Plan:
         elif not any(line.ragged for _, _, line in places) and first.size > 1:
             axes[axis] = Axis(axis, first.size, first.within)
     arrays = [
-        [None if digit is None else axes.get(digit.axis) for digit in map(leading_digit, lines)]
-        for lines in numbered
+        [None if digit is None else axes.get(digit.axis) for digit in map(leading_digit, lines)] for lines in numbered
     ]
     scalars = [
         [axes.get(tied[k, d]) if (k, d) in tied else None for d in range(len(shape))]
@@ -339,7 +346,7 @@ def numbered_scalars(
 
 
 def carrying(call: Call) -> set[int]:
-    """Axes along which a step may read what earlier ones left, or of which the author does not say that they may not."""
+    """Axes along which a step may read what earlier ones left, unless the kernel's author says that it does not."""
     kernel, users, semantics = call.kernel, call.users, call.semantics
     first_scratch = call.scalars + len(call.blocks)
     inputs = range(call.scalars + call.arrays)
@@ -423,11 +430,7 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
 
     def resized(aval: Any, leading: Sequence[Axis | None]) -> Any:
         shape = tuple(
-            n
-            if axis is None
-            else lengths[axis.axis]
-            if axis.block
-            else n // axis.size * sizes[axis.axis]
+            n if axis is None else lengths[axis.axis] if axis.block else n // axis.size * sizes[axis.axis]
             for n, axis in zip(aval.shape, leading, strict=True)
         )
         return aval.update(shape=shape)
@@ -442,9 +445,7 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
     params["out_avals"] = tuple(resized(*each) for each in zip(call.params["out_avals"], results, strict=True))
     whole, part = (math.prod(n or 1 for n in Call(each).grid) for each in (call.params, params))
     if params["cost_estimate"] is not None:
-        counts = {
-            name: value * part // whole for name, value in dataclasses.asdict(params["cost_estimate"]).items()
-        }
+        counts = {name: value * part // whole for name, value in dataclasses.asdict(params["cost_estimate"]).items()}
         params["cost_estimate"] = dataclasses.replace(params["cost_estimate"], **counts)
     given = list(operands)
     for k, aval in enumerate(mapping.index_map_avals[len(grid) :]):

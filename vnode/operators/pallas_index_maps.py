@@ -141,7 +141,7 @@ def flatten(body: Body, env: dict[Var, Any], equations: list[JaxprEqn]) -> bool:
 
 
 def read_indices(eqn: JaxprEqn) -> list[Any] | None:
-    """What a ``get`` of single elements asks for, one atom for each dimension; None if it takes more than an element."""
+    """What a ``get`` of a single element asks for, one atom for each dimension; None if it takes more than one."""
     transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[1:])
     if len(transforms) != 1 or not hasattr(transforms[0], "indices"):
         return None

@@ -79,10 +79,9 @@ def uses(kernel: Jaxpr, scalars: int) -> Use:
                 env[eqn.outvars[0]] = ("id", eqn.params["axis"])
                 continue
             known = {k: env[i] for k, i in enumerate(eqn.invars) if isinstance(i, Var) and i in env}
-            if eqn.primitive.name == "convert_element_type" and known:
-                if eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
-                    env[eqn.outvars[0]] = known[0]
-                    continue
+            if known and is_copy(eqn):
+                env[eqn.outvars[0]] = known[0]
+                continue
             if eqn.primitive.name == "get" and known.get(0, ("", 0))[0] == "scalars":
                 indices = read_indices(eqn)
                 found = [env.get(i, ("", 0)) if isinstance(i, Var) else ("", 0) for i in indices or ()]
@@ -115,6 +114,11 @@ def uses(kernel: Jaxpr, scalars: int) -> Use:
 
     walk(kernel, {var: ("scalars", k) for k, var in enumerate(kernel.invars[:scalars])})
     return Use(frozenset(axes), tuple(reads))
+
+
+def is_copy(eqn: JaxprEqn) -> bool:
+    """Whether an equation gives its operand: jax writes conversions from a type to itself."""
+    return eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
 
 
 def written(kernel: Jaxpr) -> frozenset[int]:

@@ -13,7 +13,7 @@ only, and on nothing that differs from row to row otherwise, rows may be put int
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
@@ -52,6 +52,8 @@ def rows_are_independent(kernel: Jaxpr, rows: Mapping[int, int], scratch: Sequen
     except Dependent:
         return False
 
+
+T = TypeVar("T", int, "int | tuple[str, int]")
 
 Value = int | tuple[str, int]
 """What a variable is: the rows of a value, or a reference by its number."""
@@ -221,7 +223,7 @@ def along(description: OperatorDescription, values: Sequence[int]) -> list[int]:
     return made
 
 
-def joined(a: Value, b: Value) -> Value | Any:
+def joined(a: T, b: T) -> T:
     """What is one value or another."""
     if a == b or b == UNIFORM:
         return a
