@@ -6,7 +6,6 @@ split, so that a description that splits none would be found as well as one that
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -352,7 +351,8 @@ def test_work_is_that_of_all_steps_or_what_the_author_says():
     assert described(eqn).operations.operations == 2400
     d = described(eqn)
     assert d.emit is not None
-    part = jax.make_jaxpr(functools.partial(d.emit, d, eqn, sizes=(6, *d.sizes[1:]), positions={}))([X[:6]])
+    emit = d.emit
+    part = jax.make_jaxpr(lambda x: emit(d, eqn, [x], (6, *d.sizes[1:]), {}))(X[:6])
     (eqn,) = [each for each in part.jaxpr.eqns if each.primitive.name == "pallas_call"]
     assert eqn.params["cost_estimate"].flops == 1200 and eqn.params["grid_mapping"].grid == (3,)
 
