@@ -75,6 +75,56 @@ def test_heads_over_a_mesh_axis() -> None:
     assert "tensor<2x1x6x5xf32>" in text and "tensor<2x2x6x5xf32>" not in text  # two examples, one of two heads
 
 
+def product(x: Any, w: Any, o: Any, total: Any) -> None:
+    @pl.when(pl.program_id(1) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    total[...] += jnp.dot(x[...], w[...], preferred_element_type=jnp.float32)
+
+    @pl.when(pl.program_id(1) == pl.num_programs(1) - 1)
+    def _() -> None:
+        o[...] = total[...].astype(o.dtype)
+
+
+def multiply(x: Any, w: Any) -> Any:
+    """A product of matrices in blocks of two rows, and two of what is summed."""
+    return pl.pallas_call(
+        product,
+        jax.ShapeDtypeStruct((x.shape[0], w.shape[1]), x.dtype),
+        grid=(x.shape[0] // 2, x.shape[1] // 2),
+        in_specs=[pl.BlockSpec((2, 2), lambda i, k: (i, k)), pl.BlockSpec((2, w.shape[1]), lambda i, k: (k, 0))],
+        out_specs=pl.BlockSpec((2, w.shape[1]), lambda i, k: (i, 0)),
+        scratch_shapes=[pltpu.VMEM((2, w.shape[1]), jnp.float32)],
+        interpret=True,
+    )(x, w)
+
+
+dense = jax.custom_vjp(multiply)
+dense.defvjp(lambda x, w: (multiply(x, w), (x, w)), lambda xw, g: (multiply(g, xw[1].T), multiply(xw[0].T, g)))
+
+
+@pytest.mark.quickly
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_of_weights_are_summed_over_nodes(dtype: Any) -> None:
+    """By a kernel whose steps add up blocks of examples; the last node has four, two of them padding."""
+
+    def step(w: Any, x: Any) -> Any:
+        def loss(w: Any) -> Any:
+            return jnp.mean(dense(jnp.tanh(dense(x, w[0])), w[1]).astype(jnp.float32) ** 2)
+
+        return jax.value_and_grad(loss)(w)
+
+    w, x = [jnp.asarray(array(4, 4, seed=k), dtype) for k in (1, 2)], jnp.asarray(array(10, 4), dtype)
+    virtual = vnode.virtualize(step, virtual_nodes=3)
+    report = virtual.explain(w, x)
+    assert len(report.passes) == 1 and not report.couplings
+    limit = 2e-5 if dtype == jnp.float32 else 2e-2
+    for a, b in zip(jax.tree.leaves(virtual(w, x)), jax.tree.leaves(jax.jit(step)(w, x)), strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=limit, atol=limit / 10)
+
+
 def centred(x: Any, o: Any) -> None:
     o[...] = x[...] - x[...].mean(0)
 

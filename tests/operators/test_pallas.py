@@ -47,6 +47,10 @@ def over_rows(kernel: Callable[..., None], n: int, block: int, operands: int = 1
     return call(kernel, (n, 4), grid=grid, in_specs=specs, out_specs=rows(block), **options)
 
 
+X, NUMBERS = array(12, 4), np.array([3, 0, 5, 1, 4, 2], np.int32)
+KEPT = pltpu.VMEM((2, 4), jnp.float32)
+
+
 # Kernels -------------------------------------------------------------------------------------------------------------
 
 
@@ -151,6 +155,99 @@ def squared(x: Any, o: Any) -> None:
     o[...] = x[...] ** 2
 
 
+def sums(
+    add: Callable[..., None], *, first: Any = 0.0, last: Callable[[Any], Any] = lambda y: y
+) -> Callable[..., None]:
+    """A kernel that adds up blocks of rows ``[2, 4]`` in scratch memory, axis 0 being the only one."""
+
+    def kernel(x: Any, o: Any, total: Any) -> None:
+        @pl.when(pl.program_id(0) == 0)
+        def _() -> None:
+            total[...] = jnp.full_like(total, first)
+
+        add(x, total)
+
+        @pl.when(pl.program_id(0) == pl.num_programs(0) - 1)
+        def _() -> None:
+            o[...] = last(total[...])
+
+    return kernel
+
+
+def add_squares(x: Any, total: Any) -> None:
+    total[...] += x[...] * x[...]
+
+
+def add_exponentials(x: Any, total: Any) -> None:
+    total[...] += jnp.exp(x[...])
+
+
+def add_quotients(x: Any, total: Any) -> None:
+    total[...] += x[...] / jnp.abs(x[...])
+
+
+def add_by_number(x: Any, total: Any) -> None:
+    total[...] += x[...] * pl.program_id(0)
+
+
+def add_some(x: Any, total: Any) -> None:
+    @pl.when(x[0, 0] > 0)
+    def _() -> None:
+        total[0:1, :] += x[0:1, :]
+
+
+def decay(x: Any, total: Any) -> None:
+    total[...] = 0.5 * total[...] + x[...]
+
+
+def add_what_is_there(x: Any, total: Any) -> None:
+    total[...] += x[...] * total[...]
+
+
+def add_elsewhere(x: Any, total: Any) -> None:
+    total[0:1, :] = total[1:2, :] + x[0:1, :]
+
+
+def greatest(x: Any, total: Any) -> None:
+    total[...] = jnp.maximum(total[...], x[...])
+
+
+def count(x: Any, total: Any) -> None:
+    total[...] += 1.0
+
+
+def added_after(x: Any, o: Any, total: Any) -> None:
+    """The last term is not in the result."""
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    o[...] = total[...]
+    total[...] += x[...]
+
+
+def handed_on_each_time(x: Any, o: Any, total: Any) -> None:
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        total[...] = jnp.zeros_like(total)
+
+    total[...] += x[...]
+    o[...] = total[...]
+
+
+def never_begun(x: Any, o: Any) -> None:
+    o[...] += x[...]
+
+
+def summed(kernel: Callable[..., None], scratch: bool = True) -> Callable[..., Any]:
+    """Of blocks of rows one result ``[2, 4]``."""
+    options: Any = {"scratch_shapes": [KEPT]} if scratch else {}
+    return call(
+        kernel, (2, 4), grid=(6,), in_specs=[rows(2)], out_specs=pl.BlockSpec((2, 4), lambda i: (0, 0)), **options
+    )
+
+
 def matrices(kernel: Callable[..., None], scratch: bool, **options: Any) -> Callable[..., Any]:
     """A product ``[12, 4] x [4, 12]`` in blocks."""
     if scratch:
@@ -185,9 +282,6 @@ def by_maps(*maps: Callable[..., Any], shapes: list[tuple[int, ...]], grid: tupl
 def parallel(*words: Any) -> Any:
     return pltpu.CompilerParams(dimension_semantics=words)
 
-
-X, NUMBERS = array(12, 4), np.array([3, 0, 5, 1, 4, 2], np.int32)
-KEPT = pltpu.VMEM((2, 4), jnp.float32)
 
 KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     # Rows that are independent within blocks may be cut anywhere.
@@ -224,13 +318,17 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     ),
     "a program id under vmap": (jax.vmap(over_rows(numbered, 12, 2)), (array(6, 12, 4),), {"0.0"}),
     # What steps leave for others.
-    "a product": (matrices(product, True), (X, array(4, 12)), {"0.0", "1.1"}),
-    "a product in place": (matrices(product_in_place, False), (X, array(4, 12)), {"0.0", "1.1"}),
-    "products": (jax.vmap(matrices(product, True)), (array(6, 12, 4), array(6, 4, 12)), {"0.0", "0.1", "1.0", "1.2"}),
+    "a product": (matrices(product, True), (X, array(4, 12)), {"0.0", "0.1+", "1.0+", "1.1"}),
+    "a product in place": (matrices(product_in_place, False), (X, array(4, 12)), {"0.0", "0.1+", "1.0+", "1.1"}),
+    "products": (
+        jax.vmap(matrices(product, True)),
+        (array(6, 12, 4), array(6, 4, 12)),
+        {"0.0", "0.1", "0.2+", "1.0", "1.1+", "1.2"},
+    ),
     "products by one": (
         jax.vmap(matrices(product, True), (0, None)),
         (array(6, 12, 4), array(4, 12)),
-        {"0.0", "0.1", "1.1"},
+        {"0.0", "0.1", "0.2+", "1.0+", "1.1"},
     ),
     "what a step left": (over_rows(previous, 12, 2, scratch_shapes=[KEPT]), (X,), set()),
     "what a step left under vmap": (
@@ -254,6 +352,32 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
             out_specs=pl.BlockSpec((4, 2), lambda i, j, k: (0, 0)),
         ),
         (array(4, 12), array(12, 2)),
+        {"0.1+", "1.0+"},
+    ),
+    "a sum": (summed(sums(add_squares)), (X,), {"0.0+"}),
+    "a sum where some are": (summed(sums(add_some)), (X,), {"0.0+"}),
+    "a sum that is handed on at each step": (summed(handed_on_each_time), (X,), {"0.0+"}),
+    "a sum that begins with one": (summed(sums(add_squares, first=1.0)), (X,), set()),
+    "a mean": (summed(sums(add_squares, last=lambda y: y / 6)), (X,), set()),
+    "a sum of what padding would be in": (summed(sums(add_exponentials)), (X,), set()),
+    "a sum of what padding would spoil": (summed(sums(add_quotients)), (X,), set()),
+    "a count of steps": (summed(sums(count)), (X,), set()),
+    "a sum by numbers": (summed(sums(add_by_number)), (X,), set()),
+    "a sum that decays": (summed(sums(decay)), (X,), set()),
+    "a product of sums": (summed(sums(add_what_is_there)), (X,), set()),
+    "a sum of other places": (summed(sums(add_elsewhere)), (X,), set()),
+    "a maximum": (summed(sums(greatest)), (X,), set()),
+    "a sum without its last term": (summed(added_after), (X,), set()),
+    "a sum with others' steps between": (
+        call(
+            sums(add_squares),
+            (2, 8),
+            grid=(6, 2),
+            in_specs=[pl.BlockSpec((2, 4), lambda k, i: (k, i))],
+            out_specs=pl.BlockSpec((2, 4), lambda k, i: (0, i)),
+            scratch_shapes=[KEPT],
+        ),
+        (array(12, 8),),
         set(),
     ),
     # Scalars that are there before.
@@ -320,16 +444,19 @@ def test_parts_make_up_the_whole(name):
 
 
 def split_dimensions(description: OperatorDescription) -> set[str]:
-    """The operands' dimensions along which a call is split, as ``operand.dimension``."""
-    found = {
-        f"{i}.{d}"
+    """The operands' dimensions along which a call is split, as ``operand.dimension``; with a plus where it adds up."""
+    return {
+        f"{i}.{d}" + "+" * (dim[0] in description.reduced)
         for i, dims in enumerate(description.operands)
         for d, dim in enumerate(dims)
         if any(factor not in description.whole for factor in dim)
     }
-    stands = {factor for dims in description.results for dim in dims for factor in dim}
-    assert stands >= set(range(len(description.factors))) - description.whole
-    return found
+
+
+def test_a_sum_that_never_begins_is_none():
+    """Its result is added to what was there before: nobody knows what."""
+    (eqn,) = pallas_calls(summed(never_begun, scratch=False), X)
+    assert split_dimensions(described(eqn)) == set()
 
 
 def test_grids_of_unknown_size_and_kernels_with_effects():

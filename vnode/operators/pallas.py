@@ -28,13 +28,15 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators.control import body_of
 from vnode.operators.description import Dim, Dims, Factors, OperatorDescription, Positions, Sizes, Work
+from vnode.operators.monoid import Monoid
 from vnode.operators.pallas_index_maps import Component, Digit, Read, components, digits_of, divisors, numbering
 from vnode.operators.pallas_kernel import overwrites, uses, written
 from vnode.operators.pallas_rows import rows_are_independent
+from vnode.operators.pallas_sums import adds_up, with_size
 from vnode.operators.program_cost import body_cost
 from vnode.operators.registry import kind, rule
 from vnode.operators.remembered import Remembered
-from vnode.operators.splits import WHOLE
+from vnode.operators.splits import FREE, WHOLE, Reduced
 
 ADVICE = (
     "a Pallas kernel that communicates, prints or is interpreted with effects is not split: call it in jax.shard_map",
@@ -51,12 +53,14 @@ class Axis:
       size: indices of the factor: blocks, or rows.
       within: steps of the grid per index: the minor part of an axis that index maps divide.
       block: rows of a block, where the factor's indices are rows; else 0.
+      adds: whether the results are sums over it.
     """
 
     axis: int
     size: int
     within: int = 1
     block: int = 0
+    adds: bool = False
 
     def steps(self, size: int) -> int:
         """The size of the grid's axis for a copy."""
@@ -151,7 +155,7 @@ DESCRIPTIONS = Remembered[OperatorDescription](256)
 def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
     plan = split_axes(call)
     f = Factors()
-    factor = {axis.axis: f.new(axis.size) for axis in plan.axes}
+    factor = {axis.axis: f.new(axis.size, Reduced(Monoid.SUM) if axis.adds else FREE) for axis in plan.axes}
 
     def dims(shape: Sequence[int], leading: Sequence[Axis | None]) -> Dims:
         made: list[Dim] = []
@@ -273,6 +277,10 @@ def split_axes(call: Call) -> Plan:
             axes[axis] = as_rows
         elif not any(line.ragged for _, _, line in places) and first.size > 1:
             axes[axis] = Axis(axis, first.size, first.within)
+    last = max((axis for axis, size in enumerate(grid) if size != 1), default=None)
+    read_by = {axis for read in reads for axis in read.axes}
+    if last is not None and last not in axes and last not in read_by and len(digits[last]) == 1:
+        axes |= summed(call, last, found, numbered)
     arrays = [
         [None if digit is None else axes.get(digit.axis) for digit in map(leading_digit, lines)] for lines in numbered
     ]
@@ -378,6 +386,35 @@ def torn(call: Call, numbered: Sequence[Sequence[Line | None]]) -> set[int]:
     return found
 
 
+def summed(
+    call: Call, axis: int, found: Sequence[Sequence[Component]], numbered: Sequence[Sequence[Line | None]]
+) -> dict[int, Axis]:
+    """The innermost axis, if all that the steps along it do is to add up; else nothing.
+
+    Of an axis around others the steps of these would come between.
+    """
+    kernel, users, first = call.kernel, call.users, call.scalars
+    arrays = range(first, first + call.arrays)
+    state = range(arrays.stop, len(kernel.invars))
+    outputs = set(range(arrays.stop, first + len(call.blocks)))
+    plain = not call.params["input_output_aliases"] and written(kernel) <= set(state) and call.grid[axis] > 1
+    if not plain or axis not in users or call.semantics.get(axis, "arbitrary") not in ("parallel", "arbitrary"):
+        return {}
+    having: set[int] = set()
+    for k, (own, lines) in enumerate(zip(found, numbered, strict=True)):
+        for component, line in zip(own, lines, strict=True):
+            if axis not in component.axes:
+                continue
+            digit = leading_digit(line)
+            if line is None or digit is None or digit.axis != axis or line.ragged or first + k in having:
+                return {}
+            having.add(first + k)
+    size = call.grid[axis]
+    if not having or having & outputs or not adds_up(kernel, users.index(axis), size, state, outputs, having):
+        return {}
+    return {axis: Axis(axis, size, adds=True)}
+
+
 def rows_of(
     call: Call, axis: int, places: Sequence[tuple[int, int, Line]], shapes: Sequence[tuple[int, ...]]
 ) -> Axis | None:
@@ -441,6 +478,10 @@ def evaluate_copy(eqn: JaxprEqn, plan: Plan, sizes: Mapping[int, int], operands:
     )
     results = plan.arrays[call.arrays :]
     params = dict(call.params)
+    for axis in plan.axes:
+        if axis.adds:
+            number, size = call.users.index(axis.axis), sizes[axis.axis]
+            params["jaxpr"] = with_size(call.kernel, number, axis.size, size)
     params["grid_mapping"] = mapping.replace(grid=tuple(grid), block_mappings=blocks)
     params["out_avals"] = tuple(resized(*each) for each in zip(call.params["out_avals"], results, strict=True))
     whole, part = (math.prod(n or 1 for n in Call(each).grid) for each in (call.params, params))

@@ -178,7 +178,7 @@ def overwrites(kernel: Jaxpr, state: Sequence[int], zeros: frozenset[int], sizes
             if bodies:
                 enter(eqn, region, bodies, held, [value(i) for i in eqn.invars], known, done)
             elif name == "swap" and eqn.outvars[0] not in read_later and set(held) <= {0}:
-                if held and covers(eqn):
+                if held and takes_all(eqn, eqn.invars[2:]):
                     done.add(held[0])
             elif not done.issuperset(held.values()) or any(runs_random(eqn)):
                 raise Exposed
@@ -236,9 +236,9 @@ def runs_random(eqn: JaxprEqn) -> Iterator[bool]:
                 yield from runs_random(other)
 
 
-def covers(eqn: JaxprEqn) -> bool:
-    """Whether a ``swap`` writes all of its reference."""
-    transforms = jax.tree.unflatten(eqn.params["tree"], eqn.invars[2:])
+def takes_all(eqn: JaxprEqn, indices: Sequence[Any]) -> bool:
+    """Whether an equation reads or writes all of its reference, given the operands that say where."""
+    transforms = jax.tree.unflatten(eqn.params["tree"], indices)
     shape = eqn.invars[0].aval.shape
     if not transforms:
         return True
