@@ -119,7 +119,7 @@ class Follower:
 
         Raises:
           Coupled: in a body, where something would have to be.
-          UnsupportedPrimitiveError: a batched value meets a primitive without description.
+          UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
         """
         met = len(self.couplings)
         while True:
@@ -210,21 +210,31 @@ class Follower:
         if eqn.effects and not eqn.outvars:
             return self.effect_step(view)
         description = view.flow.program.describe(eqn)
-        if description is None:
-            if all(isinstance(form, Whole | Partial) for form in forms):
-                view.complete(range(len(forms)))
-                return view.once()
-            if not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
-                return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        return self.undescribed_step(view) if description is None else self.described_step(view, description)
+
+    def undescribed_step(self, view: View) -> Step:
+        """An equation of which no description says how it splits: evaluated once, on the whole batch.
+
+        Raises:
+          UnsupportedPrimitiveError: it has an effect, of which nothing says how often the user wants it.
+        """
+        eqn, forms = view.eqn, view.forms
+        whole = all(isinstance(form, Whole | Partial) for form in forms)
+        if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
+            return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,
-                    f"vnode has no description of the primitive {eqn.primitive.name!r}, "
-                    "which is applied to a batched value.",
+                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; vnode has no description "
+                    "that says how it splits.",
+                    facts=[f"effect: {effect}" for effect in eqn.effects],
                     remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )
-        return self.described_step(view, description)
+        view.complete([i for i, form in enumerate(forms) if isinstance(form, Partial)])
+        view.materialize([i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], Why.UNDESCRIBED)
+        return view.once()
 
     def described_step(self, view: View, description: OperatorDescription) -> Step:
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
