@@ -120,18 +120,17 @@ def test_refused_by_budget_and_where_couplings_are_errors() -> None:
 
 
 def test_local_estimates_do_not_reach_it() -> None:
-    """It is given the whole batch, and what is made of that is the same for every node."""
+    """It is given the sums of the whole batch, as whoever needs the whole batch is."""
+
+    def host(h: Any, mean: Any) -> np.ndarray:
+        return np.asarray(h) - np.flip(h, 0) * np.asarray(mean)
 
     def step(w: jax.Array, x: jax.Array) -> Any:
         h = x @ w
-        centred = h - h.mean(0)
-        return opaque(h)[1] * centred, opaque(h * 2.0)[0]
+        mixed = jax.pure_callback(host, jax.ShapeDtypeStruct(h.shape, h.dtype), h, h.mean(0))
+        return mixed, (mixed * h).sum(0)
 
-    virtual = virtualized(step, coupling="local")
-    (w, x) = arguments()
-    _, moved = virtual.on(jax.devices()[:2])(w, x)
-    np.testing.assert_array_equal(moved, jax.jit(step)(w, x)[1])
-    assert len(virtual.explain(w, x).undescribed) == 2
+    assert_same(virtualized(step, coupling="local")(*arguments()), jax.jit(step), *arguments())
 
 
 def test_over_another_axis_of_the_mesh() -> None:

@@ -591,6 +591,7 @@ EXAMPLES = [
 ]
 
 EQUINOX = "of Equinox; tests/test_equinox.py compares steps that use it"
+KERNELS = "split as its user says, or evaluated on GPUs only; tests/test_kernels.py cuts it and compares steps"
 HOST = "described where jax.vmap made it only; tests/test_effects.py compares steps that use it"
 
 UNREACHABLE = {
@@ -616,6 +617,9 @@ UNREACHABLE = {
     "unvmap_any": EQUINOX,
     "unvmap_max": EQUINOX,
     "mesh_cast": "needs a mesh with explicit axes; tests/test_sharding.py compares steps that use it",
+    "custom_partitioning": KERNELS,
+    "dot_product_attention_bwd_wrapper": KERNELS,
+    "dot_product_attention_fwd_wrapper": KERNELS,
     "ffi_call": HOST,
     "pure_callback": HOST,
 }

@@ -5,7 +5,9 @@ Knows jax only. Importing this package fills the registry from the families besi
 
 from vnode.operators import (  # noqa: F401
     aside,
+    attention,
     contraction,
+    custom_partitioning,
     elementwise,
     host,
     indexing,

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.cost import Cost
-from vnode.operators.registry import described
+from vnode.operators.registry import describe, described
 from vnode.operators.remembered import Remembered
 from vnode.operators.turns import turns
 
@@ -265,6 +265,9 @@ CALLS = {
 }
 """Primitives that call one jaxpr on all of their operands, and the parameter that holds it."""
 
+WITHOUT_DESCRIPTION = {"custom_partitioning": "call"}
+"""Primitives that are described by what the user says of them, and are calls of a jaxpr where that is nothing."""
+
 CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}
 
 
@@ -279,6 +282,8 @@ def call_of(eqn: JaxprEqn) -> Call | None:
             custom_derivative=name in CUSTOM_DERIVATIVES,
             reverse_only=name == "custom_vjp_call",
         )
+    if name in WITHOUT_DESCRIPTION and describe(eqn) is None:
+        return Call(body_of(eqn.params[WITHOUT_DESCRIPTION[name]]), tuple(range(len(eqn.invars))))
     if name == "custom_linear_solve":  # the solver alone gives the result; the other jaxprs serve its derivatives
         lengths = eqn.params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
