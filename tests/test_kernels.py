@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -30,6 +31,13 @@ BATCH, NODES = 10, 4
 
 def draw(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     return jnp.asarray(eighths(np.random.default_rng(seed).standard_normal(shape)), dtype)
+
+
+def sparse_batch(*shape: int) -> sparse.BCOO:
+    """A batch of sparse arrays, each with its own places."""
+    x = np.array(draw(*shape))
+    x[np.random.default_rng(1).random(shape) < 0.5] = 0.0
+    return sparse.BCOO.fromdense(jnp.asarray(x), n_batch=1)
 
 
 def virtualized(step: Callable[..., Any], **options: Any) -> Any:
@@ -260,3 +268,45 @@ def test_custom_partitioning_is_its_body_where_no_rule_splits_it(name: str) -> N
     assert_alike_on_devices(virtual, step, w, x)
     (line,) = virtual.explain(w, x).undescribed
     assert line.what.startswith("opaque(")
+
+
+# Sparse arrays
+
+SPARSE: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
+    "product": (lambda w, x: jnp.tanh(x @ w), lambda: sparse_batch(BATCH, 4, 6)),
+    "rows": (lambda w, x: sparse.BCSR.from_bcoo(x) @ w, lambda: sparse_batch(BATCH, 4, 6)),
+    "elements": (lambda w, x: (x.sort_indices() * w.sum(1)).sum(2).todense(), lambda: sparse_batch(BATCH, 4, 6)),
+    "of dense": (lambda w, x: sparse.bcoo_fromdense(x, n_batch=1, nse=6) @ w, lambda: draw(BATCH, 6)),
+}
+
+
+@pytest.mark.parametrize("name", SPARSE)
+def test_batches_of_sparse_arrays(name: str) -> None:
+    """Forward and backward, without a value of all examples."""
+    network, make = SPARSE[name]
+
+    def step(w: jax.Array, x: Any) -> Any:
+        loss, gradient = jax.value_and_grad(lambda w: (network(w, x) ** 2).sum())(w)
+        return w - 0.125 * gradient, loss
+
+    virtual, w, x = virtualized(step), draw(6, 3), make()
+    assert_alike_on_devices(virtual, step, w, x)
+    report = virtual.explain(w, x)
+    assert len(report.passes) == 1 and not report.gathered
+
+
+def test_sparse_weights() -> None:
+    """A batch of dense examples; the gradient of the stored elements."""
+    x = np.array(draw(5, 6))
+    x[x < 0] = 0.0
+    weights = sparse.BCOO.fromdense(jnp.asarray(x))
+
+    def step(data: jax.Array, x: jax.Array) -> Any:
+        def loss(data: jax.Array) -> jax.Array:
+            return (jnp.tanh(x @ sparse.BCOO((data, weights.indices), shape=weights.shape)) ** 2).sum()
+
+        return jax.value_and_grad(loss)(data)
+
+    virtual, examples = virtualized(step), draw(BATCH, 5)
+    assert_alike_on_devices(virtual, step, weights.data, examples)
+    assert not virtual.explain(weights.data, examples).gathered

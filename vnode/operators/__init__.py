@@ -18,6 +18,7 @@ from vnode.operators import (  # noqa: F401
     reduce,
     shape,
     sharding,
+    sparse,
     structure,
     windows,
 )

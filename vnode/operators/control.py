@@ -296,22 +296,23 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     """The call of what evaluates an equation's primitive, if that is written in JAX.
 
-    So it is of primitives of libraries, and of those of jax that it lowers to others itself (since jax 0.12).
+    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those of jax that it lowers to
+    others itself (since jax 0.12).
 
     Args:
       eqn: the equation.
       known: the operands' values, None where they are not known; an implementation may need one while it is traced.
 
     Returns:
-      The call; None for jax's other primitives and those with a description, and where the implementation has effects
+      The call; None for primitives of jax's core and those with a description, and where the implementation has effects
       or is no JAX code.
     """
     if eqn.effects or described(eqn) or region_of(eqn) is not None:
         return None
     high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
-    module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
-    if not callable(run) or (module.split(".")[0] in ("jax", "jaxlib") and not high):
+    module = getattr(getattr(run, "func", run), "__module__", None) or "jax._src"
+    if not callable(run) or (f"{module}.".startswith(("jax._src.", "jaxlib.")) and not high):
         return None
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
