@@ -5,7 +5,7 @@ Knows cuDNN's attention, custom partitioning and sparse arrays as users call the
 
 from __future__ import annotations
 
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.experimental import sparse
-from jax.experimental.custom_partitioning import SdyShardingRule, custom_partitioning
+from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
@@ -41,7 +42,8 @@ def sparse_batch(*shape: int) -> sparse.BCOO:
 
 
 def virtualized(step: Callable[..., Any], **options: Any) -> Any:
-    return vnode.virtualize(step, virtual_nodes=NODES, **{"coupling": "error"} | options)
+    options = {"coupling": "error", **options}
+    return vnode.virtualize(step, virtual_nodes=NODES, **options)
 
 
 def assert_alike_on_devices(virtual: Any, step: Callable[..., Any], *args: Any) -> None:
@@ -98,7 +100,7 @@ def test_attention_of_nodes_is_that_of_the_batch(how: str) -> None:
     results = [virtual.on(jax.devices()[:count])(*args) for count in (1, 3)]
     for got, again, want in zip(*map(jax.tree.leaves, (*results, jax.jit(step)(*args))), strict=True):
         scale = float(jnp.abs(want).max()) or 1.0
-        np.testing.assert_allclose(np.float32(got) / scale, np.float32(want) / scale, atol=2**-6)
+        np.testing.assert_allclose(np.float32(got) / scale, np.float32(want) / scale, atol=2**-5)
         np.testing.assert_array_equal(np.float32(got), np.float32(again))
 
 
@@ -127,7 +129,7 @@ def test_attention_over_heads_of_a_mesh() -> None:
     got = virtual((sharded, jax.device_put(bias, NamedSharding(mesh, PartitionSpec()))), x, lengths)
     for g, want in zip(*map(jax.tree.leaves, (got, jax.jit(step)((weights, bias), x, lengths))), strict=True):
         scale = float(jnp.abs(want).max()) or 1.0
-        np.testing.assert_allclose(np.float32(g) / scale, np.float32(want) / scale, atol=2**-6)
+        np.testing.assert_allclose(np.float32(g) / scale, np.float32(want) / scale, atol=2**-5)
     text = virtual.lower((sharded, bias), x, lengths).as_text()
     assert "tensor<3x6x2x8xbf16>" in text  # two of four heads, of a node's examples
 
@@ -143,6 +145,10 @@ def test_kernels_for_gpus_are_those_of_a_node() -> None:
     assert all(f": (tensor<3x{SEQUENCE}x{HEADS}x{WIDTH}xbf16>" in line for line in calls)
 
 
+LATER = inspect.signature(cudnn._dot_product_attention_fwd_impl).parameters
+"""With parameters of the kernels that not every supported version of jax has."""
+
+
 def kernel_parameters(**changes: Any) -> dict[str, Any]:
     return {
         "scale": 0.5,
@@ -152,6 +158,7 @@ def kernel_parameters(**changes: Any) -> dict[str, Any]:
         "mask_type": cudnn.MaskType.PADDING,
         "layout": 0,
         "sliding_window_length": None,
+        **({"score_mod": None} if "score_mod" in LATER else {}),
     } | changes
 
 
@@ -225,7 +232,11 @@ RULES: dict[str, tuple[Any, dict[str, Any], Any]] = {
     "string": ("b i j, j k -> b i k", {"reduction_factors": ("j",), "need_replication_factors": ("i",)}, partition),
     "ellipsis": ("... i j, j k -> ... i k", {"permutation_factors": ("i",)}, partition),
     "object": (
-        SdyShardingRule((("b", "i", "j"), ("j", "k")), (("b", "i", "k"),), reduction_factors=("j",)),
+        SdyShardingRule(
+            (ArrayMapping("b", "i", "j"), ArrayMapping("j", "k")),
+            (ArrayMapping("b", "i", "k"),),
+            reduction_factors=("j",),
+        ),
         {},
         partition,
     ),
@@ -310,3 +321,27 @@ def test_sparse_weights() -> None:
     virtual, examples = virtualized(step), draw(BATCH, 5)
     assert_alike_on_devices(virtual, step, weights.data, examples)
     assert not virtual.explain(weights.data, examples).gathered
+
+
+# Exported functions
+
+
+@pytest.mark.parametrize("least", [1, 8])
+def test_exported_functions_of_any_batch(least: int) -> None:
+    """Called at the node's size, unless they ask for more examples than that; forward, and for the operand backward."""
+    (rows,) = export.symbolic_shape("b", constraints=[f"b >= {least}"] if least > 1 else ())
+    matrix = draw(3, 3, seed=2)
+    teacher = export.export(jax.jit(lambda x: jax.nn.softmax(jnp.tanh(x @ matrix))))(
+        jax.ShapeDtypeStruct((rows, 3), jnp.float32)
+    )
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            return ((teacher.call(x @ w) - teacher.call(x)) ** 2).sum()
+
+        return jax.value_and_grad(loss)(w)
+
+    virtual, w, x = virtualized(step, coupling="exact", recompute_budget=10.0), draw(3, 3), draw(BATCH, 3, seed=1)
+    assert_alike_on_devices(virtual, step, w, x)
+    whole = {line.what for line in virtual.explain(w, x).undescribed}
+    assert bool(whole) == (least > 1) and all(what.startswith("call_exported(f32[10,3]") for what in whole)

@@ -6,7 +6,6 @@ know how a step is emitted.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -34,7 +33,8 @@ def arguments() -> tuple[jax.Array, jax.Array]:
 
 
 def virtualized(step: Callable[..., Any], **options: Any) -> Any:
-    return vnode.virtualize(step, virtual_nodes=NODES, **{"recompute_budget": 10.0} | options)
+    options = {"recompute_budget": 10.0, **options}
+    return vnode.virtualize(step, virtual_nodes=NODES, **options)
 
 
 def trained(network: Callable[[jax.Array, jax.Array], jax.Array]) -> Callable[..., Any]:

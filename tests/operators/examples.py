@@ -578,7 +578,7 @@ def structure() -> Iterator[Example]:
 
 
 def sparse_arrays() -> Iterator[Example]:
-    """Products with a batch of matrices ``[3, 4, 5]`` with blocks ``[2]``, of six elements each, one of them nowhere."""
+    """Products with a batch of matrices ``[3, 4, 5]`` of blocks ``[2]``; each stores six, one of them nowhere."""
     shape, places = (3, 4, 5, 2), np.stack([integers(3, 6, low=0, high=4), integers(3, 6, seed=1, low=0, high=5)], -1)
     places[:, 5] = shape[1:3]
     products = {
@@ -656,6 +656,7 @@ UNREACHABLE = {
     "unvmap_any": EQUINOX,
     "unvmap_max": EQUINOX,
     "mesh_cast": "needs a mesh with explicit axes; tests/test_sharding.py compares steps that use it",
+    "call_exported": "split where its program keeps examples apart; test_exported.py and tests/test_kernels.py",
     "custom_partitioning": KERNELS,
     "dot_product_attention_bwd_wrapper": KERNELS,
     "dot_product_attention_fwd_wrapper": KERNELS,

@@ -9,6 +9,7 @@ from vnode.operators import (  # noqa: F401
     contraction,
     custom_partitioning,
     elementwise,
+    exported,
     host,
     indexing,
     linalg,

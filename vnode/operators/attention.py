@@ -4,8 +4,8 @@ Knows which dimension of each operand and result is which, by the kernel's param
 computed: examples and heads are apart, and all else is whole.
 
 Examples are together, and the call has no description, where a kernel draws random numbers (dropout: by position),
-where several sequences are packed into one example (their lengths are moved together over the batch), and where keys lie
-in pages.
+where several sequences are packed into one example (their lengths are moved together over the batch), where keys lie in
+pages, and where a function of the user's changes scores.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ def attention(eqn: JaxprEqn) -> OperatorDescription | None:
     has_bias, has_bias_gradient = eqn.params["variadic_args"]
     packed, paged = len(shapes[6]) > 1, len(shapes[8]) == PAGES
     if eqn.params["dropout_rate"] > 0 or packed or paged or len(query) != 4:
+        return None
+    if eqn.params.get("score_mod") is not None:  # a function of the user's, of positions too (since jax 0.12)
         return None
     heads_first = eqn.params["layout"] == HEADS_FIRST
     at = 1 if heads_first else 2  # where the heads stand

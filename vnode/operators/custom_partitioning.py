@@ -1,7 +1,7 @@
 """Calls with a partitioning of the user's own (`jax.experimental.custom_partitioning`): split by their sharding rule.
 
-Knows Shardy's rules as jax holds them, and how jax asks the user's ``partition`` for the function of one shard. Must not
-know what the call computes.
+Knows Shardy's rules as jax holds them, and how jax asks the user's ``partition`` for the function of one shard. Must
+not know what the call computes.
 
 A rule such as ``"b i j, b j k -> b i k"`` names the factors of every operand and result, as a description does. What
 evaluates a copy of the call is the user's function of one shard, which ``partition`` gives. It is asked for the factor
@@ -15,9 +15,8 @@ A call without a rule, or whose rule says nothing of use, is its body (`vnode.op
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -186,7 +185,9 @@ def shard_function(
     given, made = types(description.operands, eqn.invars), types(description.results, eqn.outvars)
     local = [
         jax.ShapeDtypeStruct(shape_of(several, sizes), atom.aval.dtype)
-        for several, atom in zip((*description.operands, *description.results), (*eqn.invars, *eqn.outvars), strict=True)
+        for several, atom in zip(
+            (*description.operands, *description.results), (*eqn.invars, *eqn.outvars), strict=True
+        )
     ]
     in_tree, out_tree = params["in_tree"], params["out_tree"]
     try:

@@ -1,12 +1,12 @@
 """Products of a sparse array with a dense one (`jax.experimental.sparse`), as one kernel.
 
-Knows the layout of BCOO and BCSR arrays: batch dimensions, then stored elements by their places, then dense dimensions.
-Must not know how the product is computed: on some platforms a library does it. All other primitives of sparse arrays are
-what they are written in (`vnode.operators.control.implementation_of`).
+Knows the layout of BCOO and BCSR arrays: batch dimensions, then stored elements by their places, then dense
+dimensions. Must not know how the product is computed: on some platforms a library does it. All other primitives of
+sparse arrays are what they are written in (`vnode.operators.control.implementation_of`).
 
-``data [b, nse, d]``, ``indices [b, nse, 2]`` and a dense ``[j, k]`` give ``[b, i, d, k]``, with ``j`` and ``i`` among the
-places: batch and dense dimensions are free, and so is what the dense array has alone; terms may be divided along ``nse``
-where each comes with its place.
+``data [b, nse, d]``, ``indices [b, nse, 2]`` and a dense ``[j, k]`` give ``[b, i, d, k]``, with ``i`` and ``j`` among
+the places. Batch and dense dimensions are free, and so are those that only the dense array has. Terms are divided along
+``nse`` where each comes with its place.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def product(
         factors=f.all,
         operands=tuple(operands),
         results=(result,),
-        roles={i: Role.INDEX for i in range(1, len(operands) - 1)},
+        roles=dict.fromkeys(range(1, len(operands) - 1), Role.INDEX),
         linear=(frozenset({0}), frozenset({len(operands) - 1})),
         work=Work(2),
         widen=lambda params, dtype: {**params, "preferred_element_type": dtype},

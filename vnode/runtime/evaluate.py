@@ -22,7 +22,7 @@ from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_i
 from vnode.analysis.narrow import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, evaluate_wide
+from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Region, Run, region_of
 from vnode.operators.in_program import InProgram, as_array
