@@ -296,8 +296,8 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     """The call of what evaluates an equation's primitive, if that is written in JAX.
 
-    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those of jax that it lowers
-    to others itself (since jax 0.12).
+    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those that jax
+    itself lowers to others (since jax 0.12).
 
     Args:
       eqn: the equation.
