@@ -40,6 +40,8 @@ class Report(Drawn):
       gathered: values that are needed whole, by every device.
       sliced: whole values with a batch dimension that nodes cannot produce for themselves (a permutation, the draws of
         a generator that cannot be sliced): built whole, then sliced.
+      undescribed: primitives that are run once on the whole batch, because no description says how they split; with the
+        bytes that are collected for each.
       couplings: where examples influence each other.
       flops: of the whole step.
       recomputed: flops spent again by later passes.
@@ -82,6 +84,7 @@ class Report(Drawn):
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
     planned: float | None = None
+    undescribed: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -291,6 +294,9 @@ class Report(Drawn):
         if self.gathered:
             note = "gathered from all nodes, because something reads them at once"
             tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
+        if self.undescribed:
+            note = "run once on the whole batch; vnode.operators.register splits them (docs/registering-a-primitive.md)"
+            tables.append(listed("Without a description", note, [("", line) for line in self.undescribed]))
         if self.sliced:
             note = "nodes cannot produce their own part of them"
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))

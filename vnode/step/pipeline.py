@@ -149,7 +149,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     Raises:
       CouplingError: the couplings are not wanted, or cost too much.
-      UnsupportedPrimitiveError: a batched value meets a primitive without description.
+      UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
     shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
