@@ -139,6 +139,29 @@ class Report(Drawn):
         return len(self.passes) + sum(inner.turns * inner.all_passes for inner in self.nested)
 
     @property
+    def exchanges(self) -> int:
+        """How often devices exchange sums in one step: after each pass, in every turn of a loop around passes."""
+        return sum(p.sent > 0 for p in self.passes) + sum(inner.turns * inner.exchanges for inner in self.nested)
+
+    def evaluations(self, nodes: int) -> int:
+        """Equations evaluated one after another in one step, if a device has so many nodes."""
+        own = self.once + nodes * sum(p.equations for p in self.passes)
+        return own + sum(inner.turns * inner.evaluations(nodes) for inner in self.nested)
+
+    @property
+    def small_bodies(self) -> Fact:
+        """What loops around passes cost where their bodies are small: all nodes' kernels begin one after another."""
+        ratio = self.evaluations(self.waves) / max(self.evaluations(1), 1)
+        inside = sum(inner.turns * inner.all_passes for inner in self.nested) * self.waves
+        exchanged = f" and {several(self.exchanges, 'exchange')}" if self.exchanges else ""
+        return Fact(
+            "loops inside",
+            f"{several(inside, 'node')} one after another on a {self.holder}{exchanged} per step",
+            f"up to {ratio:.1f} times the plain step's time{' beside exchanges' * bool(exchanged)} where kernels take "
+            "microseconds",
+        )
+
+    @property
     def pass_flops(self) -> int:
         """Scalar operations of all passes of one step."""
         return sum(p.flops for p in self.passes) + sum(inner.turns * inner.pass_flops for inner in self.nested)
@@ -218,6 +241,7 @@ class Report(Drawn):
                 inputs,
             ),
             Fact("passes", self.passes_in_words, "each is one loop over all nodes"),
+            *([self.small_bodies] if self.all_passes > len(self.passes) and self.waves > 1 else []),
             Fact(
                 "once per step",
                 several(self.once, "equation"),

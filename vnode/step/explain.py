@@ -21,7 +21,7 @@ from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.report import Report
 from vnode.step.call import OutputTree
-from vnode.step.pipeline import Analysis, analyse
+from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
@@ -55,11 +55,11 @@ def reports(
     """
     (made, names), spec = named_analysis(here), here.step.spec
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    parts = {} if local is None else local(made.schedule)
+    emitted = emitted_schedule(made.schedule, spec.options)
+    parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
-        report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
-        for place in places
+        report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found) for place in places
     ]
 
 
