@@ -8,26 +8,56 @@ Orbax writes to a temporary folder and renames it, so that an unfinished checkpo
 from __future__ import annotations
 
 import contextlib
+import errno
+import hashlib
 import itertools
+import json
 import math
 import os
+import re
+import socket
+import time
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
+from jax.sharding import Sharding
 
-from vnode.elastic.contents import Entry, filled, named, stored
+from vnode.elastic.contents import Entry, Path, filled, named, stored
 from vnode.elastic.integrity import checksums
+from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
-from vnode.elastic.processes import anywhere
-from vnode.elastic.reader import NAME, Header, Reader
-from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
+from vnode.elastic.processes import errors_anywhere
+from vnode.elastic.reader import METADATA, NAME, Header, Reader, located
+from vnode.errors import CheckpointError, DamagedCheckpointError, ProcessError, VnodeError, layout_message
+from vnode.placement.board import NOTED
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
-from vnode.placement.waiting import meet, timeout
+from vnode.placement.waiting import (
+    check_failed,
+    exchange_words,
+    failed,
+    meet,
+    of_runtime,
+    several,
+    timeout,
+    watched,
+)
+from vnode.placement.world import world
+
+OPENED = itertools.count()
+"""Counts the folders that this process has opened, as all others have."""
+
+SHOWN = 4
+"""Processes that a message shows."""
+
+FULL = re.compile("no space left|disk quota exceeded|ENOSPC|EDQUOT|not enough space", re.IGNORECASE)
+"""How errors of full disks read, where they have no number."""
+
+T = TypeVar("T")
 
 
 class Checkpoints(Reader):
@@ -50,11 +80,15 @@ class Checkpoints(Reader):
         self.among_others = False
         self.lock: FolderLock | None = None
         with self.agreed("to open the folder of checkpoints"):
-            if jax.process_index() == 0:
+            if world().index == 0:
                 prepare(self.folder)
                 self.lock = FolderLock(self.folder)
         try:
-            self.manager = path if given else self.opened()
+            self.check_shared()
+            self.manager = path if given else self.together(self.opened, "to open the folder of checkpoints")
+        except VnodeError:
+            self.release()
+            raise
         except Exception as error:
             self.release()
             raise CheckpointError(
@@ -69,24 +103,90 @@ class Checkpoints(Reader):
           what: they do.
 
         Raises:
+          DamagedCheckpointError: another process has found a checkpoint to be damaged.
           CheckpointError: another process has failed.
         """
+        mine: BaseException | None = None
         try:
             yield
-        except BaseException:
-            anywhere(True, what)
+        except ProcessError:
             raise
-        if anywhere(False, what):
-            raise CheckpointError(
+        except BaseException as error:
+            mine = error
+        errors = errors_anywhere(mine, what)
+        if mine is not None and (isinstance(mine, DamagedCheckpointError) or not damage_in(errors)):
+            raise mine
+        for process, error in errors.items():
+            if damage_in(errors) and not error.startswith(DamagedCheckpointError.__name__):
+                continue
+            kind = DamagedCheckpointError if damage_in(errors) else CheckpointError
+            text = error.removeprefix(f"{kind.__name__}: ")
+            raise kind(
                 layout_message(
-                    f"another process cannot write checkpoints to {self.folder}.",
-                    remedies=["see its error: only process 0 locks the folder"],
+                    f"process {process} came {what}, and failed: {text}",
+                    facts=[f"the folder is {self.folder}"],
+                    remedies=[f"see what process {process} wrote"],
                 )
             )
 
+    def check_shared(self) -> None:
+        """Refuses a folder that is not the same one in all processes: each would write its part to another place.
+
+        Raises:
+          CheckpointError: some processes do not see what process 0 has written there.
+        """
+        here = world()
+        if not here.several:
+            return
+        mine = "" if self.lock is None else self.lock.owner["token"]
+        token = exchange_words("to see the folder of checkpoints", mine or "-")[0]
+        lock = located(self.folder) / LOCK
+        sees = seen_soon(lambda: token in lock.read_text())
+        words = exchange_words(
+            "to compare the folders of checkpoints", json.dumps([sees, str(self.folder), socket.gethostname()])
+        )
+        found = {process: json.loads(word) for process, word in sorted(words.items())}
+        blind = [process for process, (good, _, _) in found.items() if not good]
+        if blind:
+            shown = [0, *blind[:SHOWN]]
+            raise CheckpointError(
+                layout_message(
+                    f"the folder of checkpoints is not shared: {several(blind)} cannot see what process 0 writes.",
+                    facts=[f"process {process}: {found[process][1]} on {found[process][2]}" for process in shown],
+                    remedies=[
+                        "give all processes one folder: of a file system that all hosts have, or gs://...",
+                        "if it is one, and was made just now: start again",
+                    ],
+                )
+            )
+
+    def together(self, work: Callable[[], T], what: str) -> T:
+        """Does something in which orbax waits for the other processes; no longer than these are there.
+
+        Raises:
+          ProcessError: another process has failed.
+        """
+        here = world()
+        if not here.several:
+            return work()
+        wide = jax.config.jax_enable_x64
+
+        def in_thread() -> T:
+            with jax.enable_x64(wide):  # which jax keeps by thread
+                return work()
+
+        return watched(in_thread, what, here.others)
+
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
+        together: dict[str, Any] = {}
+        if world().several:  # with named processes it waits by the service, which has deadlines, not by collectives
+            multiprocessing = ocp.options.MultiprocessingOptions(
+                active_processes=set(range(world().count)), barrier_sync_key_prefix=f"vnode-{next(OPENED)}"
+            )
+            together = {"create": False, "multiprocessing_options": multiprocessing}
         options = ocp.CheckpointManagerOptions(
+            **together,
             preservation_policy=KeepLast(self),
             enable_async_checkpointing=True,
             # Where a folder cannot be made in the background, what waits for it there does so for minutes.
@@ -129,11 +229,14 @@ class Checkpoints(Reader):
             sums = checksums({path: leaf.value for path, leaf in leaves.items()})
             header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
             self.make_way(number)
-            self.write(number, stored(state), header)
+            self.together(lambda: self.write(number, stored(state), header), "to save a checkpoint")
         except CheckpointError as error:
             error.state, error.step = state, number
             raise
-        except (VnodeError, JaxRuntimeError, MemoryError):
+        except (VnodeError, MemoryError):
+            raise
+        except JaxRuntimeError as error:
+            check_failed("to save a checkpoint", cause=error)
             raise
         except Exception as error:  # orbax and tensorstore have many
             raise self.failed(error) from error
@@ -160,11 +263,75 @@ class Checkpoints(Reader):
         if number not in self.damaged:
             return
         folder = self.folders().get(number)
-        if folder is not None and jax.process_index() == 0:
+        if folder is not None and world().index == 0:
             aside = (folder.parent / f"{number}.damaged-{i}" for i in itertools.count(1))
             folder.rename(next(path for path in aside if not path.exists()))
-        self.manager.reload()
+        self.together(self.manager.reload, "to save a checkpoint")
         del self.damaged[number]
+
+    def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
+        """As in one process; process 0 chooses, and the others make sure that they see the same checkpoint.
+
+        Raises:
+          CheckpointError: they do not, or there are checkpoints, and none is good.
+        """
+        if not world().several:
+            return super().newest(restore)
+        while (number := self.chosen()) is not None:
+            try:
+                return number, restore(number)
+            except DamagedCheckpointError as error:
+                self.skip(number, error)
+        return None
+
+    def chosen(self) -> int | None:
+        """The number of the checkpoint that process 0 has chosen; None if there are none.
+
+        Raises:
+          CheckpointError: some process does not see it, or sees another one of that number.
+        """
+        number: int | None = None
+        with self.agreed("to choose a checkpoint"):
+            self.wait()
+            number = self.latest if world().index == 0 else None
+        mine = [number, None if number is None else self.content(number), [*self.damaged.items()]]
+        number, content, damaged = json.loads(exchange_words("to restore a checkpoint", json.dumps(mine))[0])
+        self.damaged.update({int(key): why for key, why in damaged})
+        if number is None:
+            return None
+        with self.agreed(f"to look at checkpoint {number}"):
+            if not seen_soon(lambda: self.content(number) == content):
+                there = number in self.folders()
+                raise CheckpointError(
+                    layout_message(
+                        f"checkpoint {number}, which process 0 has chosen, is "
+                        f"{'another one' if there else 'not there'} in process {world().index}.",
+                        facts=[f"the folder is {self.folder} on {socket.gethostname()}"],
+                        remedies=[
+                            "give all processes one folder: of a file system that all hosts have, or gs://...",
+                            "if it is one, that this host has not read again: start again",
+                        ],
+                    )
+                )
+        return number
+
+    def content(self, number: int) -> str:
+        """A checksum of what a checkpoint says of its arrays, among which are their checksums."""
+        return hashlib.sha256((self.folder_of(number) / METADATA).read_bytes()).hexdigest()
+
+    def load(
+        self, number: int, header: Header | None, where: Callable[[Path, tuple[int, ...]], Sharding], name: str
+    ) -> dict[Path, Any]:
+        """As in one process; if one of several fails, all do, before any waits for it."""
+        with self.agreed(f"to restore checkpoint {number}"):
+            try:
+                load = super().load
+                return self.together(lambda: load(number, header, where, name), f"to restore checkpoint {number}")
+            except (VnodeError, JaxRuntimeError, MemoryError):
+                raise
+            except Exception as error:  # orbax, tensorstore and JSON have many
+                raise self.damage(number, error) from error
+        raise AssertionError
 
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
         """Restores a state onto a placement's devices, without a detour over others.
@@ -196,7 +363,7 @@ class Checkpoints(Reader):
           CheckpointError: it could not be; it carries the state that is there now.
         """
         try:
-            self.manager.wait_until_finished()
+            self.together(self.manager.wait_until_finished, "to finish a checkpoint")
         except ProcessError:
             raise
         except Exception as error:
@@ -213,7 +380,7 @@ class Checkpoints(Reader):
         finally:
             try:
                 if not self.given:
-                    self.manager.close()
+                    self.together(self.manager.close, "to close the folder of checkpoints")
             finally:
                 self.release()
 
@@ -223,7 +390,12 @@ class Checkpoints(Reader):
             self.lock.release()
 
     def failed(self, error: Exception) -> CheckpointError:
-        """The error of a checkpoint that could not be written, with the state if it is still there."""
+        """The error of a checkpoint that could not be written, with the state if it is still there.
+
+        Raises:
+          ProcessError: it could not because another process has failed.
+        """
+        check_save(error)
         number, state = self.last or (None, None)
         arrays = [leaf() for leaf in jax.tree.leaves(state) if isinstance(leaf, weakref.ref)]
         if all(array is not None and not array.is_deleted() for array in arrays):
@@ -235,11 +407,71 @@ class Checkpoints(Reader):
             layout_message(
                 f"could not write a checkpoint to {self.folder}.",
                 facts=[f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"],
-                remedies=["make room, or make the folder writable", "or use another folder", *carried],
+                remedies=[*remedies_of(error), "or use another folder", *carried],
             ),
             state=state,
             step=number,
         )
+
+
+def damage_in(errors: dict[int, str]) -> bool:
+    """Whether one of some errors says that a checkpoint is damaged."""
+    return any(error.startswith(DamagedCheckpointError.__name__) for error in errors.values())
+
+
+def seen_soon(look: Callable[[], bool]) -> bool:
+    """Whether a file is seen; file systems of networks may take some seconds."""
+    end = time.monotonic() + (SOON if world().index else 0)
+    while True:
+        with contextlib.suppress(Exception):  # it is not there, or cannot be read
+            if look():
+                return True
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+
+
+SOON = 5.0
+"""Seconds within which a file that one process has written must be seen by the others."""
+
+
+def check_save(error: BaseException) -> None:
+    """After a save that failed: whether another process is the cause.
+
+    Raises:
+      ProcessError: it is.
+    """
+    here = world()
+    chain, causes = error, []
+    while chain is not None and chain not in causes:
+        causes.append(chain)
+        chain = chain.__cause__ or chain.__context__
+    for cause in causes:
+        if isinstance(cause, ProcessError):
+            raise cause from None
+    if here.board is not None:
+        waited = any(of_runtime(cause) or "barrier" in str(cause).lower() for cause in causes)
+        notice = here.board.soon(here.others, here.scopes, NOTED if waited else 0)
+        if notice is not None:
+            raise failed(notice, "to save a checkpoint", here.index) from error
+
+
+def remedies_of(error: BaseException | None) -> list[str]:
+    """What to do about a save that failed.
+
+    >>> remedies_of(OSError(28, "No space left on device"))
+    ['make room on the disk']
+    >>> remedies_of(OSError(30, "Read-only file system"))
+    ['make the folder writable']
+    """
+    while error is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or FULL.search(str(error)):
+            return ["make room on the disk"]
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS) or "permission denied" in str(error).lower():
+            return ["make the folder writable"]
+        error = error.__cause__ or error.__context__
+    return ["see what is wrong with the folder: was it moved, or changed by others?"]
 
 
 class KeepLast:
