@@ -20,7 +20,7 @@ from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
 from vnode.placement.waiting import exchange_words, ready, several
-from vnode.placement.world import in_a_line, world
+from vnode.placement.world import in_a_line, is_shared, world
 
 Checked = tuple[int, int, int]
 """After how many steps a process looked at its copy of the state, and the checksum of that."""
@@ -39,7 +39,7 @@ class Agreement:
     """
 
     def __init__(self, delay: int) -> None:
-        self.delay = delay if world().several else 0
+        self.delay = delay if is_shared() else 0
         self.votes: deque[jax.Array] = deque()
 
     def vote(self, number: int, flags: Sequence[bool], checked: Checked = UNCHECKED) -> list[bool]:

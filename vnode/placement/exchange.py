@@ -32,7 +32,7 @@ from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
 from vnode.placement.waiting import exchange_words, ready
 from vnode.placement.waiting import several as named_processes
-from vnode.placement.world import world
+from vnode.placement.world import is_shared
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
@@ -66,7 +66,7 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str],
     """
     made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
     moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
-    move = to_placements if jax.process_count() == 1 else between_processes
+    move = between_processes if is_shared() else to_placements
     arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
     for i, array in zip(moving, arrays, strict=True):
         made[i] = array
@@ -331,7 +331,7 @@ def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
       ``uint32[processes, n]``.
     """
     row = np.array(mine, np.uint32)
-    return gathered(row, what) if world().several else row[None]
+    return gathered(row, what) if is_shared() else row[None]
 
 
 def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:

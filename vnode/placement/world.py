@@ -23,6 +23,7 @@ from typing import Any
 
 import jax
 
+from vnode.errors import ProcessError, layout_message
 from vnode.placement.board import Board, Notice
 from vnode.placement.lifeline import Lifeline
 
@@ -161,6 +162,24 @@ def world() -> World:
         if CURRENT.world.client is not state.client:
             CURRENT.world = begun(state)
     return CURRENT.world
+
+
+def is_shared() -> bool:
+    """Whether devices are those of several processes.
+
+    Raises:
+      ProcessError: they are, and the processes have no service by which to agree.
+    """
+    if jax.process_count() == 1:
+        return False
+    if not world().several:
+        raise ProcessError(
+            layout_message(
+                f"there are {jax.process_count()} processes, which have no service by which to agree.",
+                remedies=["call jax.distributed.initialize() in each of them before anything asks for a device"],
+            )
+        )
+    return True
 
 
 def begun(state: Any) -> World:

@@ -43,7 +43,7 @@ from vnode.placement.transfer import (
     typed_sharding,
 )
 from vnode.placement.waiting import check_failed, tell_failure, watched
-from vnode.placement.world import world
+from vnode.placement.world import is_shared, world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
@@ -150,7 +150,7 @@ class Executor:
         self.spec = spec
         self.placement = placement
         self.traced = False
-        self._across = world().several
+        self._across = is_shared()
         self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: set[Any] = set()
         self._fingerprints: dict[Any, Fingerprint] = {}
