@@ -429,8 +429,11 @@ def folders(folder: str) -> dict[str, str]:
     with waiting("a run with checkpoints"):
         found["first"] = run_error(checkpoint=saved, checkpoint_every=2, steps=4)
     listed = Checkpoints.folders
-    old = {"folders": (lambda self: {n: f for n, f in listed(self).items() if n < 4}) if second else listed}
-    with waiting("the error of an older listing"), unittest.mock.patch.multiple(Checkpoints, **old):
+
+    def older(self: Any) -> Any:
+        return {number: path for number, path in listed(self).items() if number < 4 or not second}
+
+    with waiting("the error of an older listing"), unittest.mock.patch.object(Checkpoints, "folders", older):
         found["older listing"] = run_error(checkpoint=saved, steps=6)
     with waiting("the end of the run"):
         found["again"] = run_error(checkpoint=saved, steps=6)
@@ -449,8 +452,8 @@ def killed(at: str, checkpoint: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     places = {"compile": (executor, "check_same"), "save": (Checkpoints, "write"), "restore": (Reader, "load")}
-    last = jax.process_index() == jax.process_count() - 1
-    patch = unittest.mock.patch.object(*places[at], end) if last else contextlib.nullcontext()
+    last, (place, name) = jax.process_index() == jax.process_count() - 1, places[at]
+    patch = unittest.mock.patch.object(place, name, end) if last else contextlib.nullcontext()
     with waiting("the run"), patch:
         vnode.elastic.run(
             step_of(),

@@ -7,32 +7,28 @@ Orbax writes to a temporary folder and renames it, so that an unfinished checkpo
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import hashlib
 import itertools
 import json
 import math
 import os
 import re
 import socket
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
 from jax.errors import JaxRuntimeError
-from jax.sharding import Sharding
 
-from vnode.elastic.contents import Entry, Path, filled, named, stored
+from vnode.elastic.contents import Entry, filled, named, stored
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
-from vnode.elastic.processes import errors_anywhere
-from vnode.elastic.reader import METADATA, NAME, Header, Reader, located
-from vnode.errors import CheckpointError, DamagedCheckpointError, ProcessError, VnodeError, layout_message
+from vnode.elastic.reader import NAME, Header, located
+from vnode.elastic.shared_reader import SharedReader, seen_soon
+from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
 from vnode.placement.board import NOTED
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
@@ -44,7 +40,6 @@ from vnode.placement.waiting import (
     of_runtime,
     several,
     timeout,
-    watched,
 )
 from vnode.placement.world import world
 
@@ -60,7 +55,7 @@ FULL = re.compile("no space left|disk quota exceeded|ENOSPC|EDQUOT|not enough sp
 T = TypeVar("T")
 
 
-class Checkpoints(Reader):
+class Checkpoints(SharedReader):
     """The checkpoints of one run, in one folder, which no other run may write to at the same time.
 
     Args:
@@ -95,40 +90,6 @@ class Checkpoints(Reader):
                 layout_message(f"cannot use {self.folder} for checkpoints.", facts=[f"{type(error).__name__}: {error}"])
             ) from error
 
-    @contextlib.contextmanager
-    def agreed(self, what: str) -> Iterator[None]:
-        """Ends in an error in all processes if it does in one, or the others would wait for that one.
-
-        Args:
-          what: they do.
-
-        Raises:
-          DamagedCheckpointError: another process has found a checkpoint to be damaged.
-          CheckpointError: another process has failed.
-        """
-        mine: BaseException | None = None
-        try:
-            yield
-        except ProcessError:
-            raise
-        except BaseException as error:
-            mine = error
-        errors = errors_anywhere(mine, what)
-        if mine is not None and (isinstance(mine, DamagedCheckpointError) or not damage_in(errors)):
-            raise mine
-        for process, error in errors.items():
-            if damage_in(errors) and not error.startswith(DamagedCheckpointError.__name__):
-                continue
-            kind = DamagedCheckpointError if damage_in(errors) else CheckpointError
-            text = error.removeprefix(f"{kind.__name__}: ")
-            raise kind(
-                layout_message(
-                    f"process {process} came {what}, and failed: {text}",
-                    facts=[f"the folder is {self.folder}"],
-                    remedies=[f"see what process {process} wrote"],
-                )
-            )
-
     def check_shared(self) -> None:
         """Refuses a folder that is not the same one in all processes: each would write its part to another place.
 
@@ -159,23 +120,6 @@ class Checkpoints(Reader):
                     ],
                 )
             )
-
-    def together(self, work: Callable[[], T], what: str) -> T:
-        """Does something in which orbax waits for the other processes; no longer than these are there.
-
-        Raises:
-          ProcessError: another process has failed.
-        """
-        here = world()
-        if not here.several:
-            return work()
-        wide = jax.config.jax_enable_x64
-
-        def in_thread() -> T:
-            with jax.enable_x64(wide):  # which jax keeps by thread
-                return work()
-
-        return watched(in_thread, what, here.others)
 
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
@@ -269,70 +213,6 @@ class Checkpoints(Reader):
         self.together(self.manager.reload, "to save a checkpoint")
         del self.damaged[number]
 
-    def newest(self, restore: Callable[[int], T]) -> tuple[int, T] | None:
-        """As in one process; process 0 chooses, and the others make sure that they see the same checkpoint.
-
-        Raises:
-          CheckpointError: they do not, or there are checkpoints, and none is good.
-        """
-        if not world().several:
-            return super().newest(restore)
-        while (number := self.chosen()) is not None:
-            try:
-                return number, restore(number)
-            except DamagedCheckpointError as error:
-                self.skip(number, error)
-        return None
-
-    def chosen(self) -> int | None:
-        """The number of the checkpoint that process 0 has chosen; None if there are none.
-
-        Raises:
-          CheckpointError: some process does not see it, or sees another one of that number.
-        """
-        number: int | None = None
-        with self.agreed("to choose a checkpoint"):
-            self.wait()
-            number = self.latest if world().index == 0 else None
-        mine = [number, None if number is None else self.content(number), [*self.damaged.items()]]
-        number, content, damaged = json.loads(exchange_words("to restore a checkpoint", json.dumps(mine))[0])
-        self.damaged.update({int(key): why for key, why in damaged})
-        if number is None:
-            return None
-        with self.agreed(f"to look at checkpoint {number}"):
-            if not seen_soon(lambda: self.content(number) == content):
-                there = number in self.folders()
-                raise CheckpointError(
-                    layout_message(
-                        f"checkpoint {number}, which process 0 has chosen, is "
-                        f"{'another one' if there else 'not there'} in process {world().index}.",
-                        facts=[f"the folder is {self.folder} on {socket.gethostname()}"],
-                        remedies=[
-                            "give all processes one folder: of a file system that all hosts have, or gs://...",
-                            "if it is one, that this host has not read again: start again",
-                        ],
-                    )
-                )
-        return number
-
-    def content(self, number: int) -> str:
-        """A checksum of what a checkpoint says of its arrays, among which are their checksums."""
-        return hashlib.sha256((self.folder_of(number) / METADATA).read_bytes()).hexdigest()
-
-    def load(
-        self, number: int, header: Header | None, where: Callable[[Path, tuple[int, ...]], Sharding], name: str
-    ) -> dict[Path, Any]:
-        """As in one process; if one of several fails, all do, before any waits for it."""
-        with self.agreed(f"to restore checkpoint {number}"):
-            try:
-                load = super().load
-                return self.together(lambda: load(number, header, where, name), f"to restore checkpoint {number}")
-            except (VnodeError, JaxRuntimeError, MemoryError):
-                raise
-            except Exception as error:  # orbax, tensorstore and JSON have many
-                raise self.damage(number, error) from error
-        raise AssertionError
-
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
         """Restores a state onto a placement's devices, without a detour over others.
 
@@ -412,27 +292,6 @@ class Checkpoints(Reader):
             state=state,
             step=number,
         )
-
-
-def damage_in(errors: dict[int, str]) -> bool:
-    """Whether one of some errors says that a checkpoint is damaged."""
-    return any(error.startswith(DamagedCheckpointError.__name__) for error in errors.values())
-
-
-def seen_soon(look: Callable[[], bool]) -> bool:
-    """Whether a file is seen; file systems of networks may take some seconds."""
-    end = time.monotonic() + (SOON if world().index else 0)
-    while True:
-        with contextlib.suppress(Exception):  # it is not there, or cannot be read
-            if look():
-                return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.1)
-
-
-SOON = 5.0
-"""Seconds within which a file that one process has written must be seen by the others."""
 
 
 def check_save(error: BaseException) -> None:

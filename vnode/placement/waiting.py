@@ -129,7 +129,7 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
 
     try:
         try:
-            watched(arrive, what, others, scopes=(number,), patience=seconds + GRACE, look=elsewhere)
+            watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=elsewhere)
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - began
             check_failed(what, others, (number,), cause=error)
