@@ -5,7 +5,6 @@ devices; that this is the plain step's result, other tests compare.
 """
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -294,7 +293,7 @@ def test_one_process_that_cannot_have_the_folder_ends_all(tmp_path):
     assert "another process cannot write checkpoints" in second
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 def test_the_pod_script_compiles_for_sixteen_devices():
     """The step as it is on one host, by the real TPU compiler."""
     command = [sys.executable, str(ROOT / "examples" / "cloud_tpu" / "train.py"), "--compile-for", "v5e:4x4"]

@@ -13,7 +13,7 @@ import enum
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -202,7 +202,20 @@ def value_text(value: Any) -> str:
     if callable(value):
         return function_name(value)
     text = repr(value)
-    return type(value).__name__ if " at 0x" in text or "\n" in text else text
+    text = type(value).__name__ if " at 0x" in text or "\n" in text else text
+    return f"{text} of {' '.join(held)}" if (held := list(map(value_text, programs_in(value)))) else text
+
+
+def programs_in(value: Any) -> Iterator[Any]:
+    """Jaxprs in the fields of a dataclass, at any depth; its text does not show them."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from programs_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from programs_in(getattr(value, field.name, None))
 
 
 @value_text.register(bool | int | float | complex | str | None)
