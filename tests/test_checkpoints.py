@@ -152,6 +152,12 @@ def emptied(checkpoint: Path) -> None:
     checkpoint.mkdir()
 
 
+def dangling(checkpoint: Path) -> None:
+    """A link in place of a checkpoint, to what is no more."""
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to(checkpoint.parent.parent / "nowhere")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], int]] = {
     "truncate arrays": (lambda folder: os.truncate(largest(folder / "6"), 100), 4),
     "delete arrays": (lambda folder: largest(folder / "6").unlink(), 4),
@@ -164,6 +170,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], int]] = {
     "delete tree": (lambda folder: (folder / "6/default/_METADATA").unlink(), 4),
     "edit arrays": (lambda folder: rewrite(folder / "6"), 4),
     "empty folder": (lambda folder: emptied(folder / "6"), 4),
+    "dangling link": (lambda folder: dangling(folder / "6"), 4),
     "foreign folder": (lambda folder: foreign(folder / "6"), 4),
     "renamed": (lambda folder: (folder / "4").rename(folder / "8"), 6),
     "swapped": (lambda folder: exchange(folder / "4", folder / "6"), 2),
@@ -423,6 +430,25 @@ def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     second.save(3, made(3), {})
     second.close()
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
+
+
+def test_a_lock_that_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next save takes it again, or learns that another run has it."""
+    lock = tmp_path / "vnode.lock"
+    first = Checkpoints(tmp_path, keep=1)
+    lock.unlink()
+    with caplog.at_level(logging.WARNING, "vnode"):
+        first.save(1, made(1), {})
+    assert "vnode.lock was deleted during a run" in caplog.text
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        FolderLock(epath.Path(tmp_path))
+    lock.unlink()
+    second = FolderLock(epath.Path(tmp_path))
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        first.save(2, made(2), {})
+    second.release()
+    first.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,6 +131,10 @@ class Analysis:
 OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
 
 
+SEEN: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
+"""Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
+
+
 def outer_devices() -> frozenset[Any] | None:
     """The devices of the step that is being traced (none if these are not known); None outside of any."""
     return OUTER_DEVICES.get()
@@ -169,6 +173,8 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
+    if (seen := SEEN.get()) is not None:
+        seen.append(program)
     if options.again or options.away:
         program = keeping_less(program, options.again, batched, options.away)
 
