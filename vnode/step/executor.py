@@ -42,7 +42,16 @@ from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Specs, Surroundings, laid_out, named_again, specs_after, specs_of, types_of
+from vnode.step.layouts import (
+    Restored,
+    Specs,
+    Surroundings,
+    laid_out,
+    replicated_specs,
+    specs_after,
+    specs_of,
+    types_of,
+)
 from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
@@ -149,6 +158,7 @@ class Executor:
         self._wholes = functools.cache(spec.wholes)
         self._several = len(placement.devices) > 1
         self._in_place = InPlace(self._several)
+        self._restored = Restored()
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
@@ -197,7 +207,7 @@ class Executor:
             around = self._surroundings(mesh, again[0])
             results = self._launch(around, *again)
         if around.specs:
-            results = named_again(results, given[0], around.specs, self.placement.mesh)
+            results = self._restored(results, given[0], self._wholes(len(args)))
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
@@ -374,6 +384,7 @@ class Executor:
         self._launched.clear()
         self._groups.clear()
         self._in_place.clear()
+        self._restored.clear()
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
@@ -460,9 +471,10 @@ class Executor:
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
         """What the program for arguments that are in place depends on besides their types."""
-        if not self._sharded or tracing():
+        if tracing():
             return Surroundings(mesh)
-        return Surroundings(mesh, specs_of(args, self._wholes(len(args)), self.placement))
+        specs = specs_of(args, self._wholes(len(args)), self.placement) if self._sharded else ()
+        return Surroundings(mesh, specs, in_place=True)
 
     def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
@@ -472,9 +484,12 @@ class Executor:
         call = spec.call(args, kwargs)
         check_found([args[i] for i in self._wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
-        specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
+        wholes = self._wholes(len(args))
+        specs = around.specs if typed is None else types_of(args, wholes)
         with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
             arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+        if around.in_place and self._several:
+            specs = specs or replicated_specs(args, wholes)
         results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
