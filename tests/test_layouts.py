@@ -22,7 +22,7 @@ MESHES = {
 }
 
 
-def step(params: Any, momentum: Any, x: jax.Array) -> Any:
+def step(params: Any, momentum: Any, x: Any) -> Any:
     """Two arguments with leaves of the same names and shapes; of the gradients, some are of nothing."""
 
     def loss(params: Any) -> jax.Array:
@@ -31,7 +31,7 @@ def step(params: Any, momentum: Any, x: jax.Array) -> Any:
 
     grads = jax.grad(loss)(params)
     norm = jnp.sqrt(sum(jnp.sum(grad**2) for grad in grads.values()))
-    momentum, key, seen, _ = momentum
+    momentum, key, *_ = momentum
     momentum = jax.tree.map(lambda m, g: 0.9 * m + g / norm, momentum, grads)
     params = jax.tree.map(lambda p, m: p - 0.1 * m, params, momentum)
     return params, (momentum, jax.random.fold_in(key, 1), jnp.tanh(x @ params["w"]), jnp.zeros((8, 8))), norm
@@ -79,14 +79,14 @@ def test_states_come_back_as_they_were_given(sizes: str, seed: int) -> None:
         step, virtual_nodes=8, placement=placement, in_axes=(None, None, 0), reduction=("invariant", "fast")[seed]
     )
     x = np.random.default_rng(1).normal(size=(16, 8)).astype(np.float32)
-    state, plain = jax.tree.map(placed, state_of()), state_of()
+    state, plain = list(jax.tree.map(placed, state_of())), list(state_of())
     given = [(leaf.sharding, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(state)]
     for number in range(3):
         with CompilationsCounted() as counted:
-            *state, norm = virtual(*state, x)
+            *state, norm = virtual(state[0], state[1], x)
         assert number == 0 or not counted.number
         assert [(leaf.sharding, leaf.sharding.memory_kind) for leaf in jax.tree.leaves(state)] == given
-        *plain, expected = jax.jit(step)(*plain, x)
+        *plain, expected = jax.jit(step)(plain[0], plain[1], x)
         np.testing.assert_allclose(norm, expected, rtol=1e-5)
     for one, other in zip(jax.tree.leaves(state), jax.tree.leaves(plain), strict=True):
         if jnp.issubdtype(one.dtype, jnp.floating):
@@ -98,12 +98,12 @@ def test_whole_states_come_back_whole() -> None:
     params, momentum = state_of()
     virtual = vnode.virtualize(step, virtual_nodes=8, in_axes=(None, None, 0))
     x = np.ones((16, 8), np.float32)
-    state = virtual.put((params, momentum))
-    *state, _ = virtual(*state, x)
+    params, momentum = virtual.put((params, momentum))
+    params, momentum, _ = virtual(params, momentum, x)
     with CompilationsCounted() as counted:
-        virtual(*state, x)
+        virtual(params, momentum, x)
     assert not counted.number
-    assert all(leaf.sharding == virtual.placement.sharding() for leaf in jax.tree.leaves(state))
+    assert all(leaf.sharding == virtual.placement.sharding() for leaf in jax.tree.leaves((params, momentum)))
 
 
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
@@ -111,7 +111,7 @@ def test_norm_of_nothing(reduction: str) -> None:
     """XLA takes arrays without elements for constants, and knows no program of devices that has no other operand."""
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
 
-    def norm(state: Any, x: jax.Array) -> Any:
+    def norm(state: Any, x: Any) -> Any:
         total = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in state.values() if leaf.dtype == jnp.float32))
         return jax.tree.map(lambda leaf: leaf * total if leaf.dtype == jnp.float32 else leaf, state), total + x.sum()
 
@@ -135,5 +135,5 @@ class CompilationsCounted:
     def __exit__(self, *_: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self.count)
 
-    def count(self, event: str, _: float, **__: Any) -> None:
+    def count(self, event: str, duration_secs: float, **_: Any) -> None:
         self.number += event.endswith("backend_compile_duration")

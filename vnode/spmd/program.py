@@ -99,4 +99,3 @@ def nothing(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
     data = jax.eval_shape(jax.random.key_data, leaf)
     shape = (*shape, *data.shape[len(shape) :])
     return jax.random.wrap_key_data(jnp.zeros(shape, data.dtype), impl=jax.random.key_impl(leaf))
-

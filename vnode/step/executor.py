@@ -41,7 +41,14 @@ from vnode.placement.transfer import (
 from vnode.placement.waiting import meet
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
-from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
+from vnode.step.given import (
+    check_arguments,
+    check_donated_once,
+    check_signature,
+    positional_names,
+    repeated,
+    takes_any,
+)
 from vnode.step.layouts import (
     Restored,
     Specs,
@@ -106,9 +113,37 @@ class StepSpec:
           TypeError: the function does not take so many, or wants more.
           BatchError: as `Call.of`.
         """
-        if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
+        in_order = isinstance(self.in_axes, tuple | list)
+        if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
             check_signature(self.fun, args, kwargs, self.name)
-        return Call.of(*self.with_static(args, kwargs), self.in_axes)
+        static = self.with_static(args, kwargs)
+        return Call.of(*static, self.in_axes, self.positional, self.options.virtual_nodes)
+
+    @functools.cached_property
+    def positional(self) -> tuple[str, ...]:
+        """What the function calls the arguments that can be given by position; nothing if it does not tell."""
+        return positional_names(self.fun)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
+
+        So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
+        that can only be given by keyword is then given so.
+        """
+        names, kwargs = self.positional, dict(kwargs)
+        if isinstance(self.in_axes, Mapping):
+            batched = [i for i, name in enumerate(names) if name in self.in_axes]
+            keywords = [name for name in self.in_axes if name not in names and name not in kwargs]
+            if len(args) == len(names) + 1 and len(keywords) == 1 and not takes_any(self.fun):
+                args, kwargs = args[:-1], {**kwargs, keywords[0]: args[-1]}
+        else:
+            axes = self.in_axes if isinstance(self.in_axes, tuple | list) else ()
+            batched = [i for i, entry in enumerate(axes) if entry is not None]
+        for i in range(len(args), max(batched, default=-1) + 1):
+            if i >= len(names) or names[i] not in kwargs:
+                break
+            args = (*args, kwargs.pop(names[i]))
+        return args, kwargs
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, those that are compile-time constants as structure."""
@@ -119,7 +154,8 @@ class StepSpec:
         given = call.leaves if leaves is None else leaves
         rooms = in_rooms(call, output, self.options.patterns, self.wholes)
         after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms, after)
+        function, undivided = call.flat(self.fun, output), call.undivided
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, undivided)
 
     @staticmethod
     def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
@@ -127,14 +163,28 @@ class StepSpec:
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return specs_after(output.merge(types), args, specs)
 
+    def splits(self, name: str) -> bool:
+        """Whether an argument is split that is given by keyword."""
+        if isinstance(self.in_axes, Mapping):
+            return self.in_axes.get(name) is not None
+        return name in self.positional and dict(zip(self.positional, self.axes, strict=False)).get(name) is not None
+
     @property
     def has_one_state(self) -> bool:
         """Whether nothing is split of one argument alone, as far as `in_axes` says."""
-        return isinstance(self.in_axes, tuple | list) and len(self.wholes(len(self.in_axes))) == 1
+        count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
+        return count > 0 and len(self.wholes(count)) == 1
+
+    @functools.cached_property
+    def axes(self) -> Sequence[Any]:
+        """What `in_axes` says of positional arguments, one after another; nothing if it says the same of all."""
+        if isinstance(self.in_axes, Mapping):
+            return [self.in_axes.get(name) for name in self.positional]
+        return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
-        axes = self.in_axes if isinstance(self.in_axes, tuple | list) else (self.in_axes,) * count
+        axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
         return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]
 
 
@@ -319,9 +369,14 @@ class Executor:
             )
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(
-            functools.partial(arrive, whole=False, split=False), wrap(kwargs, 1), is_leaf=is_sharded_batch
-        )
+        kwargs = {
+            name: jax.tree.map(
+                functools.partial(arrive, whole=False, split=self.spec.splits(name)),
+                wrap(arg, 1, name),
+                is_leaf=is_sharded_batch,
+            )
+            for name, arg in kwargs.items()
+        }
         return self.lower(placed, kwargs)
 
     def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:
@@ -499,7 +554,11 @@ class Executor:
         fits = call.size > 1  # or nothing is split
         return [
             leaf
-            if fits and axis == 0 and isinstance(leaf, ShardedBatch) and leaf.placement == self.placement
+            if fits
+            and axis == 0
+            and isinstance(leaf, ShardedBatch)
+            and leaf.placement == self.placement
+            and leaf.size == call.size
             else whole_batches(leaf)
             for leaf, axis in zip(call.leaves, call.axes, strict=True)
         ]
