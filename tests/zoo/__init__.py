@@ -40,6 +40,7 @@ FAMILIES = (
     "effects",
     "views",
     "repositories",
+    "semisupervised",
 )
 
 Outer = Callable[[Callable[..., Any]], Callable[..., Any]]

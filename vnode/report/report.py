@@ -56,6 +56,8 @@ class Report(Drawn):
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
       planned: bytes that a device sends in all exchanges of a step, if there is a plan that says so.
+      batches: the sizes of the batches where there are several; `batch` is then into how many parts they are divided.
+      undivided: of these, the sizes of the batches that nodes do not divide.
     """
 
     name: str
@@ -85,6 +87,8 @@ class Report(Drawn):
     around: tuple[Line, ...] = ()
     planned: float | None = None
     undescribed: tuple[Line, ...] = ()
+    batches: tuple[int, ...] = ()
+    undivided: tuple[int, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -193,7 +197,14 @@ class Report(Drawn):
         how = f"a {self.holder} computes its nodes one by one, left to right"
         picture = Picture(f"Nodes by {self.holder} and wave", grid, how)
         blocks = (Facts(tuple(self._facts())), picture, *self._tables())
-        return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", blocks)
+        return Page(self.name, f"{self.examples} on {self.where}", blocks)
+
+    @property
+    def examples(self) -> str:
+        """How many examples there are, in words; of batches of several sizes each, and their common parts."""
+        if len(self.batches) < 2:
+            return several(self.batch, "example")
+        return f"{' and '.join(map(str, self.batches))} examples, {several(self.batch, 'part')} of each,"
 
     @property
     def where(self) -> str:
@@ -239,6 +250,10 @@ class Report(Drawn):
                 "split over nodes",
                 f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",
                 inputs,
+            ),
+            *(
+                Fact("not split", several(n, "example"), "no common number of parts: computed whole on each device")
+                for n in self.undivided
             ),
             Fact("passes", self.passes_in_words, "each is one loop over all nodes"),
             *([self.small_bodies] if self.all_passes > len(self.passes) and self.waves > 1 else []),

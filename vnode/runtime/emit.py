@@ -34,7 +34,7 @@ from vnode.runtime.node import Once
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.layout import Layout
-from vnode.spmd.program import spec_of
+from vnode.spmd.program import on_devices, spec_of
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 
@@ -175,16 +175,15 @@ class Emission(PassEmission):
                 own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
 
-        values = jax.shard_map(
+        values = on_devices(
             device_program,
-            mesh=self.placement.mesh,
+            self.placement.mesh,
             in_specs=(
                 PartitionSpec(),
                 None if other is None else spec_of(self.layout(other)),
                 list(map(spec_of, divided.inputs)),
             ),
             out_specs=list(map(spec_of, divided.results)),
-            check_vma=False,
         )(
             element(self.latest) if any(far) and self.latest is not None else None,
             None if other is None else self.whole[other],

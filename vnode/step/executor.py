@@ -46,9 +46,25 @@ from vnode.placement.waiting import check_failed, tell_failure, watched
 from vnode.placement.world import is_shared, world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
-from vnode.step.given import check_arguments, check_donated_once, check_signature, repeated
+from vnode.step.given import (
+    check_arguments,
+    check_donated_once,
+    check_signature,
+    positional_names,
+    repeated,
+    takes_any,
+)
 from vnode.step.identity import differences, form_of, identity_of
-from vnode.step.layouts import Specs, Surroundings, laid_out, named_again, specs_after, specs_of, types_of
+from vnode.step.layouts import (
+    Restored,
+    Specs,
+    Surroundings,
+    laid_out,
+    replicated_specs,
+    specs_after,
+    specs_of,
+    types_of,
+)
 from vnode.step.pipeline import SEEN, FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
@@ -103,9 +119,37 @@ class StepSpec:
           TypeError: the function does not take so many, or wants more.
           BatchError: as `Call.of`.
         """
-        if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
+        in_order = isinstance(self.in_axes, tuple | list)
+        if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
             check_signature(self.fun, args, kwargs, self.name)
-        return Call.of(*self.with_static(args, kwargs), self.in_axes)
+        static = self.with_static(args, kwargs)
+        return Call.of(*static, self.in_axes, self.positional, self.options.virtual_nodes)
+
+    @functools.cached_property
+    def positional(self) -> tuple[str, ...]:
+        """What the function calls the arguments that can be given by position; nothing if it does not tell."""
+        return positional_names(self.fun)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
+
+        So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
+        that can only be given by keyword is then given so.
+        """
+        names, kwargs = self.positional, dict(kwargs)
+        if isinstance(self.in_axes, Mapping):
+            batched = [i for i, name in enumerate(names) if name in self.in_axes]
+            keywords = [name for name in self.in_axes if name not in names and name not in kwargs]
+            if len(args) == len(names) + 1 and len(keywords) == 1 and not takes_any(self.fun):
+                args, kwargs = args[:-1], {**kwargs, keywords[0]: args[-1]}
+        else:
+            axes = self.in_axes if isinstance(self.in_axes, tuple | list) else ()
+            batched = [i for i, entry in enumerate(axes) if entry is not None]
+        for i in range(len(args), max(batched, default=-1) + 1):
+            if i >= len(names) or names[i] not in kwargs:
+                break
+            args = (*args, kwargs.pop(names[i]))
+        return args, kwargs
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, those that are compile-time constants as structure."""
@@ -116,7 +160,8 @@ class StepSpec:
         given = call.leaves if leaves is None else leaves
         rooms = in_rooms(call, output, self.options.patterns, self.wholes)
         after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms, after)
+        function, undivided = call.flat(self.fun, output), call.undivided
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, undivided)
 
     @staticmethod
     def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
@@ -124,14 +169,28 @@ class StepSpec:
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return specs_after(output.merge(types), args, specs)
 
+    def splits(self, name: str) -> bool:
+        """Whether an argument is split that is given by keyword."""
+        if isinstance(self.in_axes, Mapping):
+            return self.in_axes.get(name) is not None
+        return name in self.positional and dict(zip(self.positional, self.axes, strict=False)).get(name) is not None
+
     @property
     def has_one_state(self) -> bool:
         """Whether nothing is split of one argument alone, as far as `in_axes` says."""
-        return isinstance(self.in_axes, tuple | list) and len(self.wholes(len(self.in_axes))) == 1
+        count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
+        return count > 0 and len(self.wholes(count)) == 1
+
+    @functools.cached_property
+    def axes(self) -> Sequence[Any]:
+        """What `in_axes` says of positional arguments, one after another; nothing if it says the same of all."""
+        if isinstance(self.in_axes, Mapping):
+            return [self.in_axes.get(name) for name in self.positional]
+        return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
-        axes = self.in_axes if isinstance(self.in_axes, tuple | list) else (self.in_axes,) * count
+        axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
         return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]
 
 
@@ -157,6 +216,7 @@ class Executor:
         self._wholes = functools.cache(spec.wholes)
         self._several = len(placement.devices) > 1
         self._in_place = InPlace(self._several)
+        self._restored = Restored()
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
@@ -218,7 +278,7 @@ class Executor:
             around = self._surroundings(mesh, again[0])
             results = self._launch(around, *again)
         if around.specs:
-            results = named_again(results, given[0], around.specs, self.placement.mesh)
+            results = self._restored(results, given[0], self._wholes(len(args)))
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
@@ -349,9 +409,14 @@ class Executor:
             )
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(
-            functools.partial(arrive, whole=False, split=False), wrap(kwargs, 1), is_leaf=is_sharded_batch
-        )
+        kwargs = {
+            name: jax.tree.map(
+                functools.partial(arrive, whole=False, split=self.spec.splits(name)),
+                wrap(arg, 1, name),
+                is_leaf=is_sharded_batch,
+            )
+            for name, arg in kwargs.items()
+        }
         return self.lower(placed, kwargs)
 
     def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:
@@ -414,6 +479,7 @@ class Executor:
         self._launched.clear()
         self._groups.clear()
         self._in_place.clear()
+        self._restored.clear()
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
@@ -500,9 +566,10 @@ class Executor:
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
         """What the program for arguments that are in place depends on besides their types."""
-        if not self._sharded or tracing():
+        if tracing():
             return Surroundings(mesh)
-        return Surroundings(mesh, specs_of(args, self._wholes(len(args)), self.placement))
+        specs = specs_of(args, self._wholes(len(args)), self.placement) if self._sharded else ()
+        return Surroundings(mesh, specs, in_place=True)
 
     def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
@@ -512,7 +579,8 @@ class Executor:
         call = spec.call(args, kwargs)
         check_found([args[i] for i in self._wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
-        specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
+        wholes = self._wholes(len(args))
+        specs = around.specs if typed is None else types_of(args, wholes)
         seen: list[Program] | None = [] if self._across else None
         noted = SEEN.set(seen)
         try:
@@ -522,6 +590,8 @@ class Executor:
             SEEN.reset(noted)
         if seen:
             self._fingerprints[form_of(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
+        if around.in_place and self._several:
+            specs = specs or replicated_specs(args, wholes)
         results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
@@ -531,7 +601,11 @@ class Executor:
         fits = call.size > 1  # or nothing is split
         return [
             leaf
-            if fits and axis == 0 and isinstance(leaf, ShardedBatch) and leaf.placement == self.placement
+            if fits
+            and axis == 0
+            and isinstance(leaf, ShardedBatch)
+            and leaf.placement == self.placement
+            and leaf.size == call.size
             else whole_batches(leaf)
             for leaf, axis in zip(call.leaves, call.axes, strict=True)
         ]

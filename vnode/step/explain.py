@@ -5,6 +5,7 @@ Knows steps, and whom to ask. Must not know how any of it is found out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -54,12 +55,17 @@ def reports(
       local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
     """
     (made, names), spec = named_analysis(here), here.step.spec
+    call = spec.call(here.args, here.kwargs)
+    several = {"batches": call.batches, "undivided": call.undivided_sizes} if len(call.batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
     emitted = emitted_schedule(made.schedule, spec.options)
     parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
-        report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found) for place in places
+        dataclasses.replace(
+            report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
+        )
+        for place in places
     ]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -92,11 +93,13 @@ class FlatStep:
       leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
         the placement.
       axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch.
+      size: examples of the global batch; of batches of several sizes, into how many parts each of them is divided.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
       rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
       specs_after: given their types, how what the function returns will be laid out; None if nobody says.
+      undivided: the dimension of each argument that carries examples that nodes do not divide, or None; perhaps of the
+        first only.
     """
 
     fun: Callable[..., list[Any]]
@@ -107,6 +110,7 @@ class FlatStep:
     specs: Specs = ()
     rooms: InRooms | None = None
     specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
+    undivided: Sequence[int | None] = ()
 
     @property
     def shapes(self) -> list[Any]:
@@ -164,11 +168,14 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
         OUTER_DEVICES.reset(within)
     batch = Batch(flat.size)
     states = []
-    for axis, leaf in zip(flat.axes, shapes, strict=True):
-        if axis is None or flat.size == 1:
+    for axis, leaf, whole_axis in itertools.zip_longest(flat.axes, shapes, flat.undivided):
+        if whole_axis is not None:
+            states.append(State(WHOLE, examples=frozenset({whole_axis % len(leaf.shape)})))
+        elif axis is None or flat.size == 1:
             states.append(State(WHOLE, model=axis is None))
-        else:
-            states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
+        else:  # a batch of several times the size is several runs of it, so that batches can be concatenated
+            runs = leaf.shape[axis] // flat.size
+            states.append(State(Slice(batch, axis % len(leaf.shape), runs, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
@@ -270,10 +277,11 @@ def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
-    axes, size, specs = (
+    axes, size, specs, undivided = (
         [*flat.axes, *[None] * len(made.traced.captured)],
         flat.size,
         flat.specs,
+        flat.undivided,
     )  # not `flat`: jax keeps what is kept here
     in_rooms = flat.rooms is not None
     # The step itself was accepted; of its derivative no plan knows.
@@ -314,7 +322,8 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited, specs)
+        moved_axes = [*axes, *(axes[i] for i in moving)]
+        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, undivided=undivided)
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [

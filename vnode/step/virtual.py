@@ -169,6 +169,7 @@ class VirtualStep(Step[P, R]):
           True
         """
         steps, mesh = self.members(placements), current_mesh()
+        args, kwargs = self.spec.bound(args, kwargs)
 
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
             return under(mesh, step.executor.run_copy, args, kwargs)
@@ -231,6 +232,12 @@ class VirtualStep(Step[P, R]):
         yield Resolved(self, *self.or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if kwargs or isinstance(self.spec.in_axes, Mapping):
+            return self._call(*self.spec.bound(args, kwargs))
+        return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The call, with arguments in their place."""
         around = outer_devices()
         if around is not None:
             return self._inside(around, args, kwargs)
@@ -298,7 +305,7 @@ class VirtualStep(Step[P, R]):
           BatchError: it was not compiled yet.
         """
         if args or kwargs:
-            return tuple(args), dict(kwargs)
+            return self.spec.bound(tuple(args), kwargs)
         if self.family.last is None:
             raise BatchError(
                 layout_message(
@@ -412,7 +419,8 @@ def first_nodes(
     call = spec.call(whole_batches(tuple(args)), {})
     stop = min(nodes * -(-call.size // spec.options.virtual_nodes), call.size)
     leaves = [
-        leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(call.leaves, call.axes, strict=True)
+        leaf if axis is None else leading(leaf, axis, stop * leaf.shape[axis] // call.size)
+        for leaf, axis in zip(call.leaves, call.axes, strict=True)
     ]
     options = dataclasses.replace(spec.options, virtual_nodes=nodes)
     return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
