@@ -238,7 +238,8 @@ def test_attention_as_jax_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("name", ["flash", "splash", "heads", "paged"])
 def test_kernels_are_in_the_loop_over_nodes_at_the_nodes_size(name: str) -> None:
     """Compiled by the TPU compiler: in two loops, of the tree and of a run of nodes, with the results of a node."""
-    found = [json.loads(line) for line in printed(*program("kernels_on_tpus"), name, hasty=True) if line.startswith("[")]
+    lines = printed(*program("kernels_on_tpus"), name, hasty=True)
+    found = [json.loads(line) for line in lines if line.startswith("[")]
     assert found
     examples, heads, rows = (3, 4, 1024) if name == "splash" else (2, 2 if name == "heads" else 4, 512)
     whole = [examples, heads, 256, 128]
