@@ -641,6 +641,7 @@ UNREACHABLE = {
     "iota_2x32_shape": "inside the lowering of random_bits",
     "stochastic_round": "on TPU only",
     "reciprocal": "in Pallas kernels only",
+    "pallas_call": "of Pallas; tests/operators/test_pallas.py",
     "platform_index": "no factors; the lowering chooses it",
     "psum_invariant": "inside shard_map with checks of variance; over positional axes like psum",
     "postponed": "in programs that vnode rewrites only; tests/test_late.py",

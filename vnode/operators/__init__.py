@@ -14,6 +14,7 @@ from vnode.operators import (  # noqa: F401
     indexing,
     linalg,
     order,
+    pallas,
     postponed,
     random,
     reduce,

@@ -411,20 +411,22 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
 
 
-def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int) -> dict[str, Any]:
-    """The parameters of a scan like another one, which carries as much, with another body.
+def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | None = None) -> dict[str, Any]:
+    """The parameters of a scan like another one, with another body.
 
     Args:
       eqn: the other one.
       body: its inputs are constants, what is carried, and a turn's part of what is scanned.
       constants: how many of its inputs are.
+      carries: how many values it carries; by default as many as the other one.
     """
     loop = region_of(eqn)
     assert isinstance(loop, Loop)
-    inputs, outputs, carries = len(body.jaxpr.invars), len(body.jaxpr.outvars), len(loop.carried)
+    carries = loop.carries if carries is None else carries
+    inputs, outputs = len(body.jaxpr.invars), len(body.jaxpr.outvars)
     params = {**eqn.params, "jaxpr": as_held(eqn.params["jaxpr"], body)}
     if "num_consts" in params:
-        params["num_consts"] = constants
+        params |= {"num_consts": constants, "num_carry": carries}
     else:
         params |= grouped(constants, carries, inputs - constants - carries, outputs - carries)
     return params | ({"linear": (False,) * inputs} if "linear" in params else {})

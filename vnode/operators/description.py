@@ -176,6 +176,8 @@ class OperatorDescription:
       widen: gives the parameters of a copy in a wider floating-point type, for an equation that names its type in them.
       layout: for an equation that asks how its result is laid out over a mesh, the axes that it asks for along each
         dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
+      opaque: compilers do not know what it does, and may refuse to divide it over the devices of a mesh: where it is
+        computed once, each device computes all of it.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with positional factors,
         and where a copy is told positions (`LookedUp`, `Shifted`) and has to do something about them.
@@ -195,6 +197,7 @@ class OperatorDescription:
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
     widen: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
     layout: tuple[tuple[str, ...] | None, ...] | None = None
+    opaque: bool = False
     resize: Resize | None = None
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
