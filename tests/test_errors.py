@@ -169,29 +169,6 @@ def unknown_primitive() -> Primitive:
     return primitive
 
 
-def test_primitive_without_description() -> None:
-    kernel = unknown_primitive()
-
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        return kernel.bind(x * 2.0).sum()
-
-    message = refusal(vnode.UnsupportedPrimitiveError, step, *inputs())
-    line_of(message, "return kernel.bind(x * 2.0).sum()")
-    assert "'a_kernel_of_mine'" in message and "a_kernel_of_mine(f32[8,3]) -> f32[8,3]" in message
-    assert "vnode.operators.register" in message and "docs/registering-a-primitive.md" in message
-
-
-def test_primitive_without_description_in_a_loop() -> None:
-    kernel = unknown_primitive()
-
-    def step(w: jax.Array, x: jax.Array) -> jax.Array:
-        return jax.lax.fori_loop(0, 3, lambda _, x: kernel.bind(x), x)
-
-    message = refusal(vnode.UnsupportedPrimitiveError, step, *inputs())
-    line_of(message, "return jax.lax.fori_loop(0, 3, lambda _, x: kernel.bind(x), x)")
-    assert "'a_kernel_of_mine'" in message
-
-
 def test_primitive_without_description_of_whole_values_is_none_of_our_business() -> None:
     kernel = unknown_primitive()
     step = vnode.virtualize(lambda w, x: kernel.bind(w) * x.sum(0), virtual_nodes=NODES)

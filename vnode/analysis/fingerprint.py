@@ -13,7 +13,7 @@ import enum
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -92,7 +92,15 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
       >>> [fact.split(" at ")[0] for fact in a.differences(b)]
       ['now:  mul(0.1, float32[3]) -> float32[3]', 'then: mul(0.01, float32[3]) -> float32[3]']
     """
-    return Writer().write(trace(fun, *args).program)
+    return fingerprint_of(trace(fun, *args).program)
+
+
+def fingerprint_of(*programs: Program) -> Fingerprint:
+    """What traced programs compute, one after another."""
+    writer = Writer()
+    for program in programs[:-1]:
+        writer.program(program)
+    return writer.write(programs[-1])
 
 
 class Writer:
@@ -194,7 +202,20 @@ def value_text(value: Any) -> str:
     if callable(value):
         return function_name(value)
     text = repr(value)
-    return type(value).__name__ if " at 0x" in text or "\n" in text else text
+    text = type(value).__name__ if " at 0x" in text or "\n" in text else text
+    return f"{text} of {' '.join(held)}" if (held := list(map(value_text, programs_in(value)))) else text
+
+
+def programs_in(value: Any) -> Iterator[Any]:
+    """Jaxprs in the fields of a dataclass, at any depth; its text does not show them."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from programs_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from programs_in(getattr(value, field.name, None))
 
 
 @value_text.register(bool | int | float | complex | str | None)

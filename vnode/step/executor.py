@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 import weakref
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
+from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh, with_jit, without_mesh
 from vnode.placement.exchange import exchanged
@@ -26,6 +29,7 @@ from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
+from vnode.placement.records import check_same
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
     arriving,
@@ -38,7 +42,8 @@ from vnode.placement.transfer import (
     transferred,
     typed_sharding,
 )
-from vnode.placement.waiting import meet
+from vnode.placement.waiting import check_failed, tell_failure, watched
+from vnode.placement.world import is_shared, world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
 from vnode.step.given import (
@@ -49,6 +54,7 @@ from vnode.step.given import (
     repeated,
     takes_any,
 )
+from vnode.step.identity import differences, form_of, identity_of
 from vnode.step.layouts import (
     Restored,
     Specs,
@@ -59,7 +65,7 @@ from vnode.step.layouts import (
     specs_of,
     types_of,
 )
-from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
+from vnode.step.pipeline import SEEN, FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
 
@@ -203,8 +209,10 @@ class Executor:
         self.spec = spec
         self.placement = placement
         self.traced = False
-        self._across = jax.process_count() > 1
+        self._across = is_shared()
+        self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: set[Any] = set()
+        self._fingerprints: dict[Any, Fingerprint] = {}
         self._wholes = functools.cache(spec.wholes)
         self._several = len(placement.devices) > 1
         self._in_place = InPlace(self._several)
@@ -223,9 +231,20 @@ class Executor:
         self._inside = jit()  # of other programs, which are compiled as their own options say
         self._jit = jit(compiler_options=options) if options else self._inside
 
-    @with_jit
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step."""
+        """Runs the step. Of several processes the others learn of an error, so that they need not wait for this one."""
+        if not self._across:
+            return self._call(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except Exception as error:
+            if not tracing():
+                check_failed(f"to run {self.spec.name!r}", self._processes, cause=error)
+                tell_failure(error, self._processes)
+            raise
+
+    @with_jit
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = current_mesh()
         if mesh is not None:
             with in_mesh(None):
@@ -251,6 +270,8 @@ class Executor:
                     check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums)
                 raise  # given to this very call
             check_donated_once(args, kwargs, self.spec.donate_argnums)
+            if self._across and all(self._is_there(args[i]) for i in trusted):
+                raise  # the other processes may know of no error, and would not come to place arguments again
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
@@ -266,6 +287,16 @@ class Executor:
         self._in_place.renew([results, *parts, *unchanged])
         return results
 
+    def _is_there(self, tree: Any) -> bool:
+        """Whether all arrays of an argument are on the placement's devices."""
+        leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
+        return all(
+            leaf.placement == self.placement
+            if isinstance(leaf, ShardedBatch)
+            else isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, self.placement.devices)
+            for leaf in leaves
+        )
+
     def _launch(self, around: Surroundings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for arguments that are in place.
 
@@ -278,11 +309,20 @@ class Executor:
             return self._jit(around, *args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        processes = {device.process_index for device in self.placement.devices}
-        if program in self._launched or jax.process_index() not in processes:
+        processes = self._processes
+        if jax.process_index() not in processes:
             return self._jit(around, *args, **kwargs)
-        compiled = self._jit.lower(around, *args, **kwargs).compile()
-        meet(f"to run {self.spec.name!r} for the first time on {self.placement}", processes)
+        launches = world().launches
+        if program in self._launched:
+            launches[processes] += 1
+            return self._jit(around, *args, **kwargs)
+        lowered = self._jit.lower(around, *args, **kwargs)
+        others = processes - {jax.process_index()}
+        compiled = watched(lowered.compile, f"to compile {self.spec.name!r}", others, patience=math.inf)
+        what = f"to run {self.spec.name!r} for the first time on {self.placement}"
+        program_of = self._fingerprints.get(form_of(leaves, structure))
+        check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
+        launches[processes] += 1
         results = self._jit(around, *args, **kwargs)
         del compiled  # until now, or the call would compile it again
         self._launched.add(program)
@@ -541,8 +581,15 @@ class Executor:
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
         wholes = self._wholes(len(args))
         specs = around.specs if typed is None else types_of(args, wholes)
-        with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-            arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+        seen: list[Program] | None = [] if self._across else None
+        noted = SEEN.set(seen)
+        try:
+            with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
+                arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+        finally:
+            SEEN.reset(noted)
+        if seen:
+            self._fingerprints[form_of(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
         if around.in_place and self._several:
             specs = specs or replicated_specs(args, wholes)
         results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)

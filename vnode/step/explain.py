@@ -24,7 +24,7 @@ from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.report import Report
 from vnode.step.call import OutputTree
-from vnode.step.pipeline import Analysis, analyse
+from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
@@ -62,11 +62,12 @@ def reports(
     batches = {form.outer * form.units: form.outer * flow.local(form) for form in forms}
     several: dict[str, Any] = {"batches": tuple(sorted(batches.items()))} if len(batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    parts = {} if local is None else local(made.schedule)
+    emitted = emitted_schedule(made.schedule, spec.options)
+    parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
         dataclasses.replace(
-            report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
+            report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
         )
         for place in places
     ]

@@ -30,6 +30,7 @@ from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made, Program, message_about
 from vnode.analysis.schedule import schedule
+from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
@@ -133,6 +134,10 @@ class Analysis:
 OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
 
 
+SEEN: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
+"""Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
+
+
 def outer_devices() -> frozenset[Any] | None:
     """The devices of the step that is being traced (none if these are not known); None outside of any."""
     return OUTER_DEVICES.get()
@@ -152,7 +157,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     Raises:
       CouplingError: the couplings are not wanted, or cost too much.
-      UnsupportedPrimitiveError: a batched value meets a primitive without description.
+      UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
     shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
@@ -174,6 +179,8 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
     check_estimates(flat)
+    if (seen := SEEN.get()) is not None:
+        seen.append(program)
     if options.again or options.away:
         program = keeping_less(program, options.again, batched, options.away)
 
@@ -206,6 +213,18 @@ def check_estimates(flat: FlatStep) -> None:
         )
 
 
+def emitted_schedule(made: Schedule, options: Options) -> Schedule:
+    """The schedule that is emitted for these options: sums that wait in tree order may have passes of their own.
+
+    The result depends on the number of nodes, and not on their placement. A plan's schedule stays as it was planned.
+    """
+    planned = options.records is not None or options.again or options.away or options.far
+    if options.reduction != "invariant" or planned:
+        return made
+    tree = Tree.over(options.virtual_nodes, options.lane)
+    return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth)
+
+
 @collector_paused()
 def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False) -> list[Any]:
     """Evaluates (under a trace: emits) a step on nodes.
@@ -219,6 +238,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
       The function's results.
     """
     made, options = analyse(flat, placement.devices), flat.options
+    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
@@ -239,7 +259,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, division=division, far=options.far)
+            return emit(emitted, placement, values, mode, options.lane, division=division, far=options.far)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -362,7 +382,8 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
             )
     mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    return GroupProgram(made.schedule, placement, mode, flat.options.lane, name, shared)
+    emitted = emitted_schedule(made.schedule, flat.options)
+    return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
 
 
 def check_effects(program: Program, placement: Placement) -> None:

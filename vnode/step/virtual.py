@@ -23,6 +23,7 @@ from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, che
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
+from vnode.placement.world import world
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_placed, check_values
@@ -45,6 +46,7 @@ class VirtualStep(Step[P, R]):
     """
 
     def __init__(self, spec: StepSpec, placement: Placement | None, family: Family | None = None) -> None:
+        world()  # from here on the others learn of this process's end
         functools.update_wrapper(self, spec.fun)
         self.spec = spec
         self._placement = placement
@@ -173,7 +175,7 @@ class VirtualStep(Step[P, R]):
             return under(mesh, step.executor.run_copy, args, kwargs)
 
         preparation = prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
-        if jax.process_count() > 1:  # what runs beside it in one process would run before it in another
+        if world().several:  # what runs beside it in one process would run before it in another
             preparation.wait()
         return preparation
 
