@@ -162,7 +162,9 @@ def test_kernels_that_need_the_whole_batch(kernel: Callable[..., None]) -> None:
     for count in (1, 2):
         virtual = vnode.virtualize(step, virtual_nodes=3, recompute_budget=1.0).on(jax.devices()[:count])
         assert_near(virtual(w, x), want)
-    assert "pallas_call needs the whole batch at once" in str(virtual.explain(w, x))
+    (coupling, *_) = map(str, virtual.explain(w, x).couplings)
+    assert "pallas_call needs the whole batch at once" in coupling
+    assert ("along axis 0 of its grid, the kernel uses its program id" in coupling) == (kernel is weighted)
 
 
 def scaled(n: Any, x: Any, y: Any, o: Any) -> None:
