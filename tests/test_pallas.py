@@ -6,7 +6,6 @@ Knows kernels that split in many ways. `tests/operators/test_pallas.py` has the 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from tests import pallas_steps as steps
-from tests.ahead import printed
+from tests.ahead import printed, program
 from vnode.analysis.fingerprint import fingerprint
 from vnode.errors import UnsupportedPrimitiveError
 
@@ -237,12 +236,12 @@ def test_attention_as_jax_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ("tensor<2x4x128x8xf32>" in text) == (name == "splash")  # whose results have scratch that heads share
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 @pytest.mark.parametrize("name", ["flash", "splash", "heads", "paged"])
 def test_kernels_are_in_the_loop_over_nodes_at_the_nodes_size(name: str) -> None:
     """Compiled by the TPU compiler: in two loops, of the tree and of a run of nodes, with the results of a node."""
-    found = [json.loads(line) for line in printed("-m", "tests.pallas_ahead", name, hasty=True) if line.startswith("[")]
+    lines = printed(*program("kernels_on_tpus"), name, hasty=True)
+    found = [json.loads(line) for line in lines if line.startswith("[")]
     assert found
     examples, heads, rows = (3, 4, 1024) if name == "splash" else (2, 2 if name == "heads" else 4, 512)
     whole = [examples, heads, 256, 128]

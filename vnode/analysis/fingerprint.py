@@ -92,7 +92,15 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
       >>> [fact.split(" at ")[0] for fact in a.differences(b)]
       ['now:  mul(0.1, float32[3]) -> float32[3]', 'then: mul(0.01, float32[3]) -> float32[3]']
     """
-    return Writer().write(trace(fun, *args).program)
+    return fingerprint_of(trace(fun, *args).program)
+
+
+def fingerprint_of(*programs: Program) -> Fingerprint:
+    """What traced programs compute, one after another."""
+    writer = Writer()
+    for program in programs[:-1]:
+        writer.program(program)
+    return writer.write(programs[-1])
 
 
 class Writer:

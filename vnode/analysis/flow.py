@@ -30,6 +30,7 @@ from vnode.analysis.forms import (
     stands_in,
 )
 from vnode.analysis.loops import region_step
+from vnode.analysis.narrow import is_narrow
 from vnode.analysis.nested import nested_step
 from vnode.analysis.picked import picked_sums
 from vnode.analysis.program import Program, message_about
@@ -39,6 +40,7 @@ from vnode.errors import CouplingError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription, advice
 from vnode.operators.control import Region, region_of
 
+SUM = Partial(Monoid.SUM)
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
 
 
@@ -119,7 +121,7 @@ class Follower:
 
         Raises:
           Coupled: in a body, where something would have to be.
-          UnsupportedPrimitiveError: a batched value meets a primitive without description.
+          UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
         """
         met = len(self.couplings)
         while True:
@@ -210,21 +212,31 @@ class Follower:
         if eqn.effects and not eqn.outvars:
             return self.effect_step(view)
         description = view.flow.program.describe(eqn)
-        if description is None:
-            if all(isinstance(form, Whole | Partial) for form in forms):
-                view.complete(range(len(forms)))
-                return view.once()
-            if not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
-                return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        return self.undescribed_step(view) if description is None else self.described_step(view, description)
+
+    def undescribed_step(self, view: View) -> Step:
+        """An equation of which no description says how it splits: evaluated once, on the whole batch.
+
+        Raises:
+          UnsupportedPrimitiveError: it has an effect, of which nothing says how often the user wants it.
+        """
+        eqn, forms = view.eqn, view.forms
+        whole = all(isinstance(form, Whole | Partial) for form in forms)
+        if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
+            return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,
-                    f"vnode has no description of the primitive {eqn.primitive.name!r}, "
-                    "which is applied to a batched value.",
+                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; vnode has no description "
+                    "that says how it splits.",
+                    facts=[f"effect: {effect}" for effect in eqn.effects],
                     remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )
-        return self.described_step(view, description)
+        view.complete([i for i, form in enumerate(forms) if isinstance(form, Partial)])
+        view.materialize([i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], Why.UNDESCRIBED)
+        return view.once()
 
     def described_step(self, view: View, description: OperatorDescription) -> Step:
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
@@ -242,12 +254,14 @@ class Follower:
             if isinstance(view.forms[i], Whole) and stands_in(location.factor, dims):
                 view.forms[i] = project(location, dims, description.sizes) or WHOLE
         results: list[Form] = []
-        for dims in description.results:
+        for k, dims in enumerate(description.results):
             form = project(location, dims, description.sizes)
-            if form is None:
+            if form is not None:
+                results.append(form)
+            elif location.factor in description.reduced:
                 results.append(Partial(description.reduced[location.factor]))
             else:
-                results.append(form)
+                results.append(SUM if k in description.summed else VARYING)  # which nobody reads
         return view.per_node(tuple(results), description, location)
 
     @staticmethod
@@ -295,9 +309,7 @@ class Follower:
             location = locate(form, description.operands[i], description.sizes)
             if location is None or location.factor in description.whole or not self.accept(location):
                 view.materialize([i], Why.WHOLE)
-            elif location.factor not in description.reduced and not all(
-                stands_in(location.factor, dims) for dims in description.results
-            ):
+            elif location.factor not in description.reduced and not self.keeps(view, description, location.factor):
                 view.materialize([i], Why.RESULTS)
             else:
                 locations[i] = location
@@ -325,6 +337,18 @@ class Follower:
             if form is not None and not isinstance(view.forms[i], Slice) and not self.accept(form):
                 raise AssertionError("a projection is never finer than its factor")
         return location
+
+    @staticmethod
+    def keeps(view: View, description: OperatorDescription, factor: int) -> bool:
+        """Whether nodes' copies on parts of a free factor give all results that somebody reads, or terms of them."""
+        program = view.flow.program
+        for k, var in enumerate(view.eqn.outvars):
+            if k in description.summed and not is_narrow(var, SUM):
+                continue
+            stands = stands_in(factor, description.results[k])
+            if not stands and (var in program.readers or any(var is atom for atom in program.outputs)):
+                return False
+        return True
 
     @staticmethod
     def contracts_gathered(

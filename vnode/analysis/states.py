@@ -98,6 +98,7 @@ class Why(enum.Enum):
     PAIRS = "compares every example with every other"
     GATHERED = "is contracted with a value that needed the whole batch"
     REORDERS = "orders the batch differently"
+    UNDESCRIBED = "has no description, so it is given the whole batch at once"
     IN_ORDER = "is gone through in order"
     SEVERAL = "takes the examples in several orders"
     READS = "reads the batch while it goes through the batch"

@@ -147,7 +147,8 @@ class View:
                     if descends and not step.per_node:
                         examples = examples_of(self.eqn, k, states, description)
                     local = min(local, max((state.local for state in self.states), default=0))
-                    ghost = any(state.estimated for state in self.states)
+                    # What needs the whole batch is not made of a node's own estimates: it would be, node by node.
+                    ghost = any(state.estimated for state in self.states) and not self.gathered
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
                     if adds:

@@ -5,8 +5,11 @@ Knows jax only. Importing this package fills the registry from the families besi
 
 from vnode.operators import (  # noqa: F401
     aside,
+    attention,
     contraction,
+    custom_partitioning,
     elementwise,
+    exported,
     host,
     indexing,
     linalg,
@@ -17,6 +20,7 @@ from vnode.operators import (  # noqa: F401
     reduce,
     shape,
     sharding,
+    sparse,
     structure,
     windows,
 )

@@ -167,6 +167,9 @@ class OperatorDescription:
       linear: groups of operands in which the equation is linear: with the other operands held fixed it maps a
         sum of values of the group to the sum of the results. ``a * b`` has two groups of one operand, ``a + b`` one
         group of two. An operand in no group is used nonlinearly (or is an index).
+      summed: results in which free factors that they lack are summed, though other results have them (the gradient of a
+        bias, by a kernel that gives those of examples as well); for each the operands in which it is linear, that all
+        have these factors.
       algebra: what else holds of it.
       work: per index, where it is neither one operation nor the two of a contraction nor, for what only moves, none.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
@@ -189,6 +192,7 @@ class OperatorDescription:
     results: tuple[Dims, ...]
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
+    summed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     algebra: Algebra = NOTHING
     work: Work | None = None
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
@@ -230,6 +234,11 @@ class OperatorDescription:
     def by_element(self) -> bool:
         """Whether no element of a result is a sum, or anything else of several elements of an operand."""
         return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
+
+    def adds_along(self, factor: int) -> frozenset[int]:
+        """The operands that are zeros where a free factor has no index, or it would be added up in a result."""
+        lacking = [r for r in self.summed if not any(factor in dim for dim in self.results[r])]
+        return frozenset(i for r in lacking for i in self.summed[r])
 
     def role(self, role: Role) -> frozenset[int]:
         """The operands that have a role."""

@@ -37,7 +37,8 @@ from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, WHOLE, Reduced
 
 ADVICE = (
-    "a Pallas kernel that communicates, prints or is interpreted with effects is not split: call it in jax.shard_map",
+    "a Pallas kernel that communicates or has side effects is not split: call it in jax.shard_map",
+    "interpret it with interpret=True, which has no effects, and not with InterpretParams",
     "or describe a primitive of your own around it with vnode.operators.register (docs/registering-a-primitive.md)",
 )
 

@@ -38,7 +38,8 @@ def coupling_text(coupling: Coupling) -> str:
         case "loop":
             return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
         case "materialize":
-            return f"{name} {(coupling.why if coupling.why is Why.PAIRS else Why.WHOLE).value}{because(coupling)}"
+            said = coupling.why if coupling.why in (Why.PAIRS, Why.UNDESCRIBED) else Why.WHOLE
+            return f"{name} {said.value}{because(coupling)}"
     if coupling.source is None:
         return f"{name} reads what was made of the whole batch"
     form = coupling.flow.states[source.outvars[0]].form

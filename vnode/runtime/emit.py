@@ -34,7 +34,7 @@ from vnode.runtime.node import Once
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.layout import Layout
-from vnode.spmd.program import spec_of
+from vnode.spmd.program import on_devices, spec_of
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 
@@ -49,6 +49,7 @@ def emit(
     slotted: Collection[int] | None = None,
     division: Division | None = None,
     far: int = 0,
+    nested: bool = False,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -66,11 +67,12 @@ def emit(
       division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
       far: if it is invariant: how many of the sums that wait for others are on the host, those that wait longest; not
         of loops that have passes of their own.
+      nested: whether this is the body of a loop or branch.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far, nested)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -173,16 +175,15 @@ class Emission(PassEmission):
                 own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
 
-        values = jax.shard_map(
+        values = on_devices(
             device_program,
-            mesh=self.placement.mesh,
+            self.placement.mesh,
             in_specs=(
                 PartitionSpec(),
                 None if other is None else spec_of(self.layout(other)),
                 list(map(spec_of, divided.inputs)),
             ),
             out_specs=list(map(spec_of, divided.results)),
-            check_vma=False,
         )(
             element(self.latest) if any(far) and self.latest is not None else None,
             None if other is None else self.whole[other],
@@ -320,7 +321,7 @@ class Emission(PassEmission):
         division: Division,
     ) -> list[Any]:
         """A body that has passes of its own."""
-        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
+        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division, nested=True)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""

@@ -5,6 +5,7 @@ Knows steps, and whom to ask. Must not know how any of it is found out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -21,7 +22,7 @@ from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.report import Report
 from vnode.step.call import OutputTree
-from vnode.step.pipeline import Analysis, analyse
+from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
@@ -54,11 +55,16 @@ def reports(
       local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
     """
     (made, names), spec = named_analysis(here), here.step.spec
+    call = spec.call(here.args, here.kwargs)
+    several = {"batches": call.batches, "undivided": call.undivided_sizes} if len(call.batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    parts = {} if local is None else local(made.schedule)
+    emitted = emitted_schedule(made.schedule, spec.options)
+    parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
-        report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
+        dataclasses.replace(
+            report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
+        )
         for place in places
     ]
 

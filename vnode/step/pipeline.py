@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
@@ -29,6 +30,7 @@ from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made, Program, message_about
 from vnode.analysis.schedule import schedule
+from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
 from vnode.errors import PlacementError, VnodeError, layout_message
@@ -91,11 +93,13 @@ class FlatStep:
       leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
         the placement.
       axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch.
+      size: examples of the global batch; of batches of several sizes, into how many parts each of them is divided.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
       rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
       specs_after: given their types, how what the function returns will be laid out; None if nobody says.
+      undivided: the dimension of each argument that carries examples that nodes do not divide, or None; perhaps of the
+        first only.
     """
 
     fun: Callable[..., list[Any]]
@@ -106,6 +110,7 @@ class FlatStep:
     specs: Specs = ()
     rooms: InRooms | None = None
     specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
+    undivided: Sequence[int | None] = ()
 
     @property
     def shapes(self) -> list[Any]:
@@ -130,6 +135,10 @@ class Analysis:
 OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
 
 
+SEEN: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
+"""Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
+
+
 def outer_devices() -> frozenset[Any] | None:
     """The devices of the step that is being traced (none if these are not known); None outside of any."""
     return OUTER_DEVICES.get()
@@ -149,7 +158,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     Raises:
       CouplingError: the couplings are not wanted, or cost too much.
-      UnsupportedPrimitiveError: a batched value meets a primitive without description.
+      UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
     shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
@@ -159,15 +168,20 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
         OUTER_DEVICES.reset(within)
     batch = Batch(flat.size)
     states = []
-    for axis, leaf in zip(flat.axes, shapes, strict=True):
-        if axis is None or flat.size == 1:
+    for axis, leaf, whole_axis in itertools.zip_longest(flat.axes, shapes, flat.undivided):
+        if whole_axis is not None:
+            states.append(State(WHOLE, examples=frozenset({whole_axis % len(leaf.shape)})))
+        elif axis is None or flat.size == 1:
             states.append(State(WHOLE, model=axis is None))
-        else:
-            states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
+        else:  # a batch of several times the size is several runs of it, so that batches can be concatenated
+            runs = leaf.shape[axis] // flat.size
+            states.append(State(Slice(batch, axis % len(leaf.shape), runs, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
+    if (seen := SEEN.get()) is not None:
+        seen.append(program)
     if options.again or options.away:
         program = keeping_less(program, options.again, batched, options.away)
 
@@ -180,6 +194,18 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     return Analysis(traced, made, couplings)
+
+
+def emitted_schedule(made: Schedule, options: Options) -> Schedule:
+    """The schedule that is emitted for these options: sums that wait in tree order may have passes of their own.
+
+    The result depends on the number of nodes, and not on their placement. A plan's schedule stays as it was planned.
+    """
+    planned = options.records is not None or options.again or options.away or options.far
+    if options.reduction != "invariant" or planned:
+        return made
+    tree = Tree.over(options.virtual_nodes, options.lane)
+    return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth)
 
 
 @collector_paused()
@@ -195,6 +221,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
       The function's results.
     """
     made, options = analyse(flat, placement.devices), flat.options
+    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
@@ -215,7 +242,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, division=division, far=options.far)
+            return emit(emitted, placement, values, mode, options.lane, division=division, far=options.far)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -250,10 +277,11 @@ def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
-    axes, size, specs = (
+    axes, size, specs, undivided = (
         [*flat.axes, *[None] * len(made.traced.captured)],
         flat.size,
         flat.specs,
+        flat.undivided,
     )  # not `flat`: jax keeps what is kept here
     in_rooms = flat.rooms is not None
     # The step itself was accepted; of its derivative no plan knows.
@@ -294,7 +322,8 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited, specs)
+        moved_axes = [*axes, *(axes[i] for i in moving)]
+        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, undivided=undivided)
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
@@ -335,7 +364,8 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
             )
     mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    return GroupProgram(made.schedule, placement, mode, flat.options.lane, name, shared)
+    emitted = emitted_schedule(made.schedule, flat.options)
+    return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
 
 
 def check_effects(program: Program, placement: Placement) -> None:
