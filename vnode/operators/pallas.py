@@ -37,8 +37,7 @@ from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, WHOLE, Reduced
 
 ADVICE = (
-    "a Pallas kernel that communicates or has side effects is not split: call it in jax.shard_map",
-    "interpret it with interpret=True, which has no effects, and not with InterpretParams",
+    "interpret the kernel with interpret=True, which has no effects, and not with InterpretParams",
     "or describe a primitive of your own around it with vnode.operators.register (docs/registering-a-primitive.md)",
 )
 
@@ -47,7 +46,7 @@ ADVICE = (
 def pallas_call(eqn: JaxprEqn) -> OperatorDescription | None:
     call = Call(eqn.params)
     references = any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars)
-    if eqn.effects or references or call.communicates or body_of(eqn.params["jaxpr"]).constants:
+    if eqn.effects or references or body_of(eqn.params["jaxpr"]).constants:
         return None
     own = kind(eqn)
     if own is None:

@@ -107,7 +107,7 @@ class Call:
         return self.params.get("mesh") is None and not any(each is not None for each in special)
 
     @property
-    def communicates(self) -> bool:
+    def has_effects(self) -> bool:
         """Whether the kernel does more than to compute its results: talks to other devices, say."""
         options = self.params["compiler_params"]
         effect = getattr(options, "has_side_effects", False)
@@ -142,6 +142,8 @@ def split_axes(call: Call) -> Plan:
     maps = [components(mapping.index_map_jaxpr, grid) for mapping in call.blocks]
     if not call.is_plain or any(each is None for each in maps):
         return nothing
+    if call.has_effects:
+        return dataclasses.replace(nothing, whole=dict.fromkeys(range(len(grid)), "the kernel has side effects"))
     found = [each[0] for each in maps if each is not None]
     use = uses(call.kernel, call.scalars)
     reads = [read for each in maps if each is not None for read in each[1]]
