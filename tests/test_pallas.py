@@ -161,7 +161,9 @@ def test_kernels_that_need_the_whole_batch(kernel: Callable[..., None]) -> None:
     for count in (1, 2):
         virtual = vnode.virtualize(step, virtual_nodes=3, recompute_budget=1.0).on(jax.devices()[:count])
         assert_near(virtual(w, x), want)
-    assert "pallas_call needs the whole batch at once" in str(virtual.explain(w, x))
+    (coupling, *_) = map(str, virtual.explain(w, x).couplings)
+    assert "pallas_call needs the whole batch at once" in coupling
+    assert ("along axis 0 of its grid, the kernel uses its program id" in coupling) == (kernel is weighted)
 
 
 def scaled(n: Any, x: Any, y: Any, o: Any) -> None:
@@ -189,15 +191,23 @@ def test_kernels_of_scalars_under_vmap_are_a_loop_over_examples() -> None:
     assert_near(virtual(w, x), jax.jit(step)(w, x))
 
 
-def test_a_kernel_that_communicates_is_refused() -> None:
-    effects: Any = pltpu.CompilerParams(has_side_effects=True)
+def test_kernels_with_effects() -> None:
+    """One that says it has side effects is run once, on the whole batch; one that jax interprets with effects is refused."""
+    block = pl.BlockSpec((1, 4), lambda i: (i, 0))
 
-    def step(w: Any, x: Any) -> Any:
-        y = pl.pallas_call(centred, jax.ShapeDtypeStruct(x.shape, x.dtype), compiler_params=effects)(x)
+    def step(options: dict[str, Any], w: Any, x: Any) -> Any:
+        y = pl.pallas_call(centred, x, grid=(4,), in_specs=[block], out_specs=block, **options)(x)
         return (y @ w).sum()
 
-    with pytest.raises(UnsupportedPrimitiveError, match="communicates"):
-        vnode.virtualize(step, virtual_nodes=2).explain(array(4, 4), array(4, 4))
+    def explained(**options: Any) -> str:
+        return str(
+            vnode.virtualize(functools.partial(step, options), virtual_nodes=2).explain(array(4, 4), array(4, 4))
+        )
+
+    effects: Any = pltpu.CompilerParams(has_side_effects=True)
+    assert "the kernel has side effects" in " ".join(explained(compiler_params=effects).split())
+    with pytest.raises(UnsupportedPrimitiveError, match="InterpretParams"):
+        explained(interpret=pltpu.InterpretParams())
 
 
 def test_index_maps_are_part_of_a_steps_identity() -> None:
