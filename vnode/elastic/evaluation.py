@@ -18,6 +18,7 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.host import on_host
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.waiting import ready
 
 
 class Evaluation:
@@ -70,7 +71,7 @@ class Evaluation:
             batch = self.load(number, step.placement)
             examples.append(size_of(batch))
             metrics.append(step(state, batch))  # all are under way before the first is waited for
-        return self.combine([jax.tree.map(on_host, each) for each in metrics], examples)
+        return self.combine([jax.tree.map(on_host, ready(each, "an evaluation")) for each in metrics], examples)
 
     def on(self, placement: Placement) -> Any:
         """The step on the devices of a placement."""

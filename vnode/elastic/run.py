@@ -12,18 +12,19 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
 from vnode.elastic.checks import check_step
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
+from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError
 from vnode.placement.gone import check_there
+from vnode.placement.records import check_same
+from vnode.placement.world import world
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 
@@ -135,29 +136,35 @@ def run(
       >>> vnode.elastic.run(step, jnp.ones(3), batches, steps=5, devices=jax.devices()[:1])
       Result(step=5, 5 steps in history)
     """
-    options = RunOptions(
-        steps=steps,
-        start=start,
-        devices=devices,
-        compile_ahead=compile_ahead,
-        prefetch=prefetch,
-        keep_every=keep_every,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoints_kept=checkpoints_kept,
-        callback=callback,
-        metrics_every=metrics_every,
-        history_kept=history_kept,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        evaluate_callback=evaluate_callback,
-        writers=writers,
-        on_nan=on_nan,
-        stop_signals=stop_signals,
-        alive=alive,
-        progress=progress,
-    )
+    with world().run():  # all processes learn of its error
+        options = RunOptions(
+            steps=steps,
+            start=start,
+            devices=devices,
+            compile_ahead=compile_ahead,
+            prefetch=prefetch,
+            keep_every=keep_every,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            checkpoint_seconds=checkpoint_seconds,
+            checkpoints_kept=checkpoints_kept,
+            callback=callback,
+            metrics_every=metrics_every,
+            history_kept=history_kept,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            evaluate_callback=evaluate_callback,
+            writers=writers,
+            on_nan=on_nan,
+            stop_signals=stop_signals,
+            alive=alive,
+            progress=progress,
+        )
+        return begin(step, state, data, options)
+
+
+def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
+    """`run` with options that are checked."""
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         return run_objects(step, state, data, options)
@@ -168,6 +175,9 @@ def run(
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` for a step on pytrees."""
     load = loader(data, options.steps)
+    if world().several:
+        facts = facts_of_run(step, state, data, options)
+        check_same("to begin a run", facts, shows={"state": differing_lines})
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())
         stop = stack.enter_context(Stop.on(options.stop_signals))  # first, so that signals stay caught to the end
@@ -218,7 +228,7 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
     try:
         yield checkpoints
     except BaseException:
-        if jax.process_count() > 1:  # orbax would wait for the other processes, which may know of no error
+        if world().several:  # orbax would wait for the other processes, which may know of no error
             checkpoints.release()
             raise
         try:

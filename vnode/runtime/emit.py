@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.forms import Form, Slice
 from vnode.analysis.passes import Schedule, Stage
-from vnode.analysis.program import Atom
+from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
 from vnode.operators.control import Region
@@ -34,7 +34,7 @@ from vnode.runtime.node import Once
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.layout import Layout
-from vnode.spmd.program import spec_of
+from vnode.spmd.program import on_devices, spec_of
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 
@@ -173,16 +173,15 @@ class Emission(PassEmission):
                 own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
 
-        values = jax.shard_map(
+        values = on_devices(
             device_program,
-            mesh=self.placement.mesh,
+            self.placement.mesh,
             in_specs=(
                 PartitionSpec(),
                 None if other is None else spec_of(self.layout(other)),
                 list(map(spec_of, divided.inputs)),
             ),
             out_specs=list(map(spec_of, divided.results)),
-            check_vma=False,
         )(
             element(self.latest) if any(far) and self.latest is not None else None,
             None if other is None else self.whole[other],
@@ -208,15 +207,39 @@ class Emission(PassEmission):
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
             return self.run_nested(action)
+        elif self.placement.mesh.size > 1 and has_opaque(self.flow.program, action.step.eqn):
+            values = self.run_replicated(action)
         else:
             with self.automatic_axes():
                 values = evaluate_once(action, self.read, self.known, self.together)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
+            if value is None:
+                continue
             if isinstance(form, Slice):
                 self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
                 self.latest = value if can_be_waited_for(value) else self.latest
+
+    def run_replicated(self, action: Evaluation) -> list[Any]:
+        """Evaluates an action on every device alike, in a program of each; None for results that nobody reads."""
+        together = Together.of([action], self.readers, self.flow.program, self.once, {})
+        rounds = self.together.rounding is not None
+
+        def device_program(values: Sequence[Any]) -> list[Any]:
+            place = Once(self.platform, Rounding.of(values) if rounds else None)
+            return dataclasses.replace(together, place=place)(values)
+
+        everywhere = jax.shard_map(
+            device_program,
+            mesh=self.placement.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        made = everywhere([self.read(var) for var in together.reads])
+        held = {var: value for (var, _), value in zip(together.wanted, made, strict=True)}
+        return [held.get(var) for var in action.step.eqn.outvars]
 
     @functools.cached_property
     def together(self) -> Once:
@@ -318,5 +341,14 @@ class Emission(PassEmission):
         """
         if test and any(atom.aval.shape for atom in flow.program.outputs):
             return False
-        same = flow.batch == self.flow.batch and flow.node_size == self.flow.node_size
+        same = flow.batch == self.flow.batch and flow.node_sizes.items() <= self.flow.node_sizes.items()
         return same or (test and not any(isinstance(flow.states[var].form, Slice) for var in flow.program.inputs))
+
+
+def has_opaque(program: Program, eqn: JaxprEqn) -> bool:
+    """Whether an equation of a program, or one in its bodies at any depth, is opaque to compilers."""
+    bodies = program.bodies(eqn)
+    if bodies:
+        return any(has_opaque(body, each) for body in bodies for each in body.equations)
+    description = program.describe(eqn)
+    return description is not None and description.opaque

@@ -275,7 +275,7 @@ class PassEmission(Values):
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = int(self.flow.node_size * form.ratio)
+        n = self.flow.local(form)
         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
@@ -283,7 +283,7 @@ class PassEmission(Values):
         """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
-            n = int(self.flow.node_size * form.ratio)
+            n = self.flow.local(form)
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
@@ -335,7 +335,8 @@ class PassEmission(Values):
         number, *values = given
         placement = self.placement
         env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
-        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, platform or self.platform)
+        flow, platform = self.flow, platform or self.platform
+        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
         return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
 
     @property

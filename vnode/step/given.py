@@ -29,6 +29,31 @@ def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         raise TypeError(f"{name}() {error}") from None
 
 
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls the arguments that can be given by position; nothing if it does not tell.
+
+    Example:
+      >>> positional_names(lambda state, *, batch: state)
+      ('state',)
+    """
+    try:
+        parameters = inspect.signature(fun).parameters.values()
+    except (TypeError, ValueError):
+        return ()
+    return tuple(p.name for p in parameters if p.kind in POSITIONAL)
+
+
+def takes_any(fun: Callable[..., Any]) -> bool:
+    """Whether a function takes any number of arguments by position."""
+    try:
+        return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return True
+
+
 def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
     """Refuses shapes without values where the step is run.
 

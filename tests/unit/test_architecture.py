@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "vnode"
 
 ROOMS = {
@@ -21,7 +21,7 @@ ROOMS = {
     "threads": "",
     "show": "",
     "operators": "",
-    "placement": "errors show",
+    "placement": "errors show threads",
     "analysis": "errors operators",
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
@@ -31,7 +31,7 @@ ROOMS = {
     "transform": "errors placement plan step",
     "partition": "analysis errors files operators placement plan report runtime show spmd step threads transform",
     "data": "errors placement threads",
-    "elastic": "analysis data errors placement plan show step",
+    "elastic": "analysis data errors placement plan show step threads",
     "integrations": "errors placement step transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""
