@@ -72,7 +72,7 @@ def test_small_updates_in_a_loop(nodes: int, monkeypatch: pytest.MonkeyPatch) ->
     """The same bits on any devices, and as with a stack of sums that wait; as the plain step up to rounding."""
     params, batch = arguments(nodes)
     step = functools.partial(vnode.virtualize, six_updates, virtual_nodes=nodes)
-    found = {d: compare.host(step().on(jax.devices()[:d])(params, batch)) for d in (1, 2, 3, 4, nodes)}
+    found: dict[Any, Any] = {d: compare.host(step().on(jax.devices()[:d])(params, batch)) for d in (1, 2, 3, 4, nodes)}
     monkeypatch.setattr(small_sums, "LARGEST", 0)
     found["stack"] = compare.host(step().on(jax.devices()[:2])(params, batch))
     for other in found.values():
@@ -131,7 +131,7 @@ def test_passes_for_parts_of_the_sums_give_the_same_bits(nodes: int, monkeypatch
     step = functools.partial(vnode.virtualize, clipped, virtual_nodes=nodes)
     report = step().on(jax.devices()[:1]).explain(params, x)
     assert [len(p.accumulators) for p in report.passes] == [1] * (1 + LAYERS)
-    found = {d: compare.host(step().on(jax.devices()[:d])(params, x)) for d in (1, 3, 8)}
+    found: dict[Any, Any] = {d: compare.host(step().on(jax.devices()[:d])(params, x)) for d in (1, 3, 8)}
     monkeypatch.setattr(pipeline, "separate_sums", lambda made, pending: made)
     found["one pass"] = compare.host(step().on(jax.devices()[:1])(params, x))
     for other in found.values():
