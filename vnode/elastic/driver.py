@@ -239,7 +239,7 @@ class Driver:
         if self.checkpoints is None or self.facts is not None:
             return
         this = identity(self.step, self.data, self.shapes, batch)
-        if self.resumed is not None:
+        if self.resumed:  # before its first step, no run has computed anything
             where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(self.resumed), this, where):
                 self.say(warning, logging.WARNING)
@@ -370,7 +370,9 @@ class Driver:
         assert self.checkpoints is not None
         try:
             with self.stop.sheltered():
-                self.checkpoints.save(number, state, self.facts or {})
+                # Before its first step a run has computed nothing that another step could change.
+                facts = self.facts if number > self.options.start else None
+                self.checkpoints.save(number, state, facts or {})
                 self.recovery.saved = number
         except CheckpointError as error:
             error.step, error.state = number, state
@@ -486,6 +488,8 @@ class Driver:
             return
         try:
             found = self.recovery.last_state(self.number, self.state, self.step.placement)
+            if found is not None and found[1] is self.state and self.resumed is None and self.number == self.first:
+                return  # no step was made, and the caller has the state
             if found is not None:
                 self.write_checkpoint(*found)
                 error.add_note(f"The state after {found[0]} steps was saved before; the same call goes on from there.")

@@ -321,14 +321,14 @@ class Reader:
 
 
 def located(path: str | os.PathLike[str]) -> epath.Path:
-    """A folder as `etils.epath` has it; one of this machine's file systems with its whole path.
+    """A folder as `etils.epath` has it; one of this machine's file systems with its whole path, ``~`` as the home.
 
     Raises:
       CheckpointError: there is no such kind of path.
     """
     said = os.fspath(path)
     try:
-        return epath.Path(path if "://" in said else os.path.abspath(said))
+        return epath.Path(path if "://" in said else os.path.abspath(os.path.expanduser(said)))
     except KeyError as error:
         raise CheckpointError(
             layout_message(

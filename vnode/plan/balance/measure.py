@@ -88,7 +88,8 @@ def profile(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
     groups = by_kind(devices)
-    if path is None or not Path(path).exists():
+    file = None if path is None else Path(path).expanduser()
+    if file is None or not file.exists():
         check_own(
             "vnode.profile",
             (device for group in groups.values() for device in group),
@@ -100,7 +101,7 @@ def profile(
         )
     with step.resolved(args, {}) as here:
         check_values(here.args, here.kwargs)
-        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, None if path is None else Path(path))
+        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
 
 def measured(
