@@ -58,7 +58,9 @@ def same(state: Any, steps: int) -> None:
 def test_the_remedy_of_a_refused_first_step_works_in_the_same_folder(tmp_path: Path, donated: Any) -> None:
     options: dict[str, Any] = {"virtual_nodes": 2, "donate_argnums": donated}
     with pytest.raises(vnode.CouplingError):
-        run(vnode.virtualize(normalized, coupling="error", **options).on(ONE), STATE, DATA, steps=4, checkpoint=tmp_path)
+        run(
+            vnode.virtualize(normalized, coupling="error", **options).on(ONE), STATE, DATA, steps=4, checkpoint=tmp_path
+        )
     result = run(
         vnode.virtualize(normalized, coupling={"BatchNorm": "exact"}, recompute_budget=1, **options).on(ONE),
         STATE,
@@ -71,13 +73,31 @@ def test_the_remedy_of_a_refused_first_step_works_in_the_same_folder(tmp_path: P
 
 
 def test_a_checkpoint_from_before_the_first_step_is_of_no_kind_of_step(tmp_path: Path) -> None:
-    """With ``steps=0`` there is a checkpoint; another number of nodes, other data and another step may begin with it."""
-    run(vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE), STATE, DATA, steps=0, checkpoint=tmp_path)
-    result = run(vnode.virtualize(normalized, virtual_nodes=4, recompute_budget=1).on(ONE), STATE, DATA, steps=2, checkpoint=tmp_path)
+    """With ``steps=0`` there is a checkpoint; another number of nodes or another step may begin with it."""
+    run(
+        vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE),
+        STATE,
+        DATA,
+        steps=0,
+        checkpoint=tmp_path,
+    )
+    result = run(
+        vnode.virtualize(normalized, virtual_nodes=4, recompute_budget=1).on(ONE),
+        STATE,
+        DATA,
+        steps=2,
+        checkpoint=tmp_path,
+    )
     assert (result.resumed, result.step) == (0, 2)
     same(result.state, 2)
     with pytest.raises(vnode.elastic.CheckpointError, match="virtual_nodes: 4 then, 2 now"):
-        run(vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE), STATE, DATA, steps=3, checkpoint=tmp_path)
+        run(
+            vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE),
+            STATE,
+            DATA,
+            steps=3,
+            checkpoint=tmp_path,
+        )
 
 
 # Paths.
@@ -96,3 +116,60 @@ def test_a_tilde_is_the_home_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     profiles.save("~/again.json")
     assert profiles.load("~/again.json") == profiles
     assert {"runs", "logs", "times.json", "again.json"} == set(os.listdir(tmp_path))
+
+
+# What a run is given.
+
+
+def told(error: type[Exception], action: Any, *words: str) -> None:
+    """The message of what an action raises has some words, in order."""
+    with pytest.raises(error) as caught:
+        action()
+    said, start = str(caught.value), 0
+    for word in words:
+        assert word in said[start:], f"{word!r} is not in, or not in this order: {said}"
+        start = said.index(word, start) + len(word)
+
+
+def test_evaluate_is_a_function_of_the_state_or_an_evaluation() -> None:
+    step = vnode.virtualize(lambda state, batch: (state, {"loss": batch.mean()}), virtual_nodes=2).on(ONE)
+    error = vnode.virtualize(lambda state, batch: {"loss": batch.mean()}, virtual_nodes=2).on(ONE)
+
+    def go(evaluate: Any) -> Any:
+        return run(step, STATE, DATA, steps=1, evaluate=evaluate)
+
+    def two(state: Any, batch: Any) -> Any:
+        raise AssertionError("is not called")
+
+    told(vnode.VnodeError, lambda: go(error), "is a virtualized step", "vnode.elastic.Evaluation(step,")
+    told(ValueError, lambda: go(two), "evaluate=two", "with the state alone", "batch", "vnode.elastic.Evaluation(step,")
+    training = vnode.elastic.Evaluation(step, DATA)
+    told(vnode.VnodeError, lambda: go(training), "must return metrics alone", "as training does")
+    told(vnode.VnodeError, lambda: vnode.elastic.Evaluation(two, DATA), "two is not virtualized")
+    assert go(vnode.elastic.Evaluation(error, DATA)).evaluations[0][1]["loss"] == pytest.approx(np.mean(DATA), rel=1e-4)
+    assert go(lambda state, factor=3: {"three": factor}).evaluations == [(1, {"three": 3})]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: {**s, "a": s["a"][:, :3]}, ["state['a'] was float32[3,4]", "float32[3,3]"]),
+        (lambda s: {**s, "b": s["b"].astype(jnp.bfloat16)}, ["state['b'] was float32[4,1]", "bfloat16[4,1]"]),
+        (lambda s: {**s, "n": s["n"] + 0.5}, ["state['n'] was int32[], and is float32[]"]),
+        (lambda s: {**s, "c": s["a"]}, ["state['c'] is new, float32[3,4]"]),
+        (lambda s: {"a": s["a"], "n": s["n"]}, ["state['b'] was float32[4,1], and is gone"]),
+        (lambda s: {**s, "n": (s["n"],)}, ["state['n'] was int32[], and is gone", "state['n'][0] is new"]),
+        (lambda s: {**s, "t": [*s["t"]]}, ["a tuple in it is now a list"]),
+    ],
+)
+def test_a_state_keeps_its_types(change: Any, words: list[str]) -> None:
+    """As in `jax.lax.scan`; a Python number may become an array of its type."""
+    step = vnode.virtualize(lambda s, x: (change({**s, "n": s["n"] + 1}), {"mean": x.mean()}), virtual_nodes=2)
+    state = {**STATE, "n": 0, "t": (np.float32(1),)}
+    told(vnode.VnodeError, lambda: run(step.on(ONE), state, DATA, steps=3), "jax.lax.scan", *words, "What to do")
+
+
+def test_a_state_may_begin_with_numbers_of_python_and_numpy() -> None:
+    step = vnode.virtualize(lambda s, x: ({"n": s["n"] + 1, "w": s["w"] * 0.5}, {"mean": x.mean()}), virtual_nodes=2)
+    result = run(step.on(ONE), {"n": 0, "w": np.float64(8)}, DATA, steps=3)
+    assert (int(result.state["n"]), float(result.state["w"])) == (3, 1.0)

@@ -23,6 +23,7 @@ import numpy as np
 from vnode.data.prefetch import Prefetch
 from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
+from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
@@ -191,7 +192,7 @@ class Driver:
         self.identify(batch)
         began = time.perf_counter()
         results = self.step(self.state, batch)
-        check_results(results, self.shapes)
+        check_results(results, self.state)
         self.state, metrics = results[0], whole_everywhere(results[1])
         if self.resized is not None:
             returned = time.perf_counter()
@@ -389,7 +390,8 @@ class Driver:
         evaluate = self.options.evaluate
         if evaluate is None or not self.good():
             return
-        values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
+        with_placement = isinstance(evaluate, Evaluation)
+        values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
         values = jax.tree.map(on_host, values)
         check_kept(self.state)
         self.told = self.number

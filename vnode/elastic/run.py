@@ -19,6 +19,7 @@ from vnode.data.source import loader
 from vnode.elastic.checks import check_step
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
+from vnode.elastic.evaluation import check_evaluation
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
@@ -86,7 +87,8 @@ def run(
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
       checkpoint: a folder for checkpoints. If it has one, the run resumes from it, on whatever devices. Needs
-        `orbax-checkpoint`. There is always one of the last step, and of the last state before an error.
+        `orbax-checkpoint`. There is always one of the last step, and of the last state before an error, if a step was
+        made.
       checkpoint_every: further checkpoints after so many steps, written in the background.
       checkpoint_seconds: further checkpoints after so many seconds; by default ten minutes, if `checkpoint_every` is
         not given.
@@ -98,7 +100,7 @@ def run(
       metrics_every: fetch the metrics of every so many steps.
       history_kept: the last so many metrics are in the result, as far as they take no more than 64 MiB.
       evaluate: a `vnode.elastic.Evaluation`, or a function of the state that returns metrics. Called at the end, unless
-        a signal came.
+        a signal came. The state is to be read only.
       evaluate_every: evaluate after so many steps too.
       evaluate_callback: as `callback`, with how many steps the state has behind it and the metrics of an evaluation;
         True ends the run at once.
@@ -119,7 +121,8 @@ def run(
     Raises:
       ValueError: an option is not what it must be, or has no effect without another one.
       VnodeError: no device is left; a device failed and there is nothing to fall back to; the step is not virtualized,
-        or does not return a state and metrics; or the data have no batches by step number.
+        does not return a state and metrics, or returns a state of other types than it was given; or the data have no
+        batches by step number.
       CheckpointError: the folder holds checkpoints of another state, of other data, or of another number of nodes; or
         the state, which the error has as `state`, cannot be saved.
       Exception: what the step, the data, a writer or a callback raises, after the state was saved. An error of jax's
@@ -158,6 +161,7 @@ def run(
         alive=alive,
         progress=progress,
     )
+    check_evaluation(evaluate)
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         return run_objects(step, state, data, options)
