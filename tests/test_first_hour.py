@@ -5,6 +5,8 @@ Knows the public interface. Must not know how anything is done. References: plai
 
 import json
 import os
+import traceback
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -173,3 +175,79 @@ def test_a_state_may_begin_with_numbers_of_python_and_numpy() -> None:
     step = vnode.virtualize(lambda s, x: ({"n": s["n"] + 1, "w": s["w"] * 0.5}, {"mean": x.mean()}), virtual_nodes=2)
     result = run(step.on(ONE), {"n": 0, "w": np.float64(8)}, DATA, steps=3)
     assert (int(result.state["n"]), float(result.state["w"])) == (3, 1.0)
+
+
+# Errors of the user's own code.
+
+
+def frames(error: BaseException) -> list[str]:
+    """The files of the frames of an error, shortened."""
+    return [Path(frame.filename).name for frame in traceback.extract_tb(error.__traceback__)]
+
+
+def raised(action: Any) -> BaseException:
+    with pytest.raises(Exception) as caught:
+        action()
+    return caught.value
+
+
+def mistaken(state: Any, batch: Any) -> Any:
+    if batch["x"].sum() > 0:
+        return state, {"loss": 0.0}
+    return state, {"loss": 1.0}
+
+
+@pytest.fixture
+def filtering() -> Iterator[Callable[[str], None]]:
+    before = jax.config.jax_traceback_filtering
+    yield lambda mode: jax.config.update("jax_traceback_filtering", mode)
+    jax.config.update("jax_traceback_filtering", before)
+
+
+def test_the_users_own_errors_show_the_users_frames_and_names_as_under_jit(filtering: Callable[[str], None]) -> None:
+    filtering("auto")
+    state, batch = {"w": jnp.ones(3), "v": jnp.ones(2)}, {"x": np.ones((4, 3), np.float32), "y": np.ones(4, np.float32)}
+    step = vnode.virtualize(mistaken, virtual_nodes=2).on(ONE)
+    plain = raised(lambda: jax.jit(mistaken)(state, batch))
+    for action in (
+        lambda: step(state, batch),
+        lambda: step.explain(state, batch),
+        lambda: jax.jit(step)(state, batch),
+        lambda: run(step, state, [batch], steps=1),
+    ):
+        error = raised(action)
+        assert str(error) == str(plain) and "the argument batch['x']" in str(error)
+        assert {*frames(error)} == {Path(__file__).name}
+        assert any("JAX_TRACEBACK_FILTERING" in note for note in error.__notes__)
+    filtering("off")
+    assert {"virtual.py", "tracing.py"} <= {*frames(raised(lambda: step(state, batch)))}
+    filtering("tracebackhide")
+    error = raised(lambda: step(state, batch))
+    hidden = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if "__tracebackhide__" in frame.f_locals]
+    assert {"virtual.py", "tracing.py"} <= {Path(frame.f_code.co_filename).name for frame in hidden}
+    assert not any(frame.f_code.co_filename == __file__ for frame in hidden)
+
+
+def test_own_errors_and_those_of_data_and_callbacks_show_the_users_frames(filtering: Callable[[str], None]) -> None:
+    filtering("auto")
+    step = vnode.virtualize(lambda w, x: (w - x.mean(0), {}), virtual_nodes=2).on(ONE)
+
+    def data(number: int) -> Any:
+        raise KeyError("no such file")
+
+    def callback(number: int, metrics: Any) -> None:
+        raise KeyError("no such metric")
+
+    def both(error: BaseException) -> list[str]:
+        return frames(error) + (frames(error.__context__) if error.__context__ else [])
+
+    for action in (
+        lambda: step(np.ones(3), np.float32(1)),
+        lambda: vnode.virtualize(step, virtual_nodes=0),
+        lambda: run(step, jnp.ones(3), data, steps=1),
+        lambda: run(step, jnp.ones(3), DATA, steps=1, callback=callback),
+    ):
+        error = raised(action)
+        assert not {"run.py", "driver.py", "virtual.py", "executor.py", "transform.py", "prefetch.py"} & {*both(error)}
+        noted = any("JAX_TRACEBACK_FILTERING" in note for note in getattr(error, "__notes__", ()))
+        assert noted or isinstance(error, vnode.VnodeError)

@@ -27,6 +27,7 @@ from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.rooms import share_of
 from vnode.step.virtual import Family, VirtualStep
+from vnode.tracebacks import api_boundary
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -79,6 +80,7 @@ def virtualize(
 ) -> Callable[[Callable[P, R]], AutoStep[P, R]]: ...
 
 
+@api_boundary
 def virtualize(
     fun: Callable[..., Any] | None = None,
     *,

@@ -21,6 +21,7 @@ from vnode.placement.host import on_host
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.step.protocol import Step
+from vnode.tracebacks import api_boundary
 
 
 class Evaluation:
@@ -62,6 +63,7 @@ class Evaluation:
         self.load = loader(data, self.batches)
         self.combine = combine or weighted_mean
 
+    @api_boundary
     def __call__(self, state: Any, placement: Placement) -> Any:
         """The metrics of a state, on the host.
 

@@ -11,10 +11,13 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from vnode.tracebacks import api_boundary
+
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 
+@api_boundary
 def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = None, step: int | None = None) -> Any:
     """Restores the state of a checkpoint, of `vnode.elastic.run` or of an `orbax.checkpoint.CheckpointManager`.
 

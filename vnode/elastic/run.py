@@ -27,6 +27,7 @@ from vnode.errors import CheckpointError
 from vnode.placement.gone import check_there
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
+from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vnode")
 
 
+@api_boundary
 def run(
     step: Any,
     state: Any,

@@ -26,6 +26,7 @@ from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 from vnode.step.explain import layout, reports, temporary
 from vnode.step.protocol import Resolved, step_and_arguments
+from vnode.tracebacks import api_boundary
 
 MOST_DEVICES = 1 << 16
 """Beyond which a number of devices is taken for a mistake."""
@@ -180,6 +181,7 @@ def inputs(report: Report) -> str:
     return size(report.of_device(report.inputs))
 
 
+@api_boundary
 def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, **kwargs: Any) -> Report | Comparison:
     """Says what becomes of a step, or what would change on other devices.
 

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vnode.analysis.tracing import with_trees
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
@@ -124,12 +125,13 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def wrap(tree: Any, *place: Any) -> Any:
+def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
     """A pytree with its leaves that are no arrays as structure; the pytree itself if all are.
 
     Args:
       tree: the pytree.
       *place: what leads to it in ``(args, kwargs, results)``; for messages.
+      names: of the positional arguments; for messages.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
     arrays = array_leaves(tree)
@@ -138,7 +140,7 @@ def wrap(tree: Any, *place: Any) -> Any:
 
     def name(i: int) -> str:
         paths = jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)
-        return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]))
+        return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]), names)
 
     kept = [
         leaf if array else StaticLeaf(leaf, functools.partial(name, i))
@@ -147,18 +149,27 @@ def wrap(tree: Any, *place: Any) -> Any:
     return jax.tree.unflatten(treedef, kept)
 
 
-def argument_name(path: Sequence[Any]) -> str:
-    """What a leaf of ``(args, kwargs, results)`` is called, by its path.
+def argument_name(path: Sequence[Any], names: Sequence[str] = ()) -> str:
+    """What a leaf of ``(args, kwargs, results)`` is called, by its path, as jax calls it.
+
+    Args:
+      path: its path.
+      names: of the positional arguments, as far as they are known.
 
     Example:
       >>> (first, _), (second, _) = jax.tree.leaves_with_path((({"w": 1},), {"rate": 2}))
-      >>> argument_name(first), argument_name(second)
-      ("argument 0['w']", "argument 'rate'")
+      >>> argument_name(first), argument_name(first, ["state"]), argument_name(second)
+      ("argument 0['w']", "state['w']", 'rate')
     """
     if path[0].idx == 2:
         return f"result{jax.tree_util.keystr(tuple(path[1:]))}"
-    which = path[1].idx if path[0].idx == 0 else repr(path[1].key)
-    return f"argument {which}{jax.tree_util.keystr(tuple(path[2:]))}"
+    which = positional_name(path[1].idx, names) if path[0].idx == 0 else path[1].key
+    return f"{which}{jax.tree_util.keystr(tuple(path[2:]))}"
+
+
+def positional_name(i: int, names: Sequence[str]) -> str:
+    """What an argument is called, by its position."""
+    return names[i] if i < len(names) else f"argument {i}"
 
 
 def unwrap(tree: Any) -> Any:
@@ -173,15 +184,27 @@ def is_static(leaf: Any) -> bool:
 
 
 def with_static(
-    args: Sequence[Any], kwargs: Mapping[str, Any], positions: Collection[int], names: Collection[str]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    positions: Collection[int],
+    names: Collection[str],
+    called: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of which some, whole, count as structure: those at some positions, and of some names."""
+    """Arguments of which some, whole, count as structure: those at some positions, and of some names.
 
-    def static(key: int | str, value: Any) -> Any:
-        return value if is_static(value) else StaticLeaf(value, functools.partial("argument {!r}".format, key))
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+      positions: of those that count as structure.
+      names: of those that do by keyword.
+      called: what positional arguments are called; for messages.
+    """
+
+    def static(name: str, value: Any) -> Any:
+        return value if is_static(value) else StaticLeaf(value, lambda: name)
 
     return (
-        tuple(static(i, arg) if i in positions else arg for i, arg in enumerate(args)),
+        tuple(static(positional_name(i, called), arg) if i in positions else arg for i, arg in enumerate(args)),
         {name: static(name, arg) if name in names else arg for name, arg in kwargs.items()},
     )
 
@@ -195,30 +218,33 @@ class Call:
       treedef: structure of ``(args, kwargs)``, static leaves included.
       axes: the dimension of each array that carries examples, or None.
       size: how many examples there are.
+      names: of the positional arguments, as far as they are known.
     """
 
     leaves: list[Any]
     treedef: Any
     axes: list[int | None]
     size: int
+    names: Sequence[str] = ()
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any) -> Call:
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str] = ()) -> Call:
         """Takes arguments apart.
 
         Args:
           args: positional arguments; what counts as structure may be wrapped already.
           kwargs: keyword arguments.
           in_axes: as for `vnode.virtualize`.
+          names: of the positional arguments, as far as they are known.
 
         Raises:
           BatchError: `in_axes` is no prefix of the arguments, or these do not make up a batch.
         """
-        tree = wrap((tuple(args), kwargs))
+        tree = wrap((tuple(args), kwargs), names=names)
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
         leaves = [leaf for _, leaf in paths]
-        axes = batch_axes(in_axes, *tree)
-        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths, in_axes))
+        axes = batch_axes(in_axes, tree[0], tree[1], names)
+        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths, in_axes, names), names)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
@@ -227,15 +253,18 @@ class Call:
     def flat(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
         """A step as a function of the arrays that returns arrays; `output` is told what else there is."""
 
-        @functools.wraps(fun)  # for jax's messages
-        def run(*leaves: Any) -> list[Any]:
-            args, kwargs = self.arguments(leaves)
-            watch = Watch(args, kwargs)
+        def on_trees(*args: Any, **kwargs: Any) -> list[Any]:
+            args, kwargs = unwrap((args, kwargs))
+            watch = Watch(args, kwargs, self.names)
             out = fun(*args, **kwargs)
             watch.check(out)
             return output.take(out)
 
-        return run
+        def run(*leaves: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+            return on_trees(*args, **kwargs)
+
+        return with_trees(run, functools.update_wrapper(on_trees, fun), self.treedef)
 
 
 class OutputTree:
@@ -264,7 +293,9 @@ def leaves_of(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_sharded_batch)
 
 
-def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int | None]:
+def batch_axes(
+    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
+) -> list[int | None]:
     """One axis, or None, for every leaf of the arguments.
 
     Raises:
@@ -297,10 +328,11 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
         except ValueError:
             raise BatchError(
                 layout_message(
-                    f"in_axes[{i}] does not fit argument {i}: it is no prefix of it.",
+                    f"in_axes[{i}] does not fit {positional_name(i, names)}: it is no prefix of it.",
                     facts=[
                         f"in_axes[{i}] = {entry!r}",
-                        f"argument {i} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
+                        f"the leaves of {positional_name(i, names)}: "
+                        + ", ".join(map(leaf_name, jax.tree.leaves_with_path(arg))),
                     ],
                     remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
                 )
@@ -313,7 +345,9 @@ def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
 
-def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any) -> int:
+def batch_size(
+    leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any, names: Sequence[str] = ()
+) -> int:
     """How many examples the arguments carry.
 
     Raises:
@@ -323,7 +357,7 @@ def batch_size(leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequenc
     for (path, _), leaf, axis in zip(paths, leaves, axes, strict=True):
         if axis is None:
             continue
-        name, shape = argument_name(path), np.shape(leaf)
+        name, shape = argument_name(path, names), np.shape(leaf)
         listed = isinstance(path[-1], jax.tree_util.SequenceKey) and len(path) > 2
         if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(

@@ -29,6 +29,7 @@ from vnode.step.given import check_placed, check_values
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.rooms import leaving, put_by_name, taken_back
+from vnode.tracebacks import api_boundary, remove_frames
 
 REMEMBERED = 16
 """Placements whose programs are kept; those that were asked for longest ago are compiled again."""
@@ -106,6 +107,7 @@ class VirtualStep(Step[P, R]):
             placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
         return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
 
+    @api_boundary
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
 
@@ -141,6 +143,7 @@ class VirtualStep(Step[P, R]):
             steps, [functools.partial(under, mesh, step.executor.compile_for, args, kwargs) for step in steps]
         )
 
+    @api_boundary
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
 
@@ -229,6 +232,14 @@ class VirtualStep(Step[P, R]):
         yield Resolved(self, *self.or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return self._call(args, kwargs)
+        except Exception as error:
+            remove_frames(error)
+            raise
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the step."""
         around = outer_devices()
         if around is not None:
             return self._inside(around, args, kwargs)
@@ -238,7 +249,7 @@ class VirtualStep(Step[P, R]):
         try:
             results = executor(args, kwargs)
         except TypeError:
-            check_values(args, kwargs)
+            check_values(args, kwargs, self.spec.names)
             raise
         if executor.traced:
             executor.traced = False

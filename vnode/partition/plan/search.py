@@ -35,6 +35,7 @@ from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several
 from vnode.step.virtual import VirtualStep
+from vnode.tracebacks import api_boundary
 
 BISECTIONS = 4
 """How often at most another level of how little is kept is tried."""
@@ -49,6 +50,7 @@ Ways = Generator[tuple[Subject, list[Candidate]], None, T]
 
 
 @with_jit
+@api_boundary
 def search(
     step: Callable[..., Any],
     args: Sequence[Any],

@@ -31,6 +31,7 @@ from vnode.placement.placement import Placement, even_counts, node_count
 from vnode.plan.balance.profiles import Profile, Profiles
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.units import several
+from vnode.tracebacks import api_boundary
 
 Counts = dict[str, tuple[int, ...]]
 """Of each kind in use, the nodes of each of its devices that has some."""
@@ -160,6 +161,7 @@ class Balance:
         return "\n".join(lines)
 
 
+@api_boundary
 def balance(
     profiles: Profiles, virtual_nodes: int, *, memory: int | str | Mapping[str, int | str] | None = None
 ) -> Balance:

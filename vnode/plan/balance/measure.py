@@ -33,8 +33,10 @@ from vnode.step.explain import analysis
 from vnode.step.given import check_values
 from vnode.step.protocol import Resolved, Step
 from vnode.step.virtual import VirtualStep, first_nodes
+from vnode.tracebacks import api_boundary
 
 
+@api_boundary
 def profile(
     step: Step,
     args: Sequence[Any],
@@ -100,7 +102,7 @@ def profile(
             ],
         )
     with step.resolved(args, {}) as here:
-        check_values(here.args, here.kwargs)
+        check_values(here.args, here.kwargs, here.step.spec.names)
         return measured(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
 

@@ -21,6 +21,7 @@ from vnode.plan.nodes.memory import byte_count, device_memory
 from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
 from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
+from vnode.tracebacks import api_boundary
 
 TOPOLOGIES = ("v3:2x2", "v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 """Eight devices of each kind of TPU."""
@@ -91,6 +92,7 @@ class Fit(Mapping[str, KindFit]):
         return f"Fit({', '.join(found)})"
 
 
+@api_boundary
 def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:
     """Says which numbers of virtual nodes fit in the memory of devices, by compiling for them; nothing is run.
 
