@@ -27,7 +27,7 @@ ROOMS = {
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
-    "step": "analysis errors placement report runtime spmd threads tracebacks",
+    "step": "analysis errors placement report runtime show spmd threads tracebacks",
     "plan": "analysis errors files placement report runtime show step tracebacks",
     "transform": "errors placement plan step tracebacks",
     "partition": (

@@ -3,9 +3,11 @@
 Knows the public interface. Must not know how anything is done. References: plain loops, and what a message must name.
 """
 
+import functools
 import json
 import os
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -251,3 +253,139 @@ def test_own_errors_and_those_of_data_and_callbacks_show_the_users_frames(filter
         assert not {"run.py", "driver.py", "virtual.py", "executor.py", "transform.py", "prefetch.py"} & {*both(error)}
         noted = any("JAX_TRACEBACK_FILTERING" in note for note in getattr(error, "__notes__", ()))
         assert noted or isinstance(error, vnode.VnodeError)
+
+
+# Messages, each by the mistake that it is for.
+
+
+def descend(state: Any, batch: Any) -> Any:
+    loss, grad = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w) ** 2))(state["w"])
+    return {"w": state["w"] - 0.1 * grad}, {"loss": loss}
+
+
+LINE: dict[str, Any] = {"w": np.ones(3, np.float32)}
+BATCH: dict[str, Any] = {"x": np.ones((8, 3), np.float32)}
+
+
+def step_of(fun: Any = descend, virtual_nodes: int = 2, **options: Any) -> Any:
+    return vnode.virtualize(fun, virtual_nodes=virtual_nodes, **options).on(ONE)
+
+
+def test_state_and_batch_the_other_way_round() -> None:
+    swapped = ("KeyError: 'w'", "the first argument is state, the second batch")
+    told(vnode.BatchError, lambda: step_of()(BATCH, LINE), "the other way round", *swapped)
+    told(vnode.BatchError, lambda: run(step_of(), BATCH, [LINE], steps=1), "the other way round", *swapped)
+    with pytest.raises(KeyError):  # wrong either way: the error is the step's own
+        step_of()({"v": 1.0}, BATCH)
+    batch_first = vnode.virtualize(lambda batch, state: batch["x"].sum() + state["w"].sum(), virtual_nodes=2)
+    state = {**LINE, "b": np.ones(2)}
+    told(
+        vnode.BatchError, lambda: batch_first(BATCH, state), "disagree", "in_axes=(0, None) if batch holds the examples"
+    )
+
+
+def test_leaves_that_are_no_arrays_are_named_where_they_are_in_the_way() -> None:
+    step = step_of(lambda state, batch: (state, {"n": batch["x"].sum() + batch["name"]}))
+    error = raised(lambda: step(LINE, {**BATCH, "name": "train"}))
+    assert isinstance(error, TypeError)
+    assert "batch['name'] is a str" in "".join(error.__notes__)
+    step = step_of(lambda state, batch: (state, {"n": batch["x"].sum() * (2 if batch["name"] == "train" else 1)}))
+    assert step(LINE, {**BATCH, "name": "train"})[1]["n"] == 48
+
+
+def test_usual_steps_of_nnx() -> None:
+    nnx, optax = pytest.importorskip("flax.nnx"), pytest.importorskip("optax")
+
+    def update(model: Any, optimizer: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, grads)
+        return {"loss": loss}
+
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    for virtualize in (vnode.nnx.virtualize, vnode.virtualize):
+        usual = functools.partial(virtualize(update, virtual_nodes=2).on(ONE), model, optimizer, BATCH["x"])
+        told(vnode.BatchError, usual, "in_axes=(None, None, 0) for model, optimizer, x")
+    step = vnode.nnx.virtualize(update, virtual_nodes=2, in_axes=(None, None, 0)).on(ONE)
+    step(model, optimizer, BATCH["x"])
+
+
+def test_what_is_restored_and_from_where(tmp_path: Path) -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+
+    def update(model: Any, x: Any) -> Any:
+        loss, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        nnx.update(model, jax.tree.map(lambda w, g: w - 0.1 * g, nnx.state(model), grads))
+        return {"loss": loss}
+
+    step = vnode.nnx.virtualize(update, virtual_nodes=2).on(ONE)
+    run(step, model, [BATCH["x"]] * 2, steps=2, checkpoint=tmp_path)
+    other = nnx.Linear(3, 1, rngs=nnx.Rngs(1))
+    error = raised(lambda: vnode.elastic.restore(tmp_path, like=other))
+    assert "objects of flax.nnx (Linear)" in str(error)
+    recipe = str(error).partition("filled here: ")[2].replace("(model,)", "(other,)")
+    exec(recipe, {"nnx": nnx, "vnode": vnode, "folder": tmp_path, "other": other})  # as the message says
+    np.testing.assert_array_equal(other.kernel[...], model.kernel[...])
+
+    told(vnode.VnodeError, lambda: vnode.elastic.restore(tmp_path, like=nnx.Linear), "holds no arrays", "model.init")
+    one = "one checkpoint, not a folder of checkpoints", f"{str(tmp_path)!r}"
+    for action in (
+        lambda: vnode.elastic.restore(tmp_path / "2"),
+        lambda: vnode.elastic.restore(tmp_path / "2" / "default"),
+        lambda: run(step, model, [BATCH["x"]] * 3, steps=3, checkpoint=tmp_path / "2"),
+    ):
+        told(vnode.elastic.CheckpointError, action, *one, f"restore({str(tmp_path)!r}, step=2)")
+
+
+def test_steps_that_a_run_cannot_call() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    step = step_of(lambda state, batch, key: (state, {}))
+    told(vnode.VnodeError, lambda: run(step, LINE, [BATCH], steps=1), "(state, batch)", "(state, batch, key)", "'key'")
+    step, model = vnode.nnx.virtualize(lambda model, x: {}, virtual_nodes=2), nnx.Linear(3, 1, rngs=nnx.Rngs(0))
+    told(vnode.VnodeError, lambda: run(step, (model, model), [BATCH], steps=1), "(2 objects, and the batch)")
+    run(step_of(lambda state, batch, rate=0.1: (state, {})), LINE, [BATCH], steps=1)
+
+
+def test_machines_times_and_numbers_of_devices() -> None:
+    from vnode.partition import search
+
+    plan = search(descend, (LINE, BATCH), "v5e:2x2", virtual_nodes=2, budget=1)
+    assert len(plan.machine.devices) == 4
+    told(vnode.MachineError, lambda: search(descend, (LINE, BATCH), "a100x8"), "'a100x8'", "v5e:")
+    told(vnode.PartitionError, lambda: search(descend, (LINE, BATCH), ONE), "Machine.here(devices)")  # pyright: ignore
+    told(vnode.ProfileError, lambda: vnode.balance({}, 4), "measured times", "vnode.profile(step,")  # pyright: ignore
+    told(vnode.PlacementError, lambda: step_of().on([1, 3]), "[jax.devices()[i] for i in [1, 3]]", "the first so many")
+    told(vnode.PlacementError, lambda: step_of().on(99), f"there are {len(jax.devices())} devices, not 99")
+    assert step_of().on(2).placement.devices == jax.devices()[:2]
+    assert vnode.Placement(4, 2).devices == jax.devices()[:2]
+    assert run(step_of(), LINE, [BATCH], steps=1, devices=1).state["w"].devices() == {*ONE}
+
+
+# Warnings.
+
+
+def test_idle_devices_and_padding_are_warned_about_once_at_the_users_line() -> None:
+    def warnings_of(step: Any, size: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                step(LINE, {"x": np.ones((size, 3), np.float32)})
+        assert all(w.category is vnode.VnodeWarning and w.filename == __file__ for w in caught)
+        return [str(w.message) for w in caught]
+
+    def on(nodes: int, devices: Any, **options: Any) -> Any:
+        return vnode.virtualize(descend, virtual_nodes=nodes).on(devices, **options)
+
+    (idle,) = warnings_of(on(2, 3), 8)
+    assert idle.startswith("1 of 3 devices are idle: 'descend' has 2 virtual nodes.") and "step.on(2)" in idle
+    (padding,) = warnings_of(on(8, 1), 9)
+    assert padding.startswith(
+        "7 of 16 examples that 'descend' computes are padding: 9 examples on 8 virtual nodes of 2"
+    )
+    for quiet, size in ((on(8, 1), 40), (on(8, 3), 25), (on(4, 2, counts=[4, 0]), 8)):
+        assert not warnings_of(quiet, size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(on(2, 3), LINE, [BATCH], steps=1)
+    assert [w.filename for w in caught] == [__file__]

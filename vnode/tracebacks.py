@@ -19,6 +19,7 @@ import builtins
 import contextlib
 import functools
 import os
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -100,6 +101,14 @@ def causes(error: BaseException) -> Iterator[BaseException]:
             seen.add(id(found))
             left += [found.__cause__, found.__context__]
             yield found
+
+
+def level_of_caller() -> int:
+    """How many frames above the caller of this function the user's code is: a ``stacklevel`` for `warnings.warn`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and (is_own(frame) or frame.f_code.co_filename == BETWEEN):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def is_own(frame: types.FrameType) -> bool:

@@ -5,6 +5,7 @@ Knows steps, states and what a step returns, from outside. Must not know how a r
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,35 @@ def check_step(step: Any) -> None:
 def name_of(function: Any) -> str:
     """What a function is called."""
     return getattr(function, "__name__", type(function).__name__)
+
+
+def check_takes(step: Any, objects: int = 1) -> None:
+    """Refuses a step that cannot be called with a state and a batch alone.
+
+    Args:
+      step: a virtualized step.
+      objects: how many arguments the state is.
+
+    Raises:
+      VnodeError: it takes fewer arguments, or needs more.
+    """
+    try:
+        signature = inspect.signature(step)
+        signature.bind(*[None] * (objects + 1))
+    except ValueError:  # a callable that does not tell
+        return
+    except TypeError as error:
+        wanted = "(state, batch)" if objects == 1 else f"({objects} objects, and the batch)"
+        raise VnodeError(
+            layout_message(
+                f"vnode.elastic.run calls a step with {wanted}, and {name_of(step)} takes {signature}: {error}.",
+                remedies=[
+                    "put what changes from step to step into the state: random keys, schedules, counters",
+                    "put what comes with the data into the batch, as a dictionary",
+                    "fix the rest before: functools.partial(step, config=config), then vnode.virtualize",
+                ],
+            )
+        ) from None
 
 
 def check_start(number: int, options: RunOptions, checkpoints: Checkpoints | None) -> None:

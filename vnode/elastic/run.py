@@ -16,7 +16,7 @@ import jax
 
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import loader
-from vnode.elastic.checks import check_step
+from vnode.elastic.checks import check_step, check_takes
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.evaluation import check_evaluation
@@ -80,8 +80,8 @@ def run(
       steps: how many steps in all, those before `start` or a checkpoint that is resumed from included.
       start: how many steps `state` has behind it, to go on with a loop that began elsewhere. A checkpoint in the folder
         that has more goes before it.
-      devices: a sequence of devices, a `Placement`, a `Devices`, or a function of the step number that returns one of
-        the first two, or None for no change. The step's own placement by default.
+      devices: a sequence of devices, a number for the first so many, a `Placement`, a `Devices`, or a function of the
+        step number that returns one of the first three, or None for no change. The step's own placement by default.
       compile_ahead: whether to go on on the devices that there are until the step is compiled for those that are asked
         for, in a background thread; with "warm_up" until it has also run there once, with copies
         (`VirtualStep.warm_up`). Otherwise they are changed before the next step, which waits for its program.
@@ -166,8 +166,10 @@ def run(
     check_evaluation(evaluate)
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
+        check_takes(step, len(state) if isinstance(state, tuple) else 1)
         return run_objects(step, state, data, options)
     check_step(step)
+    check_takes(step)
     return run_step(step, state, data, options)
 
 

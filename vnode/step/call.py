@@ -341,6 +341,24 @@ def batch_axes(
     return axes + [None] * len(leaves_of(kwargs))
 
 
+def usual(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """What most steps mean that do not say `in_axes` and should: the last argument is the batch, or the first of two.
+
+    Args:
+      in_axes: the default, or something else, to which there is nothing to say.
+      paths: of all leaves of ``(args, kwargs)``.
+      names: of the positional arguments.
+    """
+    count = max((path[1].idx + 1 for path, _ in paths if path[0].idx == 0), default=0)
+    if in_axes not in ((None, 0), [None, 0]) or count < 2:
+        return []
+    if count == 2:
+        return [f"in_axes=(0, None) if {positional_name(0, names)} holds the examples: by default the second one does"]
+    called = ", ".join(positional_name(i, names) for i in range(count))
+    axes = (*[None] * (count - 1), 0)
+    return [f"in_axes={axes} for {called}: by default the second argument holds the examples, and no other"]
+
+
 def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
@@ -370,6 +388,7 @@ def batch_size(
                             if listed
                             else []
                         ),
+                        *usual(in_axes, paths, names),
                         "use None for arguments that are not split, such as in_axes=(None, None, 0)",
                         "or for a part of one, such as in_axes=(None, {'x': 0, 'rate': None})",
                     ],
@@ -393,7 +412,7 @@ def batch_size(
             layout_message(
                 "the batched arguments disagree about the size of the batch.",
                 facts=[f"{name} has {size}" for name, size in sizes.items()],
-                remedies=["pass None in in_axes for arguments that are not split"],
+                remedies=[*usual(in_axes, paths, names), "pass None in in_axes for arguments that are not split"],
             )
         )
     (size,) = set(sizes.values())

@@ -26,6 +26,7 @@ from vnode.placement.transfer import tracing
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_placed, check_values
+from vnode.step.mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.rooms import leaving, put_by_name, taken_back
@@ -86,8 +87,8 @@ class VirtualStep(Step[P, R]):
         """The same step on other devices.
 
         Args:
-          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices, on which
-            the other axes of the placement's mesh stay as long as they are.
+          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices (a number
+            for the first so many), on which the other axes of the placement's mesh stay as long as they are.
           counts: nodes on each device; as even as possible by default.
 
         Returns:
@@ -248,11 +249,16 @@ class VirtualStep(Step[P, R]):
             self._await()
         try:
             results = executor(args, kwargs)
-        except TypeError:
+        except (TypeError, ValueError, LookupError, AttributeError, BatchError) as error:
             check_values(args, kwargs, self.spec.names)
+            if not tracing():
+                explain_failure(error, self.spec.fun, self.spec.in_axes, args, kwargs, self.spec.names)
             raise
         if executor.traced:
             executor.traced = False
+            if not self.family.warned:
+                self.family.warned = True
+                warn_of_waste(self.placement, self.options.lane, self.spec.call(args, kwargs).size, self.spec.name)
             if not tracing():
                 self.family.last = shapes_of((args, kwargs), sharding="committed")
         return results
@@ -341,11 +347,13 @@ class Family:
 
     Attributes:
       last: shapes of the arguments for which one of them was traced last.
+      warned: whether it was looked whether devices are idle, for the first batch.
     """
 
     def __init__(self, patterns: Patterns = ()) -> None:
         self.unmet = patterns
         self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
+        self.warned = False
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def member(self, placement: Placement) -> VirtualStep | None:

@@ -180,7 +180,7 @@ def balance(
 
     Raises:
       PlacementError: the devices cannot hold the nodes.
-      ProfileError: there is a limit of memory for a kind whose need is not known.
+      ProfileError: `profiles` are none, or there is a limit of memory for a kind whose need is not known.
 
     Example:
       >>> from vnode import Measurement, Profile, Profiles
@@ -200,6 +200,16 @@ def balance(
         slow alone   slow 5 5          1.6 s
         all, evenly  fast 4, slow 3 3    1 s
     """
+    if not isinstance(profiles, Profiles) or not profiles.kinds:
+        raise ProfileError(
+            layout_message(
+                f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
+                remedies=[
+                    "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
+                    "or those of a file: vnode.Profiles.load('times.json')",
+                ],
+            )
+        )
     virtual_nodes = node_count(virtual_nodes)
     lane = profiles.lane
     search = CountSearch(

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.placement.placement import Placement
+from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import byte_count, device_memory
 from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
 from vnode.step.protocol import Step
@@ -153,6 +153,8 @@ def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
         return [(f"{topology.devices[0].platform}:{len(topology.devices)}", topology)]
     if topology is None:
         topology = TOPOLOGIES
+    if isinstance(topology, int):
+        topology = device_list(topology)
     if isinstance(topology, str):
         topology = [topology]
     entries = list(topology) if isinstance(topology, Sequence) else []
