@@ -114,16 +114,17 @@ def deep(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_exactness_over_the_budget_lists_couplings_and_remedies() -> None:
     _, x = inputs()
-    message = refusal(vnode.CouplingError, deep, jnp.eye(3), x)
+    message = refusal(vnode.CouplingError, deep, jnp.eye(3), x, recompute_budget=0.3)
     line_of(message, "x = x - x.mean(0)")
-    cost = re.match(r"exactness would recompute (\d+)% of the step \((\d+) passes\), .*recompute_budget=0\.5", message)
+    cost = re.match(
+        r"exactness would recompute (\d+)% of the step, about [\d.]+ forward passes \((\d+) passes in all\), ", message
+    )
     assert cost and int(cost[2]) == 4
     assert "reduce_sum reads a sum over the batch" in message
     budget = re.search(r"recompute_budget=([\d.]+) to pay for it", message)
     assert budget and "coupling='local'" in message and "GroupNorm" in message
     vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1])).explain(jnp.eye(3), x)
-    with pytest.raises(vnode.CouplingError):
-        vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1]) - 0.02).explain(jnp.eye(3), x)
+    vnode.virtualize(deep, virtual_nodes=NODES).explain(jnp.eye(3), x)  # the default keeps what is cheap for its size
 
 
 def centred(w: jax.Array, x: jax.Array) -> jax.Array:

@@ -389,3 +389,15 @@ def test_idle_devices_and_padding_are_warned_about_once_at_the_users_line() -> N
         warnings.simplefilter("always")
         run(on(2, 3), LINE, [BATCH], steps=1)
     assert [w.filename for w in caught] == [__file__]
+
+
+# Data.
+
+
+def test_a_list_with_other_values_is_noticed_and_may_grow(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    step = step_of(lambda w, x: (w - x.mean(0), {}))
+    run(step, jnp.ones(3), DATA[:2], steps=1, checkpoint=tmp_path)
+    run(step, jnp.ones(3), DATA, steps=2, checkpoint=tmp_path)
+    assert "other examples" not in caplog.text
+    run(step, jnp.ones(3), [DATA[0], DATA[1] + 1, DATA[2]], steps=3, checkpoint=tmp_path)
+    assert "other examples" in caplog.text
