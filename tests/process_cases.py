@@ -354,7 +354,7 @@ def plans(folder: str) -> dict[str, Any]:
         meet("to read the profile")
     counts = vnode.balance(vnode.profile(step, args, path=path), V).placement().counts
     text = str(vnode.explain(step, *args, devices=[1, 16, len(jax.devices())], compile=True))
-    fits = vnode.fit(step, args, topology=jax.devices(), memory="1GiB").smallest
+    fits = vnode.fit(step, args, devices=jax.devices(), memory="1GiB").smallest
     return {"errors": errors, "ok": ok, "counts": counts, "explain": text, "fits": fits}
 
 

@@ -34,7 +34,7 @@ ROOMS = {
         "analysis errors files operators placement plan report runtime show spmd step threads tracebacks transform"
     ),
     "data": "errors placement threads",
-    "elastic": "analysis data errors placement plan show step tracebacks",
+    "elastic": "analysis data errors partition placement plan show step tracebacks",
     "integrations": "errors placement step tracebacks transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""

@@ -401,3 +401,96 @@ def test_a_list_with_other_values_is_noticed_and_may_grow(tmp_path: Path, caplog
     assert "other examples" not in caplog.text
     run(step, jnp.ones(3), [DATA[0], DATA[1] + 1, DATA[2]], steps=3, checkpoint=tmp_path)
     assert "other examples" in caplog.text
+
+
+# How long a run is, who is told, and which checkpoint stays.
+
+
+def test_epochs_say_how_long() -> None:
+    step = step_of(lambda w, x: (w + x.mean(0), {}))
+    batches = vnode.data.Batches(np.ones((10, 3), np.float32), batch_size=4)
+    assert run(step, jnp.zeros(3), batches, epochs=3).step == 8  # of 4, which are filled from the next epoch
+    result = run(step, jnp.zeros(3), DATA[:3], epochs=2)
+    assert result.step == 6
+    np.testing.assert_allclose(result.state, 2 * np.sum([d.mean(0) for d in DATA[:3]], 0), rtol=1e-5, atol=1e-6)
+    told(ValueError, lambda: run(step, jnp.zeros(3), lambda i: DATA[0], epochs=2), "epochs=2", "give steps=")
+    told(ValueError, lambda: run(step, jnp.zeros(3), batches, steps=1, epochs=1), "steps=1 or epochs=1, not both")
+    told(ValueError, lambda: run(step, jnp.zeros(3), batches), "steps=..., or epochs=...")
+
+
+def test_several_callbacks_and_the_pace_for_writers() -> None:
+    seen: list[Any] = []
+    lines: dict[int, Any] = {}
+    run(
+        step_of(),
+        LINE,
+        [BATCH] * 4,
+        steps=4,
+        callback=[lambda n, m: seen.append(n), lambda n, m, s: seen.append(s["w"].shape)],
+        writers=[lambda n, m: lines.update({n: m})],
+        peak_flops=1e12,
+    )
+    assert seen == [0, (3,), 1, (3,), 2, (3,), 3, (3,)]
+    assert {"loss", "time/seconds"} == {*lines[0]} and lines[0]["time/seconds"] < lines[3]["time/seconds"]
+    seconds = lines[3]["time/seconds"] - lines[2]["time/seconds"]
+    assert lines[3]["time/examples_per_second"] == pytest.approx(8 / seconds)
+    operations = step_of().explain(LINE, BATCH).flops
+    assert lines[3]["time/utilization"] == pytest.approx(operations / seconds / 1e12)
+    told(ValueError, lambda: run(step_of(), LINE, [BATCH], steps=1, callback=[3]), "callback must be callable")
+
+
+def test_the_best_checkpoint_stays(tmp_path: Path) -> None:
+    """Of a metric that falls and rises: a parabola around step 3, by a state that counts steps."""
+    step = step_of(lambda n, x: (n + 1, {"mean": x.mean()}))
+    options: dict[str, Any] = {
+        "checkpoint": tmp_path,
+        "checkpoint_every": 1,
+        "checkpoints_kept": 2,
+        "evaluate": lambda n: {"error": (n - 3) ** 2},
+        "evaluate_every": 1,
+        "best_metric": "error",
+    }
+
+    def folders() -> set[str]:
+        return {entry for entry in os.listdir(tmp_path) if entry.isdigit()}
+
+    result = run(step, jnp.float32(0), DATA * 3, steps=6, **options)
+    assert result.best == (3, 0.0) and folders() == {"3", "5", "6"}
+    assert float(vnode.elastic.restore(tmp_path, like=jnp.float32(0), step=3)) == 3
+    result = run(step, jnp.float32(0), DATA * 3, steps=9, **options)
+    assert (result.resumed, result.best) == (6, (3, 0.0)) and folders() == {"3", "8", "9"}
+    result = run(
+        step, jnp.float32(0), DATA * 3, steps=10, **{**options, "best_mode": "max", "best_metric": "evaluate/error"}
+    )
+    assert result.best == (10, 49.0)
+    told(
+        vnode.VnodeError,
+        lambda: run(step, jnp.float32(0), DATA * 3, steps=11, **{**options, "best_metric": "f1"}),
+        "error",
+    )
+    told(ValueError, lambda: run(step, jnp.float32(0), DATA, steps=1, best_metric="error"), "without evaluate")
+
+
+def test_a_run_leaves_orbaxs_reports_out_of_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    run(step_of(), LINE, [BATCH], steps=1, checkpoint=tmp_path)
+    assert "checkpoint of step 1" in caplog.text
+    assert not [record for record in caplog.records if record.name == "absl"]
+
+
+@pytest.mark.parametrize(
+    "name", ["vnode", "vnode.data", "vnode.elastic", "vnode.partition", "vnode.operators", "vnode.nnx"]
+)
+def test_dir_shows_public_names(name: str) -> None:
+    module = functools.reduce(getattr, name.split(".")[1:], vnode)
+    shown = dir(module)
+    assert {*module.__all__} <= {*shown} and not [
+        each for each in shown if each.startswith("_") and each != "__version__"
+    ]
+
+
+def test_explain_takes_arguments_as_check_and_fit_do() -> None:
+    step = step_of()
+    together, apart = vnode.explain(step, (LINE, BATCH)), vnode.explain(step, LINE, BATCH)
+    assert str(together) == str(apart) == str(step.explain(LINE, BATCH))
+    assert vnode.fit(step, (LINE, BATCH), devices=1, memory="1GiB").smallest == {"cpu:1": 1}

@@ -64,6 +64,29 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     )
 
 
+class Cycle:
+    """The batches of a sequence, again and again in its order.
+
+    Args:
+      data: the sequence.
+
+    Example:
+      >>> Cycle(["a", "b", "c"]).batch(4)
+      'b'
+    """
+
+    def __init__(self, data: Sequence[Any]) -> None:
+        self.data = data
+
+    def batch(self, step: int) -> Any:
+        """The batch of a step."""
+        return self.data[step % len(self.data)]
+
+    def fingerprint(self) -> str | None:
+        """What the sequence says of the values of its examples; None if it says nothing."""
+        return fingerprint(self.data)
+
+
 def sizes(tree: Any) -> list[str]:
     """The arrays of a pytree, each with its shape."""
     return [

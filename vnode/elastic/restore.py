@@ -62,6 +62,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
     """
     try:
         from vnode.elastic.contents import filled, named, nested
+        from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
         from vnode.errors import CheckpointError
     except ImportError as error:
@@ -79,9 +80,10 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
         arrays = reader.read(number, leaves, where)
         return nested(arrays) if like is None else filled(like, arrays)
 
-    if step is not None:
-        return read(step)
-    found = reader.newest(read)
+    with Quiet():
+        if step is not None:
+            return read(step)
+        found = reader.newest(read)
     if found is None:
         raise CheckpointError(
             layout_message(f"there are no checkpoints in {reader.path}.", remedies=["check the path"])

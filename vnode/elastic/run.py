@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import numbers
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import jax
 
 from vnode.data.prefetch import Prefetch
-from vnode.data.source import loader
+from vnode.data.source import Cycle, loader
 from vnode.elastic.checks import check_step, check_takes
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
@@ -41,7 +43,8 @@ def run(
     state: Any,
     data: Any,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     start: int = 0,
     devices: Any = None,
     compile_ahead: bool | Literal["warm_up"] = False,
@@ -51,12 +54,15 @@ def run(
     checkpoint_every: int | None = None,
     checkpoint_seconds: float | None = None,
     checkpoints_kept: int | None = None,
-    callback: Callable[..., Any] | None = None,
+    callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     metrics_every: int = 1,
     history_kept: int = 10_000,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
-    evaluate_callback: Callable[..., Any] | None = None,
+    evaluate_callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    peak_flops: float | None = None,
     writers: Sequence[Callable[[int, dict[str, Any]], Any]] = (),
     on_nan: Literal["continue", "stop"] = "continue",
     stop_signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
@@ -78,6 +84,8 @@ def run(
         ``batch(step)``. Must depend on nothing else: a step may be asked for again. Arrays on the host are copied, so
         one buffer may be filled again and again.
       steps: how many steps in all, those before `start` or a checkpoint that is resumed from included.
+      epochs: in place of `steps`: how often each example is read, for data that say how many batches that is:
+        `vnode.data.Batches`, lists, what has a length. Batches of a list are then read again in the same order.
       start: how many steps `state` has behind it, to go on with a loop that began elsewhere. A checkpoint in the folder
         that has more goes before it.
       devices: a sequence of devices, a number for the first so many, a `Placement`, a `Devices`, or a function of the
@@ -98,7 +106,8 @@ def run(
       callback: ``callback(step, metrics)`` is called with a step's number and its metrics on the host, in order, up to
         4 steps late; again for steps that are run again. If it returns True, the run ends 4 steps after that step, on
         any devices. ``callback(step, metrics, state)`` is called before the next step begins, for which the loop waits;
-        the state is that after the step, to be read only, and True ends the run at once.
+        the state is that after the step, to be read only, and True ends the run at once. Several callbacks may be given
+        in a list: they are called in its order.
       metrics_every: fetch the metrics of every so many steps.
       history_kept: the last so many metrics are in the result, as far as they take no more than 64 MiB.
       evaluate: a `vnode.elastic.Evaluation`, or a function of the state that returns metrics. Called at the end, unless
@@ -106,8 +115,15 @@ def run(
       evaluate_every: evaluate after so many steps too.
       evaluate_callback: as `callback`, with how many steps the state has behind it and the metrics of an evaluation;
         True ends the run at once.
+      best_metric: the name of a metric of evaluations. The state with the best is a checkpoint that stays, besides the
+        last ones; `Result.best` says which it is, also of earlier runs in the folder.
+      best_mode: whether ``"min"`` or ``"max"`` is the best.
+      peak_flops: operations a second of one device at its best, for the utilization; by default what makers say of
+        TPUs and GPUs that `vnode.partition` knows, in bfloat16.
       writers: called with a step number and metrics by name: `vnode.elastic.JsonLines`, `vnode.elastic.TensorBoard`, or
-        any function. Names of evaluations begin with ``evaluate/``.
+        any function. Names of evaluations begin with ``evaluate/``; ``time/seconds`` since the run began,
+        ``time/examples_per_second`` and, where the peak is known, ``time/utilization`` (scalar operations of the step
+        as written) are added to those of steps.
       on_nan: what to do when the loss is not finite (the metric named ``"loss"``, or any if none is): ``"continue"``
         logs a warning once; ``"stop"`` ends the run with the last good state: the steps behind it had finite losses,
         and it holds no NaN.
@@ -121,7 +137,8 @@ def run(
       The final state, and what happened.
 
     Raises:
-      ValueError: an option is not what it must be, or has no effect without another one.
+      ValueError: an option is not what it must be, or has no effect without another one; or nobody knows how many steps
+        `epochs` are.
       VnodeError: no device is left; a device failed and there is nothing to fall back to; the step is not virtualized,
         does not return a state and metrics, or returns a state of other types than it was given; or the data have no
         batches by step number.
@@ -141,7 +158,7 @@ def run(
       Result(step=5, 5 steps in history)
     """
     options = RunOptions(
-        steps=steps,
+        steps=number_of_steps(steps, epochs, data),
         start=start,
         devices=devices,
         compile_ahead=compile_ahead,
@@ -157,6 +174,9 @@ def run(
         evaluate=evaluate,
         evaluate_every=evaluate_every,
         evaluate_callback=evaluate_callback,
+        best_metric=best_metric,
+        best_mode=best_mode,
+        peak_flops=peak_flops,
         writers=writers,
         on_nan=on_nan,
         stop_signals=stop_signals,
@@ -167,10 +187,36 @@ def run(
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         check_takes(step, len(state) if isinstance(state, tuple) else 1)
-        return run_objects(step, state, data, options)
+        return run_objects(step, state, data if epochs is None else repeated(data), options)
     check_step(step)
     check_takes(step)
-    return run_step(step, state, data, options)
+    return run_step(step, state, data if epochs is None else repeated(data), options)
+
+
+def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
+    """How many steps a run has, given one of two ways to say it.
+
+    Raises:
+      ValueError: both are given, or neither; or nobody knows how many steps an epoch has.
+    """
+    if epochs is None:
+        if steps is None:
+            raise ValueError("say how long to run: steps=..., or epochs=... for data that have a length")
+        return steps
+    if steps is not None:
+        raise ValueError(f"give steps={steps!r} or epochs={epochs!r}, not both")
+    if isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not 0 <= epochs < math.inf:
+        raise ValueError(f"epochs must be a number, at least 0, not {epochs!r}")
+    order = getattr(data, "order", None)
+    length = order.steps_per_epoch if order is not None else len(data) if hasattr(data, "__len__") else None
+    if length is None:
+        raise ValueError(f"epochs={epochs!r}: nobody knows how many batches {type(data).__name__} has; give steps=...")
+    return math.ceil(epochs * length)
+
+
+def repeated(data: Any) -> Any:
+    """Data that are read in every epoch: the batches of a list again and again, others as they are."""
+    return Cycle(data) if isinstance(data, Sequence) and not isinstance(data, str | tuple) else data
 
 
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:

@@ -25,6 +25,12 @@ try:
 except ImportError as error:
     raise ImportError("vnode.nnx needs flax: pip install 'vnode[flax]'") from error
 
+__all__ = ["ObjectStep", "virtualize"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class ObjectStep(Step[P, R]):
     """A virtualized nnx step; made by `virtualize`. Called like the step, it updates the objects in place."""

@@ -169,7 +169,7 @@ def memory(made: Schedule, budget: float) -> str:
     kept = sum(sum(map(nbytes, inner.between)) for inner, _ in schedules(made))
     held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
     least = FOR_BUDGET[-1 if budget >= FORWARD else -2].price
-    worth = f"fewer than {several(least, 'operation')} saved per byte"
+    worth = f"fewer than {several(int(least), 'operation')} saved per byte"
     return f"to keep what passes compute again{held} is not worth its memory: {worth}"
 
 
