@@ -4,16 +4,18 @@
     python -m benchmarks.bits_memory --tpu v5e:2x4      compiled for one of its devices, which need not be there
     python -m benchmarks.bits_memory --tpu v5e:2x4 --models contrastive
 
-Two models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching (embed
-all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). And the transformer of
-the other benchmarks, on 8 and on 64 nodes. Memory and cycles are the compiler's; times are those of the processor, of
-steps that take turns, relative to the step by hand in the same round.
+Three models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching
+(embed all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). The
+transformer of the other benchmarks, on 8 and on 64 nodes. And twelve dense layers with one example for each node: few
+examples and many parameters. Memory and cycles are the compiler's; times are those of the processor, of steps that
+take turns, relative to the step by hand in the same round.
 
 This file knows models, ways to compute a step, and compiled programs. It must not know how sums are formed.
 """
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -46,9 +48,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     HOSTED: {},
 }
 NAMES = (HAND, *OPTIONS, PLAIN)
-MODELS = ("contrastive", "transformer")
+MODELS = ("contrastive", "transformer", "layers")
 
 PAIRS, NODES, LAYERS, WIDTH, INPUT, EMBEDDING = 1024, 16, 11, 768, 256, 128
+DENSE = 512
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,41 @@ def transformer(name: str, nodes: int, device: Any) -> Case:
     return Case(hosted(name, made.function), state, shapes, gradients, turns_of(name, nodes))
 
 
+def layers_loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
+    """Of dense layers without biases."""
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2)
+
+
+def layers_step(params: list[jax.Array], x: jax.Array) -> Any:
+    """The gradients leave the step, so that all of them are there at its end."""
+    return jax.value_and_grad(layers_loss)(params, x)
+
+
+def layers_by_hand(nodes: int, params: list[jax.Array], x: jax.Array) -> Any:
+    """A scan over the nodes."""
+
+    def node(total: Any, x: jax.Array) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, layers_step(params, x)), None
+
+    zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+    return jax.tree.map(lambda y: y / nodes, jax.lax.scan(node, zeros, x.reshape(nodes, -1, DENSE))[0])
+
+
+def layers(name: str, nodes: int, device: Any) -> Case:
+    """Twelve dense layers in one way, with an example for each node."""
+    params = [jax.ShapeDtypeStruct((DENSE, DENSE), jnp.float32)] * 12
+    gradients = sum(x.size * x.dtype.itemsize for x in params)
+    if name in OPTIONS:
+        step = hosted(name, vnode.virtualize(layers_step, virtual_nodes=nodes, **OPTIONS[name]).on([device]))
+    else:
+        there = jax.sharding.SingleDeviceSharding(device)
+        function = {HAND: functools.partial(layers_by_hand, nodes), PLAIN: layers_step}[name]
+        step = jax.jit(function, in_shardings=there, out_shardings=there)
+    return Case(step, params, jax.ShapeDtypeStruct((nodes, DENSE), jnp.float32), gradients, turns_of(name, nodes))
+
+
 def hosted(name: str, step: Any) -> Any:
     """A step whose sums wait on the host, as a plan may have them, if that is the way."""
     if name != HOSTED:
@@ -210,7 +248,8 @@ def rows(device: Any, names: list[str], makers: list[str], seconds: float) -> It
         makers: Of which models.
         seconds: For how long the ways of the contrastive step are timed; 0 for not at all.
     """
-    for make, nodes in ((contrastive, NODES), (transformer, 8), (transformer, 64)):
+    several = ((contrastive, NODES), (transformer, 8), (transformer, 64), (layers, 8), (layers, 16), (layers, 64))
+    for make, nodes in several:
         if make.__name__ not in makers:
             continue
         compiled = {}

@@ -42,8 +42,8 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_use_ivar = True
 
-# Pages. The notebook is shown with the outputs that it is kept with, which tests/test_examples.py holds against those
-# of a run; so it is run once, there.
+# Pages. The notebook is shown with the outputs that it is kept with. tests/thorough/test_examples.py runs it and
+# compares them; so it is run once, there.
 myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"

@@ -1,6 +1,7 @@
-"""What the TPU compiler says, asked by a program in a process of its own: the compiler loads a large library.
+"""Starts a program of `tests.programs` in a process of its own, and returns what it prints.
 
-Knows processes. Must not know vnode.
+For compilers that load a large library (that for TPUs), and for what shows in a fresh process only. Knows processes.
+Must not know vnode.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ from typing import Any
 
 from benchmarks import tpu
 
-HASTY = {} if os.environ.get("VNODE_TEST_ALL") == "1" else {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
-"""With this in its environment the compiler looks for no fast kernels, which takes nine tenths of its time.
+ROOT = Path(__file__).parents[1]
 
-Only for what does not depend on it: whether something is kept, computed again or moved, and memory within a fifth; not
-for predictions of time, for closer ones of memory, nor for which collectives go together. With VNODE_TEST_ALL=1
+HASTY = {} if os.environ.get("VNODE_TEST_ALL") == "1" else {"JAX_EXEC_TIME_OPTIMIZATION_EFFORT": "-1.0"}
+"""With this in its environment the TPU compiler looks for no fast kernels, which takes nine tenths of its time.
+
+Only for results that do not depend on it: whether a value is kept, computed again or moved, and memory within a fifth;
+not for predictions of time, for closer ones of memory, nor for which collectives go together. With VNODE_TEST_ALL=1
 everything is compiled as users compile it.
 """
 
 
-def said(program: str, *arguments: str, hasty: bool = False) -> Any:
-    """What the last line that a program prints is as JSON; `hasty`: with `HASTY`."""
-    return json.loads(printed("-c", program, *arguments, hasty=hasty)[-1])
+def program(name: str) -> list[str]:
+    """The command that runs a program of `tests.programs`; its working folder is to be `ROOT`."""
+    return [sys.executable, "-m", f"tests.programs.{name}"]
+
+
+def said(name: str, *arguments: str, hasty: bool = False) -> Any:
+    """The last line that a program prints, read as JSON; `hasty`: with `HASTY`."""
+    return json.loads(printed(*program(name), *arguments, hasty=hasty)[-1])
 
 
 def printed(*command: str, hasty: bool = False) -> list[str]:
-    """The lines that Python prints, called so; `hasty`: with `HASTY`."""
+    """The lines that a command prints, with the environment in which the TPU compiler needs no TPU."""
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         capture_output=True,
         text=True,
-        cwd=Path(__file__).parents[1],
+        cwd=ROOT,
         env={**os.environ, **tpu.ENVIRONMENT, **(HASTY if hasty else {})},
     )
     assert done.returncode == 0, done.stderr

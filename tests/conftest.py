@@ -5,6 +5,7 @@ process, the workers of pytest-xdist included, so nothing here may depend on ano
 """
 
 import gc
+import importlib.util
 import itertools
 import os
 import sys
@@ -31,8 +32,14 @@ hypothesis.settings.load_profile("vnode")
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "newest: part of the selection that also runs on the newest jax")
     config.addinivalue_line(
-        "markers", "thorough: takes long; not part of `make test`, but of what CI and `make test-all` run"
+        "markers", "thorough: takes long; not part of `make test`, but of `make test-thorough`, which CI runs"
     )
+    config.addinivalue_line(
+        "markers",
+        "sampled(n, thorough=m): n of a test's cases, spread evenly, are part of the usual run; of the others m are "
+        "thorough (all of them if it is not said), and the rest are sweeps",
+    )
+    config.addinivalue_line("markers", "tpu: asks the compiler for TPUs, and so is thorough")
     config.addinivalue_line(
         "markers",
         "quickly: compiled without XLA's expensive optimizations, on which nothing that is tested depends, and, unless "
@@ -42,8 +49,40 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "wheel: downloads packages into a fresh environment; only if asked for")
 
 
+THOROUGH = Path(__file__).parent / "thorough"
+"""The folder of tests that need more than the extra `test` brings, or take long."""
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Does not import what a usual run leaves out, and whose packages need not be there."""
+    return True if collection_path == THOROUGH and "not thorough" in config.option.markexpr else None
+
+
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of some tests, evenly spread."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves sweeps out of the usual run."""
+    """Marks tests by their folder and by what they need; leaves sweeps out of the usual run."""
+    compiler = importlib.util.find_spec("libtpu") is not None
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if THOROUGH in item.path.parents or item.get_closest_marker("tpu"):
+            item.add_marker(pytest.mark.thorough)
+        if item.get_closest_marker("tpu") and not compiler:
+            item.add_marker(pytest.mark.skip(reason="needs the compiler for TPUs: the extra tpu-aot, on Linux"))
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("sweep"):
+            cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
+    for several in cases.values():
+        mark = several[0].get_closest_marker("sampled")
+        usual = spread(several, *mark.args)
+        others = [item for item in several if item not in usual]
+        thorough = spread(others, mark.kwargs.get("thorough", len(others)))
+        for item in others:
+            item.add_marker(pytest.mark.thorough if item in thorough else pytest.mark.sweep)
     if os.environ.get("VNODE_TEST_ALL") == "1":
         return
     left_out = [item for item in items if item.get_closest_marker("sweep")]

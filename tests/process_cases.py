@@ -3,11 +3,15 @@
 Knows steps, states and batches. Must not know how many processes there are: each case is written as for one.
 """
 
+import contextlib
 import functools
 import hashlib
 import os
 import signal
 import time
+import unittest.mock
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,11 +20,15 @@ import numpy as np
 
 import vnode
 from tests.processes import waiting
+from vnode.elastic.checkpoints import Checkpoints
+from vnode.elastic.driver import Driver
+from vnode.elastic.reader import Reader
 from vnode.errors import CheckpointError, DeviceLost
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.waiting import VARIABLE, meet
 from vnode.plan.nodes import search
 from vnode.plan.nodes.memory import program_memory as memory_of
+from vnode.step import executor, identity
 
 V = 8
 
@@ -247,8 +255,6 @@ def trained(checkpoint: str, size: int, steps: int, stop_at: int = -1, kill_at: 
         )
 
     def callback(number: int, metrics: Any) -> None:
-        if number == kill_at:
-            os.environ[VARIABLE] = "6"  # from here on
         if number == kill_at and jax.process_index() == jax.process_count() - 1:
             os.kill(os.getpid(), signal.SIGKILL)
         if number == stop_at and jax.process_index() == jax.process_count() - 1:
@@ -280,6 +286,190 @@ def failing(seconds: float) -> None:
         meet("to fail")
         time.sleep(seconds * (jax.process_index() > 0))
         raise RuntimeError(f"process {jax.process_index()} has failed")
+
+
+def run_error(step: Any = None, data: Any = None, initial: Any = None, **options: Any) -> str:
+    """The error of a run; of one that ends well, that it did."""
+    try:
+        result = vnode.elastic.run(
+            step or step_of(),
+            state() if initial is None else initial,
+            data or vnode.data.Batches(examples(16), 8),
+            **{"steps": 8, "progress": False, **options},
+        )
+    except (vnode.VnodeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return f"ended after {result.step} steps"
+
+
+def faster_step():
+    """`step_of`, with another learning rate in one process."""
+    factor = 0.5 if jax.process_index() else 0.25
+
+    def step(state, batch):
+        grad = jax.grad(lambda w: jnp.mean((batch["x"] @ w - batch["y"]) ** 2))(state)
+        return state - factor * grad, {}
+
+    return vnode.virtualize(step, virtual_nodes=V)
+
+
+def differing() -> dict[str, str]:
+    """The errors of runs, and of a step alone, of which one process does something else than the other."""
+    second, weights = jax.process_index() == 1, np.zeros((36, 3), np.float32)
+    shifted = {name: rows + second for name, rows in examples(16).items()}
+    fewer = {**state(), **({"more": np.zeros(2, np.float32)} if second else {})}
+    errors = {}
+
+    def ask(name: str, **arguments: Any) -> None:
+        with waiting(f"the error of another {name}"):
+            errors[name] = run_error(**arguments)
+
+    ask("seed", data=vnode.data.Batches(examples(16), 8, seed=int(second)))
+    ask("batch size", data=vnode.data.Batches(examples(16), 4 if second else 8))
+    ask("values", data=vnode.data.Batches(shifted, 8))
+    ask("option", keep_every=3 if second else 4)
+    ask("state", initial=fewer)
+    ask("nodes", step=vnode.virtualize(step_of().__wrapped__, virtual_nodes=4 if second else 8))
+    told = dict(identity.versions())
+    with unittest.mock.patch.dict(identity.versions(), {"jax": "0.0"} if second else told):
+        ask("version", steps=0)
+    ask("program", step=faster_step(), initial=weights)
+    with waiting("the error of a step alone"):
+        try:
+            faster_step()(weights, examples(8))
+        except vnode.ProcessError as error:
+            errors["program of a step alone"] = str(error)
+    own = (lambda number, metrics: None) if second else None  # what processes may have for themselves
+    ask("nothing", callback=own, prefetch=1 + second, history_kept=3 + second, writers=[print] * second)
+    return errors
+
+
+def corrupted(at: int) -> str:
+    """The error of a run in which one process's copy of the state becomes another one."""
+    follow = Driver.follow
+
+    def changed(driver: Driver, request: Any) -> None:
+        if driver.number == at and jax.process_index() == 1:
+            speed = driver.state["speed"]["in"]
+            copy = jax.device_put(speed.addressable_data(0).at[3, 2].add(1e-6), jax.local_devices()[0])
+            copies = jax.make_array_from_single_device_arrays(speed.shape, speed.sharding, [copy])
+            driver.state = {**driver.state, "speed": {**driver.state["speed"], "in": copies}}
+        follow(driver, request)
+
+    with waiting("the error of the state"), unittest.mock.patch.object(Driver, "follow", changed):
+        return run_error(steps=at + 3)
+
+
+def failures(folder: str, at: str) -> dict[str, list[Any]]:
+    """Errors that one process has and the other learns of, each with the seconds until then.
+
+    Args:
+      folder: an empty one.
+      at: the last of them, in the data or in the callback of a run, which parts the processes.
+    """
+    last, found = jax.process_index() == jax.process_count() - 1, {}
+
+    def fail(name: str) -> None:
+        if last:
+            Path(folder, name).write_text(str(time.time()))
+            raise ValueError(f"no luck with the {name}")
+
+    def ask(name: str, call: Callable[[], Any]) -> None:
+        with waiting(f"the error of the {name}"):
+            try:
+                error = call()
+            except (vnode.VnodeError, ValueError) as caught:
+                error = f"{type(caught).__name__}: {caught}"
+        seconds = time.time() - float(Path(folder, name).read_text())
+        found[name] = [error, seconds]
+
+    class Failing(vnode.data.Batches):
+        def load(self, number: int, placement: Any) -> Any:
+            if number == 3:
+                fail("data")
+            return super().load(number, placement)
+
+    def callback(number: int, metrics: Any) -> None:
+        if number == 2:
+            fail("callback")
+
+    def refuses(state, batch):
+        fail("step")
+        return step_of().__wrapped__(state, batch)
+
+    def fails_alone() -> Any:
+        step = vnode.virtualize(refuses, virtual_nodes=V)
+        return step(state(), examples(8))
+
+    def saves() -> str:
+        write = Checkpoints.write
+
+        def failing(self: Any, number: int, *rest: Any) -> None:
+            if number == 2:
+                fail("save")
+            write(self, number, *rest)
+
+        with unittest.mock.patch.object(Checkpoints, "write", failing):
+            return run_error(checkpoint=f"{folder}/saved", checkpoint_every=1, steps=9)
+
+    ask("step", fails_alone)
+    ask("save", saves)
+    last_one = {"data": {"data": Failing(examples(16), 8)}, "callback": {"callback": callback, "steps": 60}}[at]
+    ask(at, lambda: run_error(**last_one))
+    with waiting("the error of processes that have been parted"):
+        found["again"] = [run_error(), 0.0]
+    return found
+
+
+def folders(folder: str) -> dict[str, str]:
+    """The errors of folders that are not the same in both processes."""
+    second, saved, found = jax.process_index() == 1, f"{folder}/seen", {}
+    with waiting("the error of another folder"):
+        found["other folder"] = run_error(checkpoint=f"{folder}/of-{int(second)}")
+    with waiting("a run with checkpoints"):
+        found["first"] = run_error(checkpoint=saved, checkpoint_every=2, steps=4)
+    listed = Reader.folders
+
+    def older(self: Any) -> Any:
+        return {number: path for number, path in listed(self).items() if number < 4 or not second}
+
+    like = step_of().put(state())
+    with waiting("the error of an older listing"), unittest.mock.patch.object(Reader, "folders", older):
+        found["older listing"] = run_error(checkpoint=saved, steps=6)
+        try:
+            vnode.elastic.restore(saved, like=like)
+        except CheckpointError as error:
+            found["restored from an older listing"] = str(error)
+    with waiting("the end of the run"):
+        found["again"] = run_error(checkpoint=saved, steps=6)
+        found["restored"] = bits(vnode.elastic.restore(saved, like=like))
+    return found
+
+
+def killed(at: str, checkpoint: str) -> None:
+    """A run whose last process is killed.
+
+    Args:
+      at: where: while it compiles, while it saves, or while it restores.
+      checkpoint: a folder.
+    """
+
+    def end(*rest: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    places = {"compile": (executor, "check_same"), "save": (Checkpoints, "write"), "restore": (Reader, "load")}
+    last, (place, name) = jax.process_index() == jax.process_count() - 1, places[at]
+    patch = unittest.mock.patch.object(place, name, end) if last else contextlib.nullcontext()
+    with waiting("the run"), patch:
+        vnode.elastic.run(
+            step_of(),
+            state(),
+            vnode.data.Batches(examples(16), 8),
+            steps=8,
+            checkpoint=checkpoint,
+            checkpoint_every=2,
+            progress=False,
+        )
 
 
 def refused(checkpoint: str, size: int) -> str:

@@ -1,7 +1,7 @@
 """Nodes that barriers keep apart, and small inputs that are packed: what they compute stays, whatever the forms.
 
 Knows steps and placements. The reference is the step that is not virtualized. On CPUs the compiler drops barriers, so
-that bits are not compared here; what the compiler for TPUs makes of them is in `test_tpu_aot.py`.
+that bits are not compared here; `tests/thorough/test_scaling_on_tpus.py` says what the compiler for TPUs makes of them.
 """
 
 from __future__ import annotations

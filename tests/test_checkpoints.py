@@ -31,6 +31,7 @@ from etils import epath
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
+from tests.ahead import program
 from vnode.elastic import restore, run
 from vnode.elastic.checkpoints import Checkpoints
 from vnode.elastic.integrity import checksums
@@ -151,6 +152,12 @@ def emptied(checkpoint: Path) -> None:
     checkpoint.mkdir()
 
 
+def dangling(checkpoint: Path) -> None:
+    """A link in place of a checkpoint, to what is no more."""
+    shutil.rmtree(checkpoint)
+    checkpoint.symlink_to(checkpoint.parent.parent / "nowhere")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], int]] = {
     "truncate arrays": (lambda folder: os.truncate(largest(folder / "6"), 100), 4),
     "delete arrays": (lambda folder: largest(folder / "6").unlink(), 4),
@@ -163,6 +170,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], int]] = {
     "delete tree": (lambda folder: (folder / "6/default/_METADATA").unlink(), 4),
     "edit arrays": (lambda folder: rewrite(folder / "6"), 4),
     "empty folder": (lambda folder: emptied(folder / "6"), 4),
+    "dangling link": (lambda folder: dangling(folder / "6"), 4),
     "foreign folder": (lambda folder: foreign(folder / "6"), 4),
     "renamed": (lambda folder: (folder / "4").rename(folder / "8"), 6),
     "swapped": (lambda folder: exchange(folder / "4", folder / "6"), 2),
@@ -424,6 +432,25 @@ def test_where_there_are_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
+def test_a_lock_that_is_deleted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The next save takes it again, or learns that another run has it."""
+    lock = tmp_path / "vnode.lock"
+    first = Checkpoints(tmp_path, keep=1)
+    lock.unlink()
+    with caplog.at_level(logging.WARNING, "vnode"):
+        first.save(1, made(1), {})
+    assert "vnode.lock was deleted during a run" in caplog.text
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        FolderLock(epath.Path(tmp_path))
+    lock.unlink()
+    second = FolderLock(epath.Path(tmp_path))
+    with pytest.raises(CheckpointError, match="another run is writing"):
+        first.save(2, made(2), {})
+    second.release()
+    first.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+
+
 def test_unwritable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run learns at its start that it cannot save."""
     (tmp_path / "file").write_text("")
@@ -540,33 +567,6 @@ def test_a_run_after_damage(tmp_path: Path) -> None:
     assert bits(restore(tmp_path, start(), step=4)) != bits(whole.state)
 
 
-PROCESS = """
-import sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-count, index, port, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
-if count > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize("localhost:" + port, count, index)
-import vnode
-from vnode.elastic.checkpoints import Checkpoints
-mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), ("vnode", "model"))
-host = np.arange(48, dtype=np.float32).reshape(8, 6)
-state = {
-    str(spec): jax.make_array_from_callback(host.shape, NamedSharding(mesh, spec), lambda index: host[index])
-    for spec in (P("model"), P(), P("vnode", "model"))
-}
-checkpoints = Checkpoints(folder, 2)
-if count > 1:
-    checkpoints.save(1, state, {})
-number = checkpoints.latest
-back = checkpoints.restore(number, state, vnode.Placement(4, mesh=mesh))
-shards = [shard for array in back.values() for shard in array.addressable_shards]
-assert number == 1 and all(np.array_equal(shard.data, host[shard.index]) for shard in shards)
-checkpoints.close()
-"""
-
-
 @pytest.mark.sweep
 def test_several_processes(tmp_path: Path) -> None:
     """Arrays that are spread over processes have the checksums of one process, which restores them."""
@@ -576,7 +576,7 @@ def test_several_processes(tmp_path: Path) -> None:
     for count in (2, 1):
         environment = {**os.environ, "XLA_FLAGS": f"--xla_force_host_platform_device_count={4 // count}"}
         arguments = [[str(count), str(index), port, str(tmp_path)] for index in range(count)]
-        running = [subprocess.Popen([sys.executable, "-c", PROCESS, *each], env=environment) for each in arguments]
+        running = [subprocess.Popen([*program("checkpointing_process"), *each], env=environment) for each in arguments]
         try:
             assert [process.wait(120) for process in running] == [0] * count
         finally:

@@ -7,23 +7,9 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
-SCRIPT = """
-import sys
-import jax, jax.numpy as jnp
-import vnode
-
-
-def train_step(w, x):
-    return w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
-
-
-devices = jax.devices()[: int(sys.argv[1])]
-step = vnode.virtualize(train_step, virtual_nodes=4).on(devices)
-jax.block_until_ready(step(step.put(jnp.ones(3)), jnp.ones((8, 3))))
-"""
+from tests.ahead import program
 
 
 def programs(devices: int, cache: Path) -> int:
@@ -35,7 +21,7 @@ def programs(devices: int, cache: Path) -> int:
         "JAX_ENABLE_COMPILATION_CACHE": "true",
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
     }
-    command = [sys.executable, "-c", SCRIPT, str(devices)]
+    command = [*program("compiled_with_cache"), str(devices)]
     subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True, check=True)
     return len(list(cache.glob("jit_train_step-*-cache")))
 

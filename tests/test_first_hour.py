@@ -277,11 +277,6 @@ def test_state_and_batch_the_other_way_round() -> None:
     told(vnode.BatchError, lambda: run(step_of(), BATCH, [LINE], steps=1), "the other way round", *swapped)
     with pytest.raises(KeyError):  # wrong either way: the error is the step's own
         step_of()({"v": 1.0}, BATCH)
-    batch_first = vnode.virtualize(lambda batch, state: batch["x"].sum() + state["w"].sum(), virtual_nodes=2)
-    state = {**LINE, "b": np.ones(2)}
-    told(
-        vnode.BatchError, lambda: batch_first(BATCH, state), "disagree", "in_axes=(0, None) if batch holds the examples"
-    )
 
 
 def test_leaves_that_are_no_arrays_are_named_where_they_are_in_the_way() -> None:

@@ -13,7 +13,6 @@ import math
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ import numpy as np
 import pytest
 
 import vnode
+from tests.ahead import program
 from tests.rounding import assert_same
 from tests.test_virtual_step import compilations
 from vnode.plan.nodes.memory import byte_count, device_memory, program_memory
@@ -209,6 +209,7 @@ def broad(w: dict[str, jax.Array], x: jax.Array) -> tuple[dict[str, jax.Array], 
     return jax.tree.map(lambda w, slope: w - 0.1 * slope, w, slopes), loss
 
 
+@pytest.mark.thorough
 def test_lanes_become_fewer_where_that_is_enough() -> None:
     """With eight nodes one sum waits on each of two devices; of two lanes none does."""
     devices, random = jax.devices()[:2], np.random.default_rng(0)
@@ -438,38 +439,12 @@ def test_fit_refuses_what_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> Non
         vnode.fit(step, arguments(), devices="v5e:2x4")
 
 
-TPU_PROGRAM = """
-import json
-import jax, jax.numpy as jnp
-import vnode
-from vnode.plan.nodes.fit import TOPOLOGIES, described_devices
-from vnode.plan.nodes.memory import planned
-
-limits = {}
-for name in ("v2:2x2", *TOPOLOGIES):
-    devices = described_devices(name)
-    huge = jax.ShapeDtypeStruct((1 << 19, 1 << 19), jnp.float32, sharding=jax.sharding.SingleDeviceSharding(devices[0]))
-    try:
-        jax.jit(lambda x: x + 1).lower(huge).compile()
-    except jax.errors.JaxRuntimeError as error:
-        limits[name] = planned(devices[0]), str(error), len(devices)
-
-from tests.test_fit import wide
-step = vnode.virtualize(wide, virtual_nodes="auto", reduction="fast")
-args = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((4096, 1024, 256), jnp.float32)
-entry = vnode.fit(step, args, devices="v5e:2x4", memory="1.4GiB")["v5e:2x4"]
-sizes = {trial.virtual_nodes: trial.bytes for trial in entry.search.trials}
-print(json.dumps({"limits": limits, "kind": entry.kind, "chosen": entry.search.chosen, "sizes": sizes}))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (extra tpu-aot)")
+@pytest.mark.tpu
 def test_tpu_kinds_hold_what_their_compiler_says() -> None:
     root = Path(__file__).parents[1]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TPU_")}
     done = subprocess.run(
-        [sys.executable, "-c", TPU_PROGRAM],
+        program("tpu_kinds"),
         capture_output=True,
         text=True,
         cwd=root,

@@ -41,6 +41,7 @@ def normal(*shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(shape).normal(size=shape), jnp.float32)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [

@@ -7,7 +7,6 @@ right is what `test_zoo` says. Programs are compiled as users compile them, in f
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -21,6 +20,7 @@ from jax.sharding import Mesh, PartitionSpec
 import vnode
 from tests import zoo
 from tests.zoo import compare
+from tests.zoo.compare import digest
 from vnode.operators import Monoid
 from vnode.placement.sharded import whole_batches
 from vnode.runtime import loops
@@ -53,26 +53,6 @@ TRAINED = {
 
 RARELY = {"haiku_dropout_and_layer_norm", "batch_norm_local", "vit_with_reshaped_patches", "lstm_batch_major", "gan"}
 """Those that are left out of the usual run, which has much of what they have."""
-
-FROM_OUTSIDE = {
-    "under_grad",
-    "under_grad_of_masked_mean",
-    "under_grad_by_the_inputs",
-    "under_jvp_and_hessian",
-    "custom_jvp_under_grad",
-}
-"""Differentiated from outside, for which nothing is promised."""
-
-
-def digest(tree: Any) -> str:
-    """The SHA-256 of all arrays of a tree."""
-    sha = hashlib.sha256()
-    for leaf in jax.tree.leaves(tree):
-        array = np.asarray(compare.host(leaf))
-        sha.update(f"{array.dtype}{array.shape}".encode())
-        sha.update(array.tobytes())
-    return sha.hexdigest()
-
 
 def named(name: str) -> zoo.Case:
     return next(case for case in zoo.cases() if case.name == name)
@@ -147,12 +127,6 @@ def test_nodes_of_one_example_or_none() -> None:
         assert digest(one) == digest(several), seed
 
 
-def chosen() -> list[str]:
-    """Cases of the zoo whose results are compared: all of them, or a sample."""
-    names = [case.name for case in zoo.cases() if case.expect is None and case.name not in FROM_OUTSIDE]
-    return names if ALL else [*names[5::40], "views_that_are_centred_again_and_again"]
-
-
 def identity_or_mean(x: jax.Array) -> jax.Array:
     """One branch returns what it is given, the other what it computes once."""
     return jax.lax.cond(x[0, 0] > 0, lambda x: x, lambda x: jnp.broadcast_to(x.mean(), x.shape), x)
@@ -185,23 +159,6 @@ def test_loops_and_branches_around_passes_on_uneven_counts(step: Any) -> None:
         one = virtual.on(jax.devices()[:1])(given)
         np.testing.assert_allclose(one, want, rtol=1e-6)
         np.testing.assert_array_equal(virtual.on(jax.devices()[:3], counts=(4, 0, 1))(given), one)
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", chosen())
-def test_any_step(name: str) -> None:
-    """On one device, and in the usual run on either three or eight."""
-    case, several = named(name), DEVICES if ALL else (1, 8 if chosen().index(name) % 2 else 3)
-    nodes = 8 if case.nodes is None or 8 in case.nodes else case.nodes[-1]
-    with compare.running_in("float32"):
-        program = compare.build(case, "float32")
-        try:
-            digests = {d: digest(compare.call(case, program, nodes, d)) for d in several}
-        except vnode.VnodeError:
-            if case.may_refuse:  # and so has no bits
-                return
-            raise
-    assert len(set(digests.values())) == 1, digests
 
 
 def combine(monoids: Sequence[Any]) -> Any:
@@ -269,6 +226,7 @@ def test_sums_of_every_size(nodes: int) -> None:
             np.testing.assert_array_equal(np.asarray(a).view(np.int32), b.view(np.int32))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("nodes", "lanes"), [(16, None), (16, 1), (12, 3)])
 def test_what_is_in_memory_before_does_not_show(monkeypatch: pytest.MonkeyPatch, nodes: int, lanes: int | None) -> None:
     """Of memory that sums are written to, CPUs have zeros, TPUs and GPUs what was there: NaN, say."""
@@ -289,6 +247,7 @@ def test_what_is_in_memory_before_does_not_show(monkeypatch: pytest.MonkeyPatch,
     assert poisoned
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("width", "dtype"), [(1, "float32"), (32, "float32"), (128, "float32"), (32, "complex64"), (32, "float16")]
 )
@@ -351,6 +310,7 @@ def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
         vnode.virtualize(lambda w, x: w, virtual_nodes=8, lanes=lanes)
 
 
+@pytest.mark.sampled(4, thorough=3)
 @pytest.mark.parametrize("batch", [8, 13, pytest.param(16, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("place", ["even", "uneven", "idle", "mesh", "groups"])
 def test_the_sign_of_zero(place: str, batch: int) -> None:

@@ -107,6 +107,7 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.repeatable)
 
 
+@pytest.mark.sampled(3, thorough=3)
 @pytest.mark.parametrize(("share", "seed"), [(1.0, 0), (0.5, 1)])
 @pytest.mark.parametrize(("shape", "split"), [((1,), False), ((2,), False), ((2, 4), True)], ids=str)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
@@ -192,6 +193,7 @@ def test_the_programme_finds_the_best_of_all_choices(values: Any, share: float) 
         assert sum(values[v].seconds for v in found[0]) <= 1.03 * expected + 1e-3
 
 
+@pytest.mark.thorough
 def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(6, 32, 2048))
     options = {"virtual_nodes": 2, "reduction": "fast", "donate_argnums": 0}

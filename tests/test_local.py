@@ -158,6 +158,7 @@ PICKED: dict[str, Loss] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", PICKED)
 def test_what_examples_put_somewhere_is_not_estimated(name: str) -> None:
     assert_same(local(PICKED[name])(PARAMS, DATA), gradient(PICKED[name]), PARAMS, DATA)
@@ -244,6 +245,7 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
+@pytest.mark.sampled(6, thorough=5)
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_those_of_the_nodes(name: str, nodes: int) -> None:

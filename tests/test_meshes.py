@@ -482,6 +482,7 @@ def clipped(state: Any, x: jax.Array) -> Any:
     return {"params": optax.apply_updates(state["params"], updates), "slots": slots}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", SPECS)
 def test_bits_on_any_number_of_devices_along_the_nodes(layout: str) -> None:
     """Three steps on meshes of 1, 2 and 4 by 2, the layout over the model axis being the same."""

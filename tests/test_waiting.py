@@ -105,6 +105,7 @@ def with_far(step: Any, far: int) -> Any:
     return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [3, 16])
 @pytest.mark.usefixtures("every_sum")
 def test_the_bits_of_a_step_stay(nodes):

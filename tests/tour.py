@@ -21,15 +21,6 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 
-EXECUTE = """
-import sys, nbclient, nbformat
-notebook = nbformat.read(sys.argv[1], 4)
-notebook.cells.append(nbformat.v4.new_code_cell("import sys; print(sys.executable, vnode.__file__)", id="where"))
-nbclient.NotebookClient(notebook, timeout=600, kernel_name="tests").execute()
-nbformat.write(notebook, sys.argv[2])
-"""
-
-
 def execute(folder: Path) -> nbformat.NotebookNode:
     """The tour with outputs, run in a process of its own; its last cell, `where`, says by what.
 
@@ -50,7 +41,7 @@ def execute(folder: Path) -> nbformat.NotebookNode:
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
     environment["MPLBACKEND"] = "module://matplotlib_inline.backend_inline"
     finished = subprocess.run(
-        [sys.executable, "-c", EXECUTE, str(TOUR), "executed.ipynb"],
+        [sys.executable, str(ROOT / "tests" / "programs" / "executed_notebook.py"), str(TOUR), "executed.ipynb"],
         cwd=folder,
         env=environment,
         capture_output=True,

@@ -113,7 +113,7 @@ def page() -> Any:
 
 
 MISSING = "not installed"
-HIDDEN = {"test", "tpu-aot", "notebook", "examples", "docs"}
+HIDDEN = {"test", "thorough", "tpu-aot", "notebook", "examples", "docs"}
 """Extras that are for developers or documents only."""
 
 

@@ -31,7 +31,17 @@ class PlacementError(VnodeError):
 
 
 class ProcessError(VnodeError):
-    """Another process did not come in time to what several processes do together, or does something else."""
+    """Another process has failed, did not come in time to what several processes do together, or does something else.
+
+    Args:
+      message: what happened.
+      process: the one that is to blame, if that is known.
+      told: whether the other processes know of it too.
+    """
+
+    def __init__(self, message: str = "", *, process: int | None = None, told: bool = False) -> None:
+        self.process, self.told = process, told
+        super().__init__(message)
 
 
 class BatchError(VnodeError):

@@ -110,7 +110,10 @@ def virtualize(
       memory: with ``"auto"``, what a device may hold: bytes, or a string such as ``"16GiB"``; by default what the
         devices report. CPUs report nothing.
       in_axes: which dimension of each argument carries the examples, as in `jax.vmap`: an integer, None, or a pytree
-        prefix, for each positional argument. Arguments beyond its end are not split; nor are keyword arguments.
+        prefix, for each positional argument. Arguments beyond its end are not split. A mapping names the arguments
+        that are split, ``{"batch": 0}``, however they are given: by position, or by keyword as ``batch=batch``. Batches
+        may have different sizes: those that divide into a common number of parts follow each other, each of the others
+        is divided by itself.
       coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
         so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
         each node from its own examples (ghost batch statistics), together with the counts that they are divided by;
@@ -223,6 +226,7 @@ def virtualize(
         patterns=patterns,
     )
     donated = argument_numbers("donate_argnums", donate_argnums, fun)
+    check_axes_named(in_axes, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
         return AutoStep(
@@ -245,6 +249,21 @@ def parameters_of(fun: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         parameter = inspect.Parameter
         return [parameter("args", parameter.VAR_POSITIONAL), parameter("kwargs", parameter.VAR_KEYWORD)]
+
+
+def check_axes_named(in_axes: Any, fun: Callable[..., Any]) -> None:
+    """Refuses `in_axes` that name an argument which the step does not have.
+
+    Raises:
+      ValueError: there is one.
+    """
+    parameters = parameters_of(fun)
+    if not isinstance(in_axes, Mapping) or any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind in (*POSITIONAL, *NAMED)]
+    for name in in_axes:
+        if name not in known:
+            raise ValueError(f"in_axes={in_axes!r}: the step has no argument {name!r}, only {', '.join(known)}")
 
 
 def static_arguments(

@@ -210,9 +210,10 @@ def run(eqn: JaxprEqn, batches: Sequence[Batch], platform: str) -> None:
 def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> list[Copy]:
     """The equation in two parts of unequal size along `factor`, of which the second has padding.
 
-    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says. Garbage is finite
-    for products of two operands: XLA computes a grouped convolution as a dense one with zeros between the groups, and
-    zero times NaN is NaN. (What vnode pads with are real examples, so a NaN there is one of the user's.)
+    Padding holds garbage. Along a reduced factor it is overwritten first, as the description says, and so are terms of
+    a result that lacks a free factor. Garbage is finite for products of two operands: XLA computes a grouped
+    convolution as a dense one with zeros between the groups, and zero times NaN is NaN. (What vnode pads with are real
+    examples, so a NaN there is one of the user's.)
     """
     size = d.sizes[factor]
     monoid = d.reduced.get(factor)
@@ -225,7 +226,8 @@ def split(d: OperatorDescription, operands: Sequence[Array], factor: int) -> lis
             part = x.take(factor, local)
             dtype = part.data.dtype
             if monoid is None:
-                part = part.overwrite(factor, pad, 7 if d.has(Algebra.CONTRACTS) else garbage(dtype))
+                finite = d.has(Algebra.CONTRACTS) or d.summed
+                part = part.overwrite(factor, pad, 0 if i in d.adds_along(factor) else 7 if finite else garbage(dtype))
             elif i not in d.role(Role.INDEX):
                 part = part.overwrite(factor, pad, d.fill(factor, dtype))
             if monoid is not None and i in d.role(Role.ONCE) and number > 0:
@@ -350,8 +352,8 @@ def compare_split(d: OperatorDescription, eqn: JaxprEqn, factor: int, parts: Seq
         if factor in want.factors:
             got = np.concatenate([first.data, second.data], want.factors.index(factor))
             assert_same(got, want.data, limit, context)
-        elif monoid is not None and stands_in_operands:
-            assert_same(COMBINE[monoid](first.data, second.data), want.data, limit, context)
+        elif (monoid is not None and stands_in_operands) or i in d.summed:
+            assert_same(COMBINE[monoid or Monoid.SUM](first.data, second.data), want.data, limit, context)
         else:  # another result's factor
             assert_same(first.data, want.data, limit, context)
             assert_same(second.data, want.data, limit, context)

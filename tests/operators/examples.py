@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import sparse
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import primitives as extend_primitives
 from jax.extend.random import threefry_2x32
@@ -206,6 +207,7 @@ def shapes() -> Iterator[Example]:
     yield one("concatenate", lambda x: jnp.concatenate([x, x[:, :2], x], 1), array(3, 4, 2))
     yield one("concatenate_views", lambda x: jnp.concatenate([x, -x]), x, of="concatenate")
     yield one("pad", lambda x: lax.pad(x, 7.0, ((0, 0, 0), (1, -1, 0), (0, 2, 1))), x)
+    yield one("pad_blocks", lambda x: lax.pad(x, 7.0, ((4, 8, 0), (0, 0, 0), (-1, 2, 0))), array(4, 3, 5), of="pad")
     yield one("rev", lambda x: lax.rev(x, (1,)), x)
     yield one("slice", lambda x: x[:, 1:, ::2], array(4, 3, 5))
     yield one("split", lambda x: jnp.split(x, [1, 3], axis=1), array(3, 4, 2))
@@ -573,6 +575,43 @@ def structure() -> Iterator[Example]:
     yield Example("empty", lambda: lax.empty((4, 3), np.float64), (), frozenset({"empty"}))
 
 
+# Sparse arrays -------------------------------------------------------------------------------------------------------
+
+
+def sparse_arrays() -> Iterator[Example]:
+    """Products with a batch of matrices ``[3, 4, 5]`` of blocks ``[2]``; each stores six, one of them nowhere."""
+    shape, places = (3, 4, 5, 2), np.stack([integers(3, 6, low=0, high=4), integers(3, 6, seed=1, low=0, high=5)], -1)
+    places[:, 5] = shape[1:3]
+    products = {
+        "rows": ((([2], [0]), ([], [])), array(5, 7)),
+        "columns": ((([1], [1]), ([], [])), array(7, 4)),
+        "batch": ((([2], [2]), ([0], [1])), array(7, 3, 5)),
+        "summed batch": ((([0, 2], [0, 1]), ([], [])), array(3, 5)),
+    }
+    for name, (numbers, dense) in products.items():
+
+        def by_coordinates(data: Any, indices: Any, dense: Any, numbers: Any = numbers) -> Any:
+            return sparse.bcoo_dot_general(sparse.BCOO((data, indices), shape=shape), dense, dimension_numbers=numbers)
+
+        args = array(3, 6, 2), places, dense
+        yield Example(f"bcoo_dot_general {name}", by_coordinates, args, frozenset({"bcoo_dot_general"}))
+
+        def by_rows(data: Any, columns: Any, starts: Any, dense: Any, numbers: Any = numbers) -> Any:
+            rows = sparse.BCSR((data, columns, starts), shape=shape)
+            return sparse.bcsr_dot_general(rows, dense, dimension_numbers=numbers)
+
+        starts = np.broadcast_to(np.array([0, 2, 2, 5, 6]), (3, 5))
+        args = array(3, 6, 2), places[..., 1], starts, dense
+        yield Example(f"bcsr_dot_general {name}", by_rows, args, frozenset({"bcsr_dot_general"}))
+
+    def shared(data: Any, indices: Any, dense: Any) -> Any:
+        numbers = (([1], [1]), ([0], [0]))
+        return sparse.bcoo_dot_general(sparse.BCOO((data, indices), shape=(3, 5)), dense, dimension_numbers=numbers)
+
+    args = array(3, 4), integers(1, 4, 1, low=0, high=5), array(3, 5, 2)
+    yield Example("bcoo_dot_general of equal places", shared, args, frozenset({"bcoo_dot_general"}))
+
+
 EXAMPLES = [
     example
     for family in (
@@ -586,11 +625,13 @@ EXAMPLES = [
         random,
         linear_algebra,
         structure,
+        sparse_arrays,
     )
     for example in family()
 ]
 
 EQUINOX = "of Equinox; tests/test_equinox.py compares steps that use it"
+KERNELS = "split as its user says, or evaluated on GPUs only; tests/test_kernels.py cuts it and compares steps"
 HOST = "described where jax.vmap made it only; tests/test_effects.py compares steps that use it"
 
 UNREACHABLE = {
@@ -601,6 +642,7 @@ UNREACHABLE = {
     "iota_2x32_shape": "inside the lowering of random_bits",
     "stochastic_round": "on TPU only",
     "reciprocal": "in Pallas kernels only",
+    "pallas_call": "of Pallas; tests/operators/test_pallas.py",
     "platform_index": "no factors; the lowering chooses it",
     "psum_invariant": "inside shard_map with checks of variance; over positional axes like psum",
     "postponed": "in programs that vnode rewrites only; tests/test_late.py",
@@ -616,6 +658,10 @@ UNREACHABLE = {
     "unvmap_any": EQUINOX,
     "unvmap_max": EQUINOX,
     "mesh_cast": "needs a mesh with explicit axes; tests/test_sharding.py compares steps that use it",
+    "call_exported": "split where its program keeps examples apart; test_exported.py and tests/test_kernels.py",
+    "custom_partitioning": KERNELS,
+    "dot_product_attention_bwd_wrapper": KERNELS,
+    "dot_product_attention_fwd_wrapper": KERNELS,
     "ffi_call": HOST,
     "pure_callback": HOST,
 }

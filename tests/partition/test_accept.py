@@ -1,6 +1,6 @@
 """Predictions beside what XLA compiles: bytes of collectives in its text, and memory in its own analysis.
 
-XLA is the reference here, on eight CPU devices; `test_cost_ahead.py` has the TPU compiler.
+XLA is the reference here, on eight CPU devices; `tests/thorough/test_costs_on_tpus.py` has the TPU compiler.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ def arguments(layers: int = 3, width: int = 16, examples: int = 16) -> tuple[Any
     }, jax.random.normal(keys[2], (examples, width))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("shape", "partition"), [((1,), {}), ((2,), {}), ((2, 4), {"up$": P(None, None, "model")})], ids=str
@@ -142,6 +143,7 @@ def test_what_others_read_is_kept() -> None:
         computed_again(program, [(scan, returned)])
 
 
+@pytest.mark.thorough
 def test_what_is_computed_again_of_batch_norms_is_predicted_on_meshes() -> None:
     """A kernel there reads what it has let through a barrier itself: it does not wait for that."""
     made = wide_resnet_50("small", image=32, blocks=(1, 1))

@@ -7,7 +7,6 @@ the device, and of the integer programme all choices that there are.
 from __future__ import annotations
 
 import functools
-import importlib.util
 import itertools
 import json
 import os
@@ -124,6 +123,7 @@ def test_what_cannot_be_there_is_refused() -> None:
 # Steps
 
 
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize(
     ("shape", "partition"),
@@ -308,39 +308,11 @@ def test_a_host_that_is_not_apart_is_told() -> None:
     assert "from the host" in str(report) and any("compile it for tpu" in what for what in report.advice)
 
 
-AHEAD = """
-import json, sys
-from benchmarks import tpu
-from tests.partition.test_away import ONE, shapes, train
-from vnode.partition.plan.candidates import OnMesh
-from vnode.partition.plan.keep import Keeping
-from vnode.partition.plan.search import plan_of
-from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
-from vnode.analysis.away import movable
-
-args = shapes(8, 512, 16384)
-step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})
-plain = subject_of(step, args)
-begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
-found = []
-choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
-for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
-    subject = subject_of(computing_again(step, again, away), args)
-    on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
-    plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
-    report = plan.accept(tpu.topology("v5e:2x4")[:1])
-    said = report.memory_error, report.exchange_accepted and report.host_accepted
-    found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 def test_memory_of_a_tpu_falls_and_that_of_its_host_is_taken(reduction: str) -> None:
     """By the TPU compiler: what is kept, computed again, with beginnings on the host, and all on the host."""
-    found = said(AHEAD, reduction, hasty=True)
+    found = said("offload_on_tpus", reduction, hasty=True)
     again, begun = found[-3:-1] if reduction == "fast" else found
     layers = 8 * 8192 * 512 * 4
     assert (

@@ -7,7 +7,6 @@ on CPUs the host's memory is that of the devices.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 from typing import Any
 
@@ -106,35 +105,9 @@ def test_a_plan_from_a_file_has_them_there_too(plans, tmp_path):
         Plan.load(path, train, arguments(), donate_argnums=0)
 
 
-TAKEN = """
-import dataclasses, json
-import jax, jax.numpy as jnp
-import vnode
-from benchmarks import tpu
-from vnode.partition import Machine, search
-
-def step(w, x):
-    grads = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
-    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
-
-w = {"up": jax.ShapeDtypeStruct((2048, 8192), jnp.float32), "down": jax.ShapeDtypeStruct((8192, 2048), jnp.float32)}
-x = jax.ShapeDtypeStruct((32768, 2048), jnp.bfloat16)
-fast = vnode.virtualize(step, virtual_nodes=16, donate_argnums=0, reduction="fast").on(tpu.topology("v5e:2x4")[:1])
-said = fast.lower(w, x).compile().memory_analysis()
-found, memory = [(said.argument_size_in_bytes + said.temp_size_in_bytes,)], None
-for _ in range(3):
-    plan = search(step, (w, x), Machine.tpu("v5e:1x1"), virtual_nodes=16, memory=memory, donate_argnums=0)
-    memory = plan.figures.memory - 1
-    said = plan.accept(tpu.topology("v5e:2x4")[:1])
-    found.append((plan.far, plan.figures.memory, said.memory, plan.figures.far, said.on_host, said.host_accepted))
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 def test_on_tpus_the_same_bits_then_take_no_more_than_sums_in_any_order():
-    (fast, *_), plain, *others = said(TAKEN, hasty=True)
+    (fast, *_), plain, *others = said("host_sums_on_tpus", hasty=True)
     gradient = 2 * 2048 * 8192 * 4
     for far, (planned, memory, taken, predicted, on_host, accepted) in enumerate(others, 1):
         assert planned == far and predicted == far * gradient

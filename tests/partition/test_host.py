@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -65,6 +64,7 @@ def kinds(state: Any) -> dict[str, str]:
     }
 
 
+@pytest.mark.sampled(2, thorough=2)
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 @pytest.mark.parametrize(
     ("shape", "partition"),
@@ -226,47 +226,11 @@ def test_what_can_wait_is_what_nobody_wants_early(case: Any) -> None:
     assert away.can_wait(several, wanted, gone) == expected
 
 
-AHEAD = """
-import json, sys
-import jax, jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from benchmarks import tpu
-from vnode.placement.temporary import temporary_of
-from vnode.runtime import away
-
-count, shape = 8, (2048, 2048)
-mesh = Mesh(tpu.topology("v5e:2x4")[:1], ("x",))
-near = NamedSharding(mesh, PartitionSpec())
-far = near.with_memory_kind("pinned_host")
-
-def step(weights, slots, x):
-    def loss(weights):
-        h = x
-        for w in weights:
-            h = jnp.tanh(h @ w)
-        return jnp.mean(h**2)
-
-    grads = jax.grad(loss)(weights)
-    made, kept, last = [], [], grads[0]
-    for w, slot, g in zip(weights, slots, grads):
-        slot = 0.9 * away.fetched(slot, last, PartitionSpec(), mesh) + 0.1 * g
-        last = w - 0.1 * slot / (1 + jnp.sqrt(slot * slot))
-        made.append(last)
-        kept.append(jax.device_put(slot, far))
-    return made, kept
-
-args = [[jax.ShapeDtypeStruct(shape, "float32", sharding=s)] * count for s in (near, far)]
-x = jax.ShapeDtypeStruct(shape, "float32", sharding=near)
-print(json.dumps(temporary_of(jax.jit(step, donate_argnums=(0, 1)).lower(*args, x).compile()).held))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 def test_arrays_come_from_the_host_of_a_tpu_one_after_another() -> None:
     """By the TPU compiler: eight slots as large as their weights, beside gradients; they are not there at once."""
     one = 2048 * 2048 * 4
-    assert said(AHEAD) < (8 + 4) * one
+    assert said("host_slots_on_tpus") < (8 + 4) * one
 
 
 @pytest.mark.parametrize("spec", [P(), P("vnode")], ids=str)

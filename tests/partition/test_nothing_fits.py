@@ -113,6 +113,7 @@ def said(error: Any) -> dict[str, Any]:
     return changed
 
 
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_named_fits_and_nothing_cheaper_does(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
@@ -168,6 +169,7 @@ def test_a_device_alone_is_joined_to_its_double_by_way_of_the_host() -> None:
     assert doubled(one).route(0, 1).seconds(1e9) == pytest.approx(kind.host_latency + 1e9 / kind.host_bandwidth)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(("budget", "short"), [(1e-3, True), (60.0, False)])
 def test_a_search_that_had_too_little_time_says_so(budget, short):
     machine = Machine.tpu("v5e:2x2")

@@ -135,6 +135,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_ro
     return plan_of(subject, made, V5E, 2**30, {})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 2, "model": 4}, {"vnode": 1, "model": 4, "model2": 2}], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -146,6 +147,7 @@ def test_random_plans_are_carried_out(name: str, sizes: dict[str, int]) -> None:
         assert_same(got, jax.jit(step), state, batch)
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly
 @settings(max_examples=6, deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.integers(2, 10_000), st.sampled_from([3, 5, 16]))
@@ -197,6 +199,7 @@ def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp
         assert_same(made(made.put(state), batch), plain, state, batch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""
@@ -227,9 +230,12 @@ def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
     assert both.figures.state - scalar == (expert.figures.state - scalar) / 4
     assert both.figures.memory < expert.figures.memory
     roomy = search(step, args, V5E, virtual_nodes=8)
-    least = min(figures.memory for figures in (roomy.figures, *roomy.beside.values()))
+    known = (roomy.figures, *roomy.beside.values())
+    least = min(figures.memory for figures in known)
+    assert least < roomy.figures.memory  # or nothing would be searched for
     plan = search(step, args, V5E, virtual_nodes=8, memory=least)
     assert plan.figures.memory <= plan.memory == least
+    assert plan.figures.seconds <= min(figures.seconds for figures in known if figures.memory <= least) * (1 + 1e-9)
 
 
 def test_no_plan_is_worse_than_what_experts_do() -> None:
@@ -255,7 +261,9 @@ def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
 @pytest.mark.parametrize("budget", [float("inf"), 10**400, np.float32(1e30)], ids=str)
 def test_a_budget_without_end(budget: Any) -> None:
     step, args = example("mlp")
-    assert search(step, args, V5E, virtual_nodes=2, budget=budget).figures.memory > 0
+    ended = search(step, args, V5E, virtual_nodes=2, budget=600)  # many times what it takes
+    endless = search(step, args, V5E, virtual_nodes=2, budget=budget)
+    assert (endless.name, endless.figures) == (ended.name, ended.figures)
 
 
 def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
@@ -275,7 +283,12 @@ def test_as_few_nodes_as_fit() -> None:
     assert eight.virtual_nodes == 8  # devices
     allowed = eight.figures.memory - 1
     more = search(step, args, V5E, virtual_nodes="auto", memory=allowed)
-    assert more.figures.memory <= allowed and more.virtual_nodes in (8, 16)
+    assert more.figures.memory <= allowed
+    try:  # one number after another
+        fewest = search(step, args, V5E, virtual_nodes=8, memory=allowed).virtual_nodes
+    except vnode.MemoryLimitError:
+        fewest = search(step, args, V5E, virtual_nodes=16, memory=allowed).virtual_nodes
+    assert more.virtual_nodes == fewest
 
 
 @pytest.mark.quickly

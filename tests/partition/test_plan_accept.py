@@ -1,6 +1,6 @@
 """Plans of virtualized steps beside what XLA compiles of them, on eight CPU devices: collectives, and memory.
 
-XLA's text and its analysis of memory are the reference; `test_plan_ahead.py` has the TPU compiler.
+XLA's text and its analysis of memory are the reference; `tests/thorough/test_plans_on_tpus.py` has the TPU compiler.
 """
 
 from __future__ import annotations

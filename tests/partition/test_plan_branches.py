@@ -339,6 +339,7 @@ def test_the_search_keeps_splits_where_they_are_better() -> None:
     assert plan.name != BESIDE and not groups_of(plan)
 
 
+@pytest.mark.thorough
 def test_the_smallest_that_is_named_where_nothing_fits_may_have_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the smallest of all that are looked at, whatever a search thinks of them."""
     made: list[tuple[int, str]] = []

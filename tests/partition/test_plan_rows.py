@@ -47,6 +47,7 @@ def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
     assert all(start % lane == 0 for start, n in zip(starts, counts, strict=True) if n)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("name", ["mlp", "layers"])
 def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
@@ -91,6 +92,7 @@ def test_results_of_each_example_are_put_together_from_unequal_rows(kind: str) -
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, expected)
 
 
+@pytest.mark.thorough
 def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:
     """Unequal ones leave several sums on a device, for the sake of the same bits."""
     step, args = example("mlp")
@@ -100,6 +102,7 @@ def test_shares_are_equal_where_sums_over_nodes_take_long() -> None:
     assert plan.figures.seconds <= search(step, args, mixed(V5E, [slow] * 8), virtual_nodes=16).figures.seconds
 
 
+@pytest.mark.thorough
 def test_bits_are_those_of_equal_devices() -> None:
     step, (state, batch) = example("mlp")
     machine = mixed(V5E, [FAST] * 4 + [SLOW] * 4)

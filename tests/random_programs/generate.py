@@ -18,6 +18,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from tests.opaque import opaque
 from tests.random_programs.outer import OUTER
 from tests.random_programs.program import Argument, Function, Program, Statement, size
 
@@ -225,7 +226,7 @@ class Generator:
         lines = [f"def probe({', '.join(v.name for v in given)}):"]
         lines += statement.lines("    ")
         lines.append(f"    return ({', '.join(statement.targets)},)")
-        namespace: dict[str, Any] = {"jax": jax, "jnp": jnp}
+        namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "opaque": opaque}
         exec("\n".join(lines), namespace)
         try:
             results = jax.eval_shape(namespace["probe"], *(v.aval for v in given))
@@ -1089,6 +1090,15 @@ def sorting(g: Generator, scope: Scope) -> None:
         g.add(scope, f"jnp.median({v.name}, axis={d})", v.low, v.high)
     else:
         g.add(scope, f"jnp.sort({v.name}, axis={d}, descending={g.chance(0.3)})", v.low, v.high)
+
+
+@action(0.5)
+def undescribed(g: Generator, scope: Scope) -> None:
+    """A primitive that vnode knows nothing of."""
+    v = g.pick(scope, "float", lambda v: v.rank >= 1)
+    d, part = g.axis(v), g.choice([0, 1])
+    bound = v.bound * (2 if part == 0 else v.shape[d])
+    g.add(scope, f"opaque({v.name}, {d})[{part}]", -bound, bound)
 
 
 @action(0.5)

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.opaque import opaque
+
 NAME = re.compile(r"\b[a-z]\d+\b")
 """Every variable and function of a program is a letter and a number."""
 
@@ -201,7 +203,7 @@ class Program:
         source = self.step_source()
         filename = f"<random program {self.seed}>"
         linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
-        namespace: dict[str, Any] = {"jax": jax, "jnp": jnp}
+        namespace: dict[str, Any] = {"jax": jax, "jnp": jnp, "opaque": opaque}
         exec(compile(source, filename, "exec"), namespace)
         return namespace["step"]
 
@@ -230,6 +232,7 @@ import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count={self.devices}"
 import zlib
 import jax, jax.numpy as jnp, numpy as np, vnode
+from tests.opaque import opaque
 from tests.random_programs.outer import grad, jit, scan, vmap
 jax.config.update("jax_enable_x64", True)
 draw = lambda name: np.random.default_rng([{self.seed}, zlib.crc32(name.encode())])

@@ -239,6 +239,7 @@ def shares(draw: st.DrawFn, axes: tuple[str, ...], devices: int, size: int) -> S
     return Share(axes, tuple(b - a for a, b in zip([0, *ends], [*ends, blocks], strict=True)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", list(CASES))
 @given(st.data())
 @settings(max_examples=3, deadline=None)
@@ -275,6 +276,7 @@ def test_work_is_not_padded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert turns == {0: 2 * 5, 2: 2 * 1, 3: 2 * 2}  # two weights of which blocks are taken
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "counts"), [("hidden units", (5, 1, 0, 2)), ("layers", (3, 0, 1)), ("lstm", (1, 5, 0))]
 )

@@ -176,36 +176,12 @@ def test_parts_of_axes() -> None:
     assert not parts_of({"x": 4, "y": 4}) and not parts_of({"a": 2, "b": 4, "c": 8})  # alike, and too many
 
 
-AHEAD = """
-import json, jax, numpy as np
-from jax.experimental import topologies
-from jax.sharding import Mesh, PartitionSpec as P
-from vnode.partition.hlo import found_collectives, parse
-from vnode.spmd.exchange import convert
-from vnode.spmd.layout import from_spec
-
-axes, shape = {"x": 2, "y": 4}, (1024, 2048)
-devices = np.array(topologies.get_topology_desc("v5e:2x4", "tpu").devices)
-mesh = Mesh(devices.reshape(2, 4), tuple(axes))
-pairs = (P(("x", "y")), P(("y", "x"))), (P("x"), P("y")), (P(("x", "y")), P("y", "x")), (P("x", "y"), P("y", "x"))
-found = []
-for start, end in pairs:
-    def moved(x):
-        return convert(x, from_spec(start, shape, axes), from_spec(end, shape, axes), shape, axes)
-    program = jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=start, out_specs=end, check_vma=False))
-    text = program.lower(jax.ShapeDtypeStruct(shape, np.float32)).compile().as_text()
-    found.append([(each.kind, each.bytes) for each in found_collectives(parse(text))])
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.thorough
+@pytest.mark.tpu
 def test_on_tpus() -> None:
     """The compiler carries out just these."""
-    pytest.importorskip("libtpu")
     shard = 1024 * 2048 * 4 // 8
     both = [["collective-permute", shard], ["all-to-all", shard]]
-    assert ahead.said(AHEAD, hasty=True) == [
+    assert ahead.said("resharding_on_tpus", hasty=True) == [
         [["collective-permute", shard]],
         [["collective-permute", 2 * shard]],
         both,

@@ -40,6 +40,7 @@ FAMILIES = (
     "effects",
     "views",
     "repositories",
+    "semisupervised",
 )
 
 Outer = Callable[[Callable[..., Any]], Callable[..., Any]]
@@ -85,7 +86,6 @@ class Case:
       coarsest: the coarsest type that the step computes in, if that is not the precision of the run.
       exact: nothing is rounded, the results are equal.
       expect: for steps that must be refused: the name of an error class of `vnode`, and a pattern in its message.
-      may_refuse: the step may be refused by a `VnodeError` instead of being computed.
       nodes: numbers of nodes that make sense, if not all.
       rare: runs with the whole matrix only.
       nnx: the step mutates flax.nnx modules in place and goes through `vnode.nnx.virtualize`.
@@ -99,7 +99,6 @@ class Case:
     coarsest: str | None = None
     exact: bool = False
     expect: tuple[str, str] | None = None
-    may_refuse: bool = False
     nodes: tuple[int, ...] | None = None
     rare: bool = False
     nnx: bool = False

@@ -216,7 +216,7 @@ def scan_over_examples_with_sum_in_carry() -> Program:
     return Program(step, (kit.dense(WIDTH, HIDDEN, 2), kit.normal(16, WIDTH)))
 
 
-@case(item=6, batch=12, may_refuse=True)
+@case(item=6, batch=12)
 def scan_over_examples_with_order_in_carry() -> Program:
     """Online learning: every example sees the parameters that the ones before it left."""
 

@@ -145,13 +145,13 @@ def draw_truncated_normal_and_others() -> Program:
     return _noise(draw, 12)
 
 
-@case(item=5, may_refuse=True)
+@case(item=5)
 def draw_gamma() -> Program:
     """Rejection sampling: a key and a while loop per element."""
     return _noise(lambda key, x: jax.random.gamma(key, jnp.abs(x[:, :1]) + 0.5))
 
 
-@case(item=5, may_refuse=True)
+@case(item=5)
 def draw_poisson() -> Program:
     return _noise(lambda key, x: jax.random.poisson(key, 3.0, (x.shape[0],)))
 
@@ -257,7 +257,7 @@ def draw_with_unsafe_rbg_key() -> Program:
     return _noise(lambda key, x: jax.random.randint(key, x.shape, 0, 9), key=jax.random.key(3, impl="unsafe_rbg"))
 
 
-@case(item=5, may_refuse=True)
+@case(item=5)
 def draw_with_rbg_key_per_example() -> Program:
     """A generator under vmap: what it draws for an example depends on the whole batch of keys."""
 

@@ -15,6 +15,7 @@ from jax.extend.core import JaxprEqn, Var
 from vnode.analysis.forms import Partial, Slice, Whole
 from vnode.analysis.states import Coupling, Flow, Step, Why
 from vnode.operators import Algebra, Monoid, Role
+from vnode.operators import advice as registry_advice
 
 
 class Kind(enum.Enum):
@@ -28,6 +29,7 @@ class Kind(enum.Enum):
     PAIRS = "every example compared with every other"
     MOVE = "examples that are moved or picked"
     WHOLE = "an operation on all examples at once"
+    UNDESCRIBED = "a primitive without a description"
     CONDITION = "a loop that ends for all examples together"
     CARRY = "a loop from example to example"
     BRANCH = "a branch taken for single examples"
@@ -58,6 +60,7 @@ REMEDIES: dict[Kind, tuple[str, ...]] = {
         f"do it within groups: {GROUPS}",
         "use the result of the step before: return it, and pass it as an argument that is not batched",
     ),
+    Kind.UNDESCRIBED: (),
     Kind.CONDITION: (
         "jax.vmap the loop over the examples, so that each stops by itself",
         "let the loop run a fixed number of times (lax.fori_loop)",
@@ -73,6 +76,13 @@ REMEDIES: dict[Kind, tuple[str, ...]] = {
     Kind.INSIDE: (),
 }
 """What helps against the cost of a kind, besides paying for it and estimating sums locally; the best first."""
+
+
+def remedies_of(coupling: Coupling, kind: Kind) -> tuple[str, ...]:
+    """What helps against the cost of a coupling of a kind; for a primitive without a description, what gives it one."""
+    if kind is not Kind.UNDESCRIBED:
+        return REMEDIES[kind]
+    return registry_advice(coupling.source or coupling.eqn)
 
 
 def kinds_of(couplings: Sequence[Coupling]) -> list[Kind | None]:
@@ -98,6 +108,8 @@ def kind_of(coupling: Coupling) -> Kind | None:
     """The kind of a coupling, by itself."""
     flow, why = coupling.flow, coupling.why
     step = step_of(flow, coupling.eqn)
+    if why is Why.UNDESCRIBED:
+        return Kind.UNDESCRIBED
     if coupling.kind == "loop":
         if why is Why.BRANCH:
             return Kind.BRANCH

@@ -13,17 +13,19 @@ import enum
 import functools
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
+from vnode.operators.exported import program_text
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
@@ -92,7 +94,15 @@ def fingerprint(fun: Callable[..., Any], *args: Any) -> Fingerprint:
       >>> [fact.split(" at ")[0] for fact in a.differences(b)]
       ['now:  mul(0.1, float32[3]) -> float32[3]', 'then: mul(0.01, float32[3]) -> float32[3]']
     """
-    return Writer().write(trace(fun, *args).program)
+    return fingerprint_of(trace(fun, *args).program)
+
+
+def fingerprint_of(*programs: Program) -> Fingerprint:
+    """What traced programs compute, one after another."""
+    writer = Writer()
+    for program in programs[:-1]:
+        writer.program(program)
+    return writer.write(programs[-1])
 
 
 class Writer:
@@ -194,7 +204,20 @@ def value_text(value: Any) -> str:
     if callable(value):
         return function_name(value)
     text = repr(value)
-    return type(value).__name__ if " at 0x" in text or "\n" in text else text
+    text = type(value).__name__ if " at 0x" in text or "\n" in text else text
+    return f"{text} of {' '.join(held)}" if (held := list(map(value_text, programs_in(value)))) else text
+
+
+def programs_in(value: Any) -> Iterator[Any]:
+    """Jaxprs in the fields of a dataclass, at any depth; its text does not show them."""
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from programs_in(each)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from programs_in(getattr(value, field.name, None))
 
 
 @value_text.register(bool | int | float | complex | str | None)
@@ -226,6 +249,11 @@ def _(value: dict) -> str:
 def _(value: Any) -> str:
     body = getattr(value, "jaxpr", value)
     return Writer().write(inline(body, getattr(value, "consts", ()))).digest[:12]
+
+
+@value_text.register
+def _(value: export.Exported) -> str:
+    return hashlib.sha256(program_text(value).encode()).hexdigest()[:12]
 
 
 def function_name(value: Any) -> str:

@@ -30,6 +30,7 @@ from vnode.analysis.forms import (
     stands_in,
 )
 from vnode.analysis.loops import region_step
+from vnode.analysis.narrow import is_narrow
 from vnode.analysis.nested import nested_step
 from vnode.analysis.picked import picked_sums
 from vnode.analysis.program import Program, message_about
@@ -39,6 +40,7 @@ from vnode.errors import CouplingError, UnsupportedPrimitiveError
 from vnode.operators import Algebra, Monoid, OperatorDescription, advice
 from vnode.operators.control import Region, region_of
 
+SUM = Partial(Monoid.SUM)
 IDEMPOTENT = {Monoid.MAX, Monoid.MIN, Monoid.AND, Monoid.OR}
 
 
@@ -71,14 +73,14 @@ class Precedent:
 
 @dataclasses.dataclass(eq=False)
 class Follower:
-    """Follows one batch through programs; holds what is common to a program and its bodies.
+    """Follows batches through programs; holds what is common to a program and its bodies.
 
     Attributes:
-      batch: the examples.
+      batch: the examples; of several batches, those of the largest.
       nodes: how many nodes there will be; decides which grains are acceptable.
       mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
       couplings: found so far.
-      grain: the number of examples that a node must hold a multiple of, so far.
+      grains: for each batch the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
       picked: sums that no node can estimate, because examples pick their place in them.
     """
@@ -87,7 +89,7 @@ class Follower:
     nodes: int
     mode: Mode
     couplings: list[Coupling] = dataclasses.field(default_factory=list)
-    grain: int = 1
+    grains: dict[Batch, int] = dataclasses.field(default_factory=dict)
     sums: set[Var] = dataclasses.field(default_factory=set)
     picked: set[Var] = dataclasses.field(default_factory=set)
 
@@ -95,15 +97,20 @@ class Follower:
         """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
         if batch is not None:
             return Follower(batch, self.nodes, self.mode, self.couplings)
-        return dataclasses.replace(self, couplings=self.couplings)
+        return dataclasses.replace(self, couplings=self.couplings, grains=dict(self.grains))
+
+    @property
+    def batches(self) -> set[Batch]:
+        """All that are divided: where there are several, nodes have a share of each."""
+        return {self.batch, *self.grains}
 
     def accept(self, form: Slice | Location) -> bool:
         """Whether nodes may hold multiples of the form's grain without leaving most of them empty."""
-        grain = math.lcm(self.grain, form.ratio.denominator)
-        node = -(-self.batch.size // self.nodes)
+        grain = math.lcm(self.grains.get(form.batch, 1), form.ratio.denominator)
+        node = -(-form.batch.size // self.nodes)
         if grain > max(2 * node, 1) and node % grain:
             return False
-        self.grain = grain
+        self.grains[form.batch] = grain
         return True
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
@@ -119,7 +126,7 @@ class Follower:
 
         Raises:
           Coupled: in a body, where something would have to be.
-          UnsupportedPrimitiveError: a batched value meets a primitive without description.
+          UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
         """
         met = len(self.couplings)
         while True:
@@ -137,6 +144,9 @@ class Follower:
         flow = Flow(program, {}, [])
         flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
         flow.states.update((var, NONZERO) for var in program.constants)
+        for state in inputs:
+            if isinstance(state.form, Slice):
+                self.grains.setdefault(state.form.batch, 1)
         reducers: dict[Var, JaxprEqn] = {}
         precedents: dict[Any, Precedent] = {}
         for eqn in program.equations:
@@ -156,7 +166,11 @@ class Follower:
             flow.steps.append(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
-        flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
+        flow.node_sizes = {
+            batch: math.ceil(batch.size / (self.nodes * grain)) * grain
+            for batch, grain in {self.batch: 1, **self.grains}.items()
+        }
+        flow.node_size = flow.node_sizes[self.batch]
         return flow
 
     @staticmethod
@@ -210,21 +224,31 @@ class Follower:
         if eqn.effects and not eqn.outvars:
             return self.effect_step(view)
         description = view.flow.program.describe(eqn)
-        if description is None:
-            if all(isinstance(form, Whole | Partial) for form in forms):
-                view.complete(range(len(forms)))
-                return view.once()
-            if not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
-                return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        return self.undescribed_step(view) if description is None else self.described_step(view, description)
+
+    def undescribed_step(self, view: View) -> Step:
+        """An equation of which no description says how it splits: evaluated once, on the whole batch.
+
+        Raises:
+          UnsupportedPrimitiveError: it has an effect, of which nothing says how often the user wants it.
+        """
+        eqn, forms = view.eqn, view.forms
+        whole = all(isinstance(form, Whole | Partial) for form in forms)
+        if not whole and not is_ordered(eqn) and not any(isinstance(form, Slice | Partial) for form in forms):
+            return view.per_node((VARYING,) * len(eqn.outvars), None)  # of a single example, or a node's estimate
+        if eqn.effects and not whole:
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,
-                    f"vnode has no description of the primitive {eqn.primitive.name!r}, "
-                    "which is applied to a batched value.",
+                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; vnode has no description "
+                    "that says how it splits.",
+                    facts=[f"effect: {effect}" for effect in eqn.effects],
                     remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )
-        return self.described_step(view, description)
+        view.complete([i for i, form in enumerate(forms) if isinstance(form, Partial)])
+        view.materialize([i for i, form in enumerate(forms) if isinstance(form, Slice | Varying)], Why.UNDESCRIBED)
+        return view.once()
 
     def described_step(self, view: View, description: OperatorDescription) -> Step:
         partial = [i for i, form in enumerate(view.forms) if isinstance(form, Partial)]
@@ -242,12 +266,14 @@ class Follower:
             if isinstance(view.forms[i], Whole) and stands_in(location.factor, dims):
                 view.forms[i] = project(location, dims, description.sizes) or WHOLE
         results: list[Form] = []
-        for dims in description.results:
+        for k, dims in enumerate(description.results):
             form = project(location, dims, description.sizes)
-            if form is None:
+            if form is not None:
+                results.append(form)
+            elif location.factor in description.reduced:
                 results.append(Partial(description.reduced[location.factor]))
             else:
-                results.append(form)
+                results.append(SUM if k in description.summed else VARYING)  # which nobody reads
         return view.per_node(tuple(results), description, location)
 
     @staticmethod
@@ -295,9 +321,7 @@ class Follower:
             location = locate(form, description.operands[i], description.sizes)
             if location is None or location.factor in description.whole or not self.accept(location):
                 view.materialize([i], Why.WHOLE)
-            elif location.factor not in description.reduced and not all(
-                stands_in(location.factor, dims) for dims in description.results
-            ):
+            elif location.factor not in description.reduced and not self.keeps(view, description, location.factor):
                 view.materialize([i], Why.RESULTS)
             else:
                 locations[i] = location
@@ -325,6 +349,18 @@ class Follower:
             if form is not None and not isinstance(view.forms[i], Slice) and not self.accept(form):
                 raise AssertionError("a projection is never finer than its factor")
         return location
+
+    @staticmethod
+    def keeps(view: View, description: OperatorDescription, factor: int) -> bool:
+        """Whether nodes' copies on parts of a free factor give all results that somebody reads, or terms of them."""
+        program = view.flow.program
+        for k, var in enumerate(view.eqn.outvars):
+            if k in description.summed and not is_narrow(var, SUM):
+                continue
+            stands = stands_in(factor, description.results[k])
+            if not stands and (var in program.readers or any(var is atom for atom in program.outputs)):
+                return False
+        return True
 
     @staticmethod
     def contracts_gathered(
@@ -360,12 +396,15 @@ class Follower:
         (i,) = having
         shape = view.eqn.invars[i].aval.shape
         for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
-            form = Slice(self.batch, dim, 1, Fraction(shape[dim], self.batch.size))
-            location = locate(form, description.operands[i], description.sizes)
-            if location is None or location.factor in description.whole or location.factor in description.reduced:
-                continue
-            if shape[dim] > 1 and self.accept(location):
-                return location
+            # Batches that were concatenated without a common number of parts are a batch of their own from here on.
+            own = [Batch(shape[dim])] if len(self.batches) > 1 else []
+            for batch in (self.batch, *own):
+                form = Slice(batch, dim, 1, Fraction(shape[dim], batch.size))
+                location = locate(form, description.operands[i], description.sizes)
+                if location is None or location.factor in description.whole or location.factor in description.reduced:
+                    continue
+                if shape[dim] > 1 and self.accept(location):
+                    return location
         return None
 
     def effect_step(self, view: View) -> Step:

@@ -52,12 +52,14 @@ class Pass:
       recipe: what every node evaluates.
       accumulators: partial values that are completed over all nodes.
       collected: batched values that are kept for all nodes: to be returned, gathered, or read by a later pass.
+      follows: whether there is no memory for its sums before those of the pass before are complete.
     """
 
     level: int
     recipe: Recipe
     accumulators: tuple[Accumulator, ...]
     collected: tuple[tuple[Var, Slice], ...]
+    follows: bool = False
 
     @functools.cached_property
     def wholes(self) -> list[Var]:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from vnode.analysis.indexed_loops import counted_loop, over_rows
 from vnode.errors import layout_message
 from vnode.operators import OperatorDescription, describe
 from vnode.operators.control import Body, call_of, implementation_of, region_of
@@ -198,9 +199,19 @@ def inline(jaxpr: Jaxpr, constants: Sequence[Any], within: JaxprEqn | None = Non
     program.equations = [
         new
         for eqn in program.equations
-        for new in with_batching_dims(eqn, definitions.get, program.constants.get) or [eqn]
+        for new in with_batching_dims(eqn, definitions.get, program.constants.get) or scanned(eqn) or [eqn]
     ]
     return program
+
+
+def scanned(eqn: JaxprEqn) -> list[JaxprEqn] | None:
+    """A loop that reads and writes rows by number as a scan over them; None of any other equation."""
+    counted = counted_loop(eqn)
+    if counted is None:
+        return None
+    loop, counter = counted
+    (body,) = loop.bodies
+    return over_rows(eqn, loop, counter, inline(body.jaxpr, body.constants, eqn))
 
 
 def parts(eqn: JaxprEqn) -> list[JaxprEqn]:

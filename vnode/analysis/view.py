@@ -71,7 +71,7 @@ class View:
 
     def known_outside(self, state: State) -> State:
         form = state.form
-        if not isinstance(form, Slice) or form.batch == self.follower.batch:
+        if not isinstance(form, Slice) or form.batch in self.follower.batches:
             return state
         return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
 
@@ -147,7 +147,8 @@ class View:
                     if descends and not step.per_node:
                         examples = examples_of(self.eqn, k, states, description)
                     local = min(local, max((state.local for state in self.states), default=0))
-                    ghost = any(state.estimated for state in self.states)
+                    # What needs the whole batch is not made of a node's own estimates: it would be, node by node.
+                    ghost = any(state.estimated for state in self.states) and not self.gathered
                 case Partial():
                     self.reducers[var] = inherited[0] if inherited else self.eqn
                     if adds:

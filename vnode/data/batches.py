@@ -17,6 +17,9 @@ from vnode.data.order import Order
 from vnode.data.source import SAMPLE, check_rows, checksum, owned
 from vnode.placement.placement import Placement
 
+MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
+"""How many examples in memory stand for all where processes compare theirs, and how many bytes of them."""
+
 
 class Batches:
     """The batches of a data set, one for each step number; dimension 0 counts the examples.
@@ -58,9 +61,20 @@ class Batches:
 
     def fingerprint(self) -> str:
         """A checksum (CRC-32) of the values of a fixed sample of the examples, with their dtypes and shapes."""
+        return self.checksum(SAMPLE)
+
+    def digest(self) -> str:
+        """As `fingerprint`, of more examples if they are in memory."""
+        if not isinstance(self.examples, Arrays):
+            return self.checksum(SAMPLE)
+        row = sum(leaf[:1].nbytes for leaf in jax.tree.leaves(self.examples.tree))
+        return self.checksum(max(SAMPLE, min(MOST_SAMPLES, MOST_BYTES // max(row, 1))))
+
+    def checksum(self, most: int) -> str:
+        """A checksum (CRC-32) of the values of so many examples, with their dtypes and shapes."""
         count = self.order.examples
-        sample = self.take(np.unique(np.linspace(0, count - 1, min(count, SAMPLE)).astype(np.int64)))
-        return checksum(sample)
+        sample = self.take(np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)))
+        return checksum(sample, most)
 
     def batch(self, step: int) -> Any:
         """The batch of a step on the host, a pytree of NumPy arrays."""

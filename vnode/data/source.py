@@ -184,8 +184,8 @@ def same_examples(before: str | None, now: str | None) -> bool:
     return all(a == b for a, b in zip((before or "").split(), (now or "").split(), strict=False))
 
 
-def checksum(examples: Any) -> str:
-    """A checksum (CRC-32) of the values of a pytree, with their dtypes and shapes; of long arrays, of some rows.
+def checksum(examples: Any, most: int = SAMPLE) -> str:
+    """A checksum (CRC-32) of the values of a pytree, with their dtypes and shapes; of at most so many rows.
 
     >>> checksum({"x": np.zeros(2)}) == checksum({"x": np.ones(2)})
     False
@@ -194,8 +194,8 @@ def checksum(examples: Any) -> str:
     for path, leaf in jax.tree.leaves_with_path(examples):
         array = np.asarray(leaf)
         name = f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}"
-        some = array.ndim > 0 and len(array) > SAMPLE
-        rows = array[np.unique(np.linspace(0, len(array) - 1, SAMPLE).astype(np.int64))] if some else array
+        some = array.ndim > 0 and len(array) > most
+        rows = array[np.unique(np.linspace(0, len(array) - 1, most).astype(np.int64))] if some else array
         values = repr(leaf).encode() if array.dtype.hasobject else np.ascontiguousarray(rows).tobytes()
         found = zlib.crc32(values, zlib.crc32(name.encode(), found))
     return f"{found:08x}"

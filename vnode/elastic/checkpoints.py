@@ -7,13 +7,16 @@ Orbax writes to a temporary folder and renames it, so that an unfinished checkpo
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import itertools
+import json
 import math
 import os
+import re
+import socket
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
@@ -21,17 +24,39 @@ from jax.errors import JaxRuntimeError
 
 from vnode.elastic.contents import Entry, filled, named, stored
 from vnode.elastic.integrity import checksums
+from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
 from vnode.elastic.logs import Quiet
-from vnode.elastic.processes import anywhere
-from vnode.elastic.reader import NAME, Header, Reader
+from vnode.elastic.reader import NAME, Header, located
+from vnode.elastic.shared_reader import SharedReader, seen_soon
 from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
+from vnode.placement.board import NOTED
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
-from vnode.placement.waiting import meet, timeout
+from vnode.placement.waiting import (
+    check_failed,
+    exchange_words,
+    failed,
+    meet,
+    of_runtime,
+    several,
+    timeout,
+)
+from vnode.placement.world import world
+
+OPENED = itertools.count()
+"""Counts the folders that this process has opened, as all others have."""
+
+SHOWN = 4
+"""Processes that a message shows."""
+
+FULL = re.compile("no space left|disk quota exceeded|ENOSPC|EDQUOT|not enough space", re.IGNORECASE)
+"""How errors of full disks read, where they have no number."""
+
+T = TypeVar("T")
 
 
-class Checkpoints(Reader):
+class Checkpoints(SharedReader):
     """The checkpoints of one run, in one folder, which no other run may write to at the same time.
 
     Args:
@@ -54,43 +79,62 @@ class Checkpoints(Reader):
         self.lock: FolderLock | None = None
         self.quiet = Quiet()
         with self.agreed("to open the folder of checkpoints"):
-            if jax.process_index() == 0:
+            if world().index == 0:
                 prepare(self.folder)
                 self.lock = FolderLock(self.folder)
         try:
-            self.manager = path if given else self.opened()
+            self.check_shared()
+            self.manager = path if given else self.together(self.opened, "to open the folder of checkpoints")
+        except VnodeError:
+            self.release()
+            raise
         except Exception as error:
             self.release()
             raise CheckpointError(
                 layout_message(f"cannot use {self.folder} for checkpoints.", facts=[f"{type(error).__name__}: {error}"])
             ) from error
 
-    @contextlib.contextmanager
-    def agreed(self, what: str) -> Iterator[None]:
-        """Ends in an error in all processes if it does in one, or the others would wait for that one.
-
-        Args:
-          what: they do.
+    def check_shared(self) -> None:
+        """Refuses a folder that is not the same one in all processes: each would write its part to another place.
 
         Raises:
-          CheckpointError: another process has failed.
+          CheckpointError: some processes do not see what process 0 has written there.
         """
-        try:
-            yield
-        except BaseException:
-            anywhere(True, what)
-            raise
-        if anywhere(False, what):
+        here = world()
+        if not here.several:
+            return
+        mine = "" if self.lock is None else self.lock.owner["token"]
+        token = exchange_words("to see the folder of checkpoints", mine or "-")[0]
+        lock = located(self.folder) / LOCK
+        sees = seen_soon(lambda: token in lock.read_text())
+        words = exchange_words(
+            "to compare the folders of checkpoints", json.dumps([sees, str(self.folder), socket.gethostname()])
+        )
+        found = {process: json.loads(word) for process, word in sorted(words.items())}
+        blind = [process for process, (good, _, _) in found.items() if not good]
+        if blind:
+            shown = [0, *blind[:SHOWN]]
             raise CheckpointError(
                 layout_message(
-                    f"another process cannot write checkpoints to {self.folder}.",
-                    remedies=["see its error: only process 0 locks the folder"],
+                    f"the folder of checkpoints is not shared: {several(blind)} cannot see what process 0 writes.",
+                    facts=[f"process {process}: {found[process][1]} on {found[process][2]}" for process in shown],
+                    remedies=[
+                        "give all processes one folder: of a file system that all hosts have, or gs://...",
+                        "if it is one, and was made just now: start again",
+                    ],
                 )
             )
 
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
+        together: dict[str, Any] = {}
+        if world().several:  # with named processes it waits by the service, which has deadlines, not by collectives
+            multiprocessing = ocp.options.MultiprocessingOptions(
+                active_processes=set(range(world().count)), barrier_sync_key_prefix=f"vnode-{next(OPENED)}"
+            )
+            together = {"create": False, "multiprocessing_options": multiprocessing}
         options = ocp.CheckpointManagerOptions(
+            **together,
             preservation_policy=KeepLast(self),
             enable_async_checkpointing=True,
             # Where a folder cannot be made in the background, what waits for it there does so for minutes.
@@ -133,11 +177,14 @@ class Checkpoints(Reader):
             sums = checksums({path: leaf.value for path, leaf in leaves.items()})
             header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
             self.make_way(number)
-            self.write(number, stored(state), header)
+            self.together(lambda: self.write(number, stored(state), header), "to save a checkpoint")
         except CheckpointError as error:
             error.state, error.step = state, number
             raise
-        except (VnodeError, JaxRuntimeError, MemoryError):
+        except (VnodeError, MemoryError):
+            raise
+        except JaxRuntimeError as error:
+            check_failed("to save a checkpoint", cause=error)
             raise
         except Exception as error:  # orbax and tensorstore have many
             raise self.failed(error) from error
@@ -164,10 +211,10 @@ class Checkpoints(Reader):
         if number not in self.damaged:
             return
         folder = self.folders().get(number)
-        if folder is not None and jax.process_index() == 0:
+        if folder is not None and world().index == 0:
             aside = (folder.parent / f"{number}.damaged-{i}" for i in itertools.count(1))
             folder.rename(next(path for path in aside if not path.exists()))
-        self.manager.reload()
+        self.together(self.manager.reload, "to save a checkpoint")
         del self.damaged[number]
 
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
@@ -200,7 +247,7 @@ class Checkpoints(Reader):
           CheckpointError: it could not be; it carries the state that is there now.
         """
         try:
-            self.manager.wait_until_finished()
+            self.together(self.manager.wait_until_finished, "to finish a checkpoint")
         except ProcessError:
             raise
         except Exception as error:
@@ -217,7 +264,7 @@ class Checkpoints(Reader):
         finally:
             try:
                 if not self.given:
-                    self.manager.close()
+                    self.together(self.manager.close, "to close the folder of checkpoints")
             finally:
                 self.release()
 
@@ -228,7 +275,12 @@ class Checkpoints(Reader):
             self.lock.release()
 
     def failed(self, error: Exception) -> CheckpointError:
-        """The error of a checkpoint that could not be written, with the state if it is still there."""
+        """The error of a checkpoint that could not be written, with the state if it is still there.
+
+        Raises:
+          ProcessError: it could not because another process has failed.
+        """
+        check_save(error)
         number, state = self.last or (None, None)
         arrays = [leaf() for leaf in jax.tree.leaves(state) if isinstance(leaf, weakref.ref)]
         if all(array is not None and not array.is_deleted() for array in arrays):
@@ -240,11 +292,50 @@ class Checkpoints(Reader):
             layout_message(
                 f"could not write a checkpoint to {self.folder}.",
                 facts=[f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"],
-                remedies=["make room, or make the folder writable", "or use another folder", *carried],
+                remedies=[*remedies_of(error), "or use another folder", *carried],
             ),
             state=state,
             step=number,
         )
+
+
+def check_save(error: BaseException) -> None:
+    """After a save that failed: whether another process is the cause.
+
+    Raises:
+      ProcessError: it is.
+    """
+    here = world()
+    chain, causes = error, []
+    while chain is not None and chain not in causes:
+        causes.append(chain)
+        chain = chain.__cause__ or chain.__context__
+    for cause in causes:
+        if isinstance(cause, ProcessError):
+            raise cause from None
+    if here.board is not None:
+        waited = any(of_runtime(cause) or "barrier" in str(cause).lower() for cause in causes)
+        notice = here.board.soon(here.others, here.scopes, NOTED if waited else 0)
+        if notice is not None:
+            raise failed(notice, "to save a checkpoint", here.index) from error
+
+
+def remedies_of(error: BaseException | None) -> list[str]:
+    """What to do about a save that failed.
+
+    >>> remedies_of(OSError(28, "No space left on device"))
+    ['make room on the disk']
+    >>> remedies_of(OSError(30, "Read-only file system"))
+    ['make the folder writable']
+    """
+    while error is not None:
+        number = error.errno if isinstance(error, OSError) else None
+        if number in (errno.ENOSPC, errno.EDQUOT) or FULL.search(str(error)):
+            return ["make room on the disk"]
+        if number in (errno.EACCES, errno.EPERM, errno.EROFS) or "permission denied" in str(error).lower():
+            return ["make the folder writable"]
+        error = error.__cause__ or error.__context__
+    return ["see what is wrong with the folder: was it moved, or changed by others?"]
 
 
 class KeepLast:

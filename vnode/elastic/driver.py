@@ -25,20 +25,23 @@ from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
 from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.identity import compare, identity, shape_of
+from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
-from vnode.elastic.processes import Agreement, check_present
+from vnode.elastic.processes import UNCHECKED, Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.elastic.speed import Speed
 from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
-from vnode.placement.exchange import whole_everywhere
+from vnode.placement.board import Notice
+from vnode.placement.exchange import everywhere, whole_everywhere
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
-from vnode.placement.waiting import ready, tell
+from vnode.placement.waiting import check_failed, check_others, ready, tell
+from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
 
@@ -50,6 +53,9 @@ logger = logging.getLogger("vnode")
 AHEAD = 4
 """Steps that may be under way before the loop waits for the first of them: enough to keep devices busy, few enough to
 bound the memory of their batches."""
+
+CHECK_EVERY = 128
+"""Steps between two comparisons of the copies of the state that processes have."""
 
 
 class Driver:
@@ -102,6 +108,8 @@ class Driver:
         self.resized: Resize | None = None
         self.reason = ""
         self.diverged: int | None = None
+        self.own: OwnCopy | None = None
+        self.sums: deque[tuple[int, jax.Array]] = deque()
         self.warned = False
         self.end = options.steps
         self.told = 0
@@ -123,6 +131,8 @@ class Driver:
         else:
             logger.info("resumed from step %d", found[0])
         self.number, self.state = found
+        if self.agreement.delay:
+            self.own = OwnCopy(self.state)
         self.resumed = self.recovery.saved
         self.best: tuple[int, float] | None = None
         """The step number, and the metric, of the best state."""
@@ -169,15 +179,23 @@ class Driver:
                     self.finish()
                     return self.result()
                 except Exception as error:
-                    if error is failure or not may_be_a_device(error):
+                    if self.agreement.delay:
+                        check_failed(f"to step {self.number}", cause=error)
+                    if error is failure or not may_be_a_device(error) or self.alone(error):
                         raise
                     traceback.clear_frames(error.__traceback__)  # they hold the state that failed
                     failure = error
         except SecondInterrupt:
             raise
         except BaseException as error:
+            if self.agreement.delay:
+                world().tell(error, world().scopes[-1])
             self.rescue(error)
             raise
+
+    def alone(self, error: Exception) -> bool:
+        """Whether other processes know nothing of an error, and would go on: one of their runtimes may have none."""
+        return bool(self.agreement.delay) and not isinstance(error, DeviceLost)
 
     def result(self) -> Result:
         """What the run leaves."""
@@ -198,7 +216,7 @@ class Driver:
         if self.stopping:
             return
         self.follow(self.requests(self.number))
-        if not self.feed.wait(self.number, self.step.placement, self.asked_to_stop):
+        if not self.feed.wait(self.number, self.step.placement, self.no_longer_waits):
             self.stopping = True
             return
         batch = self.feed.get(self.number, self.step.placement)
@@ -219,6 +237,7 @@ class Driver:
         self.pending.append((self.number, metrics))
         self.number += 1
         self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else AHEAD)
+        self.sum_up()
         if due(self.number, self.options.keep_every):
             self.keep()
         if self.options.best_metric is None and self.save_is_due() and self.good():
@@ -240,7 +259,44 @@ class Driver:
     def agree(self) -> None:
         """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
         tell(f"to step {self.number}")
-        self.stopping, self.late = self.agreement.vote([self.stop.asked, self.is_late()])
+        check_others(f"to step {self.number}", self.number)
+        checked = self.summed(AHEAD) if self.agreement.delay else UNCHECKED
+        self.stopping, self.late = self.agreement.vote(self.number, [self.stop.asked, self.is_late()], checked)
+
+    def sum_up(self) -> None:
+        """Begins to compare this process's copy of the state with those of the others, now and then."""
+        if self.own is not None and (self.number == self.first + 1 or self.number % CHECK_EVERY == 0):
+            found = self.own.begin(self.state)
+            if found is not None:
+                self.sums.append((self.number, found))
+
+    def summed(self, ahead: int) -> Checked:
+        """A checksum of this process's copy of the state, if one was begun more than `ahead` steps ago."""
+        if not self.sums or self.sums[0][0] + ahead >= self.number:
+            return UNCHECKED
+        number, sums = self.sums.popleft()
+        first, second = np.asarray(ready(sums, f"the checksum of the state after {number} steps")).tolist()
+        return number, first, second
+
+    def compare_copies(self) -> None:
+        """Compares the final state of this process with those of the others.
+
+        Raises:
+          ProcessError: they are not the same.
+        """
+        found = None if self.own is None else self.own.begin(self.state, wait=True)
+        sums = [0, 0] if found is None else np.asarray(ready(found, "the final state")).tolist()
+        told = everywhere([0 if found is None else self.number, *sums], "to end a run")
+        check_copies({process: (row[0], row[1:]) for process, row in enumerate(told.tolist())})
+
+    def no_longer_waits(self) -> bool:
+        """As `asked_to_stop`, for whom waits for data meanwhile.
+
+        Raises:
+          ProcessError: another process has failed.
+        """
+        check_others(f"to load the batch of step {self.number}")
+        return self.asked_to_stop()
 
     def asked_to_stop(self) -> bool:
         """Whether waiting for data is to end; several processes then wait for one another."""
@@ -336,7 +392,7 @@ class Driver:
 
     def write(self, number: int, named: dict[str, Any]) -> None:
         """Gives metrics to the writers."""
-        for writer in self.options.writers if jax.process_index() == 0 else ():
+        for writer in self.options.writers if world().index == 0 else ():
             writer(number, named)
 
     def ask(self, callback: Callable[..., Any], with_state: bool, number: int, values: Any, end: int) -> None:
@@ -452,7 +508,14 @@ class Driver:
 
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
+        if self.reason and self.agreement.delay:
+            here = world()
+            assert here.board is not None
+            why = f"before step {self.number}, as {self.reason}"
+            here.board.post(Notice(here.index, "left", here.scopes[-1], why, self.number))
         ready(self.state, f"step {self.number - 1}")
+        if self.agreement.delay:
+            self.compare_copies()
         if self.resumed is not None and self.facts is None:
             self.identify(self.last_batch())
         good = self.good()
@@ -511,6 +574,7 @@ class Driver:
           Exception: the error, if no device is to blame and it came before.
         """
         self.pending.clear()
+        self.sums.clear()
         self.state = None  # makes room for the copy
         before = self.step.placement
         logger.warning("step %d failed: %s", self.number, error)

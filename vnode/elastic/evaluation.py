@@ -20,6 +20,7 @@ from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.host import on_host
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
+from vnode.placement.waiting import ready
 from vnode.step.protocol import Step
 from vnode.tracebacks import api_boundary
 
@@ -78,7 +79,7 @@ class Evaluation:
             examples.append(size_of(batch))
             metrics.append(step(state, batch))  # all are under way before the first is waited for
             check_metrics(metrics[-1], state)
-        return self.combine([jax.tree.map(on_host, each) for each in metrics], examples)
+        return self.combine([jax.tree.map(on_host, ready(each, "an evaluation")) for each in metrics], examples)
 
     def on(self, placement: Placement) -> Any:
         """The step on the devices of a placement."""

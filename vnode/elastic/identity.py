@@ -10,7 +10,6 @@ meant to go on with a smaller learning rate. What does not change it (how many d
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import logging
 from typing import Any, NamedTuple
@@ -20,9 +19,12 @@ import jax
 from vnode.analysis.fingerprint import Fingerprint, fingerprint
 from vnode.data.source import description, same_examples
 from vnode.data.source import fingerprint as data_fingerprint
+from vnode.elastic.options import RunOptions
 from vnode.errors import CheckpointError, layout_message
+from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.statics import array_leaves
+from vnode.step.identity import step_facts, versions
 
 logger = logging.getLogger("vnode")
 
@@ -51,23 +53,80 @@ def identity(step: Any, data: Any, state: Any, batch: Any) -> Identity:
       state: a state, arrays or `jax.ShapeDtypeStruct`s.
       batch: a batch, likewise; None if there is none, and the program is not to be known.
     """
-    options, program = step.options, None if batch is None else program_of(step, state, batch)
+    program = None if batch is None else program_of(step, state, batch)
     facts = {
         "data": description(data),
-        "step": {
-            "virtual_nodes": options.virtual_nodes,
-            "reduction": options.reduction,
-            "nodes in a lane": options.lane,
-            "coupling": options.coupling if isinstance(options.coupling, str) else dict(options.coupling),
-            "accumulate_dtype": None if options.accumulate_dtype is None else str(options.accumulate_dtype),
-        },
-        "order of sums": options.order,
+        "step": step_facts(step.options),
+        "order of sums": step.options.order,
         "program": None if program is None else program.to_json(),
         "examples": data_fingerprint(data),
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib")},
+        "versions": {name: versions()[name] for name in ("jax", "jaxlib")},
         "devices": step.placement.kinds,
     }
     return Identity(json.loads(json.dumps(facts)), program)  # as they will be read: with lists for tuples
+
+
+def facts_of_run(step: Any, state: Any, data: Any, options: RunOptions) -> dict[str, Any]:
+    """What must be the same in all processes of a run, as far as it is known before a batch is; fit for JSON.
+
+    What a process may have for itself is left out: callbacks, writers, signals, progress, how many batches it loads
+    ahead, the path to a folder that all have. What the step computes is compared before it is run for the first time.
+
+    Args:
+      step: a virtualized step.
+      state: the state that was given.
+      data: where the batches come from.
+      options: of the run.
+    """
+    asked = {name: getattr(options, name) for name in COMPARED}
+    asked |= {f"{name} is given": getattr(options, name) is not None for name in ("checkpoint", "evaluate")}
+    if options.on_nan == "stop":  # what is looked at decides where the run ends
+        asked["metrics_every"] = options.metrics_every
+    chosen = getattr(step, "spec", None)
+    return {
+        "versions": versions(),
+        "step": {} if chosen is None else step_facts(step.options),
+        "options": asked,
+        "data": description(data) or {},
+        "examples": examples_of(data),
+        "state": [
+            f"{jax.tree_util.keystr(path)}: {type_name(leaf)}" for path, leaf in jax.tree.leaves_with_path(state)
+        ],
+    }
+
+
+COMPARED = (
+    "steps",
+    "start",
+    "compile_ahead",
+    "keep_every",
+    "checkpoint_every",
+    "checkpoint_seconds",
+    "checkpoints_kept",
+    "evaluate_every",
+    "on_nan",
+)
+"""Options of a run that must be the same in all of its processes."""
+
+
+def examples_of(data: Any) -> str | None:
+    """A checksum of examples that every process can read; None where one cannot read those of the others."""
+    try:
+        return data.digest() if hasattr(data, "digest") else data_fingerprint(data)
+    except Exception as error:
+        logger.info("the examples of the processes are not compared, as they cannot be read here: %s", error)
+        return None
+
+
+def type_name(leaf: Any) -> str:
+    """The type of an array, or what else a leaf is."""
+    return str(shape_of(leaf)) if is_array(leaf) else type(leaf).__name__
+
+
+def differing_lines(one: list[str], other: list[str]) -> list[str]:
+    """The lines that one list has and another has not, and the reverse."""
+    now = [f"now:  {line}" for line in one if line not in other]
+    return [*now, *(f"then: {line}" for line in other if line not in one)][:SHOWN]
 
 
 def program_of(step: Any, state: Any, batch: Any) -> Fingerprint | None:

@@ -153,11 +153,22 @@ class FolderLock:
         self.path.write_text(json.dumps(self.owner))
 
     def check(self) -> None:
-        """Makes sure that no other run has taken the folder.
+        """Makes sure that no other run has taken the folder. A lock that was deleted is taken again.
 
         Raises:
           CheckpointError: one has.
         """
+        if self.descriptor is not None and not is_file(self.descriptor, self.path):
+            lost, self.descriptor = self.descriptor, None
+            os.close(lost)
+            log.warning(
+                "%s was deleted during a run, and is taken again: another run could have begun meanwhile", self.path
+            )
+            try:
+                if not self.locked():
+                    self.claim()
+            except OSError as error:
+                raise unwritable(self.folder, error) from error
         if self.descriptor is None:
             holder = self.holder() or {}
             if holder.get("token") != self.owner["token"]:

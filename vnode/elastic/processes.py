@@ -8,20 +8,30 @@ others would wait for them for ever, as they for it.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import functools
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
-from vnode.errors import PlacementError, layout_message
-from vnode.placement.exchange import everywhere, rows, whole_everywhere
+from vnode.errors import PlacementError, ProcessError, layout_message
+from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
-from vnode.placement.waiting import ready
+from vnode.placement.waiting import exchange_words, ready, several
+from vnode.placement.world import in_a_line, is_shared, world
+
+Checked = tuple[int, int, int]
+"""After how many steps a process looked at its copy of the state, and the checksum of that."""
+
+UNCHECKED: Checked = (0, 0, 0)
 
 
 class Agreement:
     """Flags that count in all processes once any has raised them, from the same step on.
+
+    Votes also find out processes that are not at the same step, and copies of the state that are not the same.
 
     Args:
       delay: votes after which they count. They travel behind the steps under way, so that no device waits for them.
@@ -29,32 +39,112 @@ class Agreement:
     """
 
     def __init__(self, delay: int) -> None:
-        self.delay = delay if jax.process_count() > 1 else 0
+        self.delay = delay if is_shared() else 0
         self.votes: deque[jax.Array] = deque()
 
-    def vote(self, flags: Sequence[bool]) -> list[bool]:
+    def vote(self, number: int, flags: Sequence[bool], checked: Checked = UNCHECKED) -> list[bool]:
         """Says which flags this process raises; all processes must call it, once for each step.
+
+        Args:
+          number: the step to come.
+          flags: which of them it raises.
+          checked: a checksum of its copy of the state at some step.
 
         Returns:
           The flags that any process raised `delay` calls before; none in the first calls.
+
+        Raises:
+          ProcessError: `delay` calls before, another process came to another step, or had another copy of the state.
         """
         if not self.delay:
             return list(flags)
-        self.votes.append(whole_everywhere(rows(np.array(flags, np.uint32), jax.devices())))
+        here = world()
+        here.launches[frozenset(range(here.count))] += 1
+        mine = np.array([number, *checked, *flags], np.uint32)
+        self.votes.append(counted(rows(mine, jax.devices())))
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
-        vote = ready(self.votes.popleft(), "a vote on what is due")
-        return [bool(flag) for flag in np.asarray(vote.addressable_data(0)).max(axis=0)]
+        votes = np.asarray(ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))
+        check_numbers(votes[:, 0])
+        check_copies({process: (int(row[0]), row[1:].tolist()) for process, row in enumerate(votes[:, 1:4])})
+        return [bool(flag) for flag in votes[:, 4:].max(axis=0)]
 
 
-def anywhere(flag: bool, what: str) -> bool:
-    """Whether any process raises a flag; all processes must call it, and wait for one another.
+def counted(votes: jax.Array) -> jax.Array:
+    """The votes of all processes, in each of them.
+
+    On CPUs jax runs programs of less than 1,000 operations in the thread that calls them, which could then not see that
+    another process has failed. So this one has more.
+    """
+    return counting(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
+
+
+@functools.lru_cache
+def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    """A program that sends votes to all processes."""
+
+    def count(votes: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return votes, (jax.lax.iota(votes.dtype, 2048) ^ votes[0, 0]).max()
+
+    return jax.jit(count, out_shardings=target)
+
+
+def check_numbers(numbers: np.ndarray) -> None:
+    """Refuses processes that are at different steps: what they compute together would be of none.
+
+    Raises:
+      ProcessError: some are.
+    """
+    if (numbers != numbers[0]).any():
+        odd = int(np.argmax(numbers != numbers[0]))
+        raise ProcessError(
+            layout_message(
+                "the processes of this run are not at the same step.",
+                facts=[f"process 0 came to step {numbers[0]}, process {odd} to step {numbers[odd]}"],
+                remedies=["did one of them go back to a copy of its state, after an error that the others had not?"],
+            ),
+            process=odd,
+            told=True,
+        )
+
+
+def check_copies(checked: Mapping[int, tuple[int, list[int]]]) -> None:
+    """Refuses copies of a replicated state that are not the same in all processes.
 
     Args:
-      flag: whether this one does.
+      checked: by process, which state was looked at (0: none), and its checksum.
+
+    Raises:
+      ProcessError: some differ.
+    """
+    for number in {number for number, _ in checked.values()} - {0}:
+        sums = {process: tuple(sums) for process, (there, sums) in checked.items() if there == number}
+        most = Counter(sums.values()).most_common(1)[0][0]
+        odd = [process for process in sums if sums[process] != most]
+        if odd:
+            raise ProcessError(
+                layout_message(
+                    f"the state of {several(odd)} is not that of the others after {number} steps, and should be.",
+                    facts=[f"process {process}: {first:08x}{second:08x}" for process, (first, second) in sums.items()],
+                    remedies=[
+                        "does the step compute something that depends on the process: a callback's result, say?",
+                        "or is memory or a device of that process at fault? Restart from the last good checkpoint",
+                    ],
+                ),
+                process=odd[0],
+                told=True,
+            )
+
+
+def errors_anywhere(error: BaseException | None, what: str) -> dict[int, str]:
+    """The errors of all processes, by process; all must call it, and wait for one another.
+
+    Args:
+      error: of this one, if it has one.
       what: they do next; "to save a checkpoint", say.
     """
-    return bool(everywhere([flag], what).any())
+    words = exchange_words(what, "-" if error is None else f"+{in_a_line(error)}")
+    return {process: word[1:] for process, word in sorted(words.items()) if word.startswith("+")}
 
 
 def check_present(placement: Placement) -> None:

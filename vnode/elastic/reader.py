@@ -114,6 +114,9 @@ class Reader:
             found = {}
             for folder in self.folder.iterdir():
                 match = re.fullmatch(r"(.*_)?(\d+)", folder.name)
+                if match and not match[1] and os.path.islink(folder) and not folder.exists():
+                    found[int(match[2])] = folder  # a link to what is no more: whoever reads it finds it damaged
+                    continue
                 if not match or not folder.is_dir() or (match[1] and not (folder / METADATA).exists()):
                     continue  # orbax can be told to begin names with a prefix; so do folders of other things
                 if ocp.utils.is_checkpoint_finalized(folder):

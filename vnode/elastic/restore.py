@@ -34,6 +34,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
       like: a state of the same structure, of arrays or `jax.ShapeDtypeStruct`s of any shardings, or None. What is
         restored has its structure and its leaves that are no arrays; each array goes where its counterpart is, or
         where its sharding says.
+        If these are devices of several processes, all must call it; process 0 chooses the checkpoint.
       step: the number of steps that the state has behind it. The newest checkpoint that is good by default; damaged
         ones are named in warnings.
 
@@ -64,12 +65,15 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
         from vnode.elastic.contents import filled, named, nested
         from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
+        from vnode.elastic.shared_reader import SharedReader
         from vnode.errors import CheckpointError
     except ImportError as error:
         raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
     check_like(like)
-    reader = Reader(folder if isinstance(folder, str | os.PathLike) else folder.directory)
     leaves = None if like is None else named(like)
+    goals = [getattr(leaf.value, "sharding", None) for leaf in (leaves or {}).values()]
+    shared = any(goal is not None and not goal.is_fully_addressable for goal in goals)
+    reader = (SharedReader if shared else Reader)(folder if isinstance(folder, str | os.PathLike) else folder.directory)
     default = SingleDeviceSharding(min(jnp.zeros(()).devices(), key=lambda device: device.id))
 
     def where(path: tuple[str, ...], shape: tuple[int, ...]) -> Sharding:

@@ -14,19 +14,20 @@ import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-import jax
-
 from vnode.data.prefetch import Prefetch
 from vnode.data.source import Cycle, loader
 from vnode.elastic.checks import check_step, check_takes
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
 from vnode.elastic.evaluation import check_evaluation
+from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
 from vnode.errors import CheckpointError
 from vnode.placement.gone import check_there
+from vnode.placement.records import check_same
+from vnode.placement.world import world
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 from vnode.tracebacks import api_boundary
@@ -157,40 +158,46 @@ def run(
       >>> vnode.elastic.run(step, jnp.ones(3), batches, steps=5, devices=jax.devices()[:1])
       Result(step=5, 5 steps in history)
     """
-    options = RunOptions(
-        steps=number_of_steps(steps, epochs, data),
-        start=start,
-        devices=devices,
-        compile_ahead=compile_ahead,
-        prefetch=prefetch,
-        keep_every=keep_every,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        checkpoint_seconds=checkpoint_seconds,
-        checkpoints_kept=checkpoints_kept,
-        callback=callback,
-        metrics_every=metrics_every,
-        history_kept=history_kept,
-        evaluate=evaluate,
-        evaluate_every=evaluate_every,
-        evaluate_callback=evaluate_callback,
-        best_metric=best_metric,
-        best_mode=best_mode,
-        peak_flops=peak_flops,
-        writers=writers,
-        on_nan=on_nan,
-        stop_signals=stop_signals,
-        alive=alive,
-        progress=progress,
-    )
-    check_evaluation(evaluate)
+    with world().run():  # all processes learn of its error
+        options = RunOptions(
+            steps=number_of_steps(steps, epochs, data),
+            start=start,
+            devices=devices,
+            compile_ahead=compile_ahead,
+            prefetch=prefetch,
+            keep_every=keep_every,
+            checkpoint=checkpoint,
+            checkpoint_every=checkpoint_every,
+            checkpoint_seconds=checkpoint_seconds,
+            checkpoints_kept=checkpoints_kept,
+            callback=callback,
+            metrics_every=metrics_every,
+            history_kept=history_kept,
+            evaluate=evaluate,
+            evaluate_every=evaluate_every,
+            evaluate_callback=evaluate_callback,
+            best_metric=best_metric,
+            best_mode=best_mode,
+            peak_flops=peak_flops,
+            writers=writers,
+            on_nan=on_nan,
+            stop_signals=stop_signals,
+            alive=alive,
+            progress=progress,
+        )
+        return begin(step, state, data if epochs is None else repeated(data), options)
+
+
+def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
+    """`run` with options that are checked."""
+    check_evaluation(options.evaluate)
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
         check_takes(step, len(state) if isinstance(state, tuple) else 1)
-        return run_objects(step, state, data if epochs is None else repeated(data), options)
+        return run_objects(step, state, data, options)
     check_step(step)
     check_takes(step)
-    return run_step(step, state, data if epochs is None else repeated(data), options)
+    return run_step(step, state, data, options)
 
 
 def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
@@ -222,6 +229,9 @@ def repeated(data: Any) -> Any:
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` for a step on pytrees."""
     load = loader(data, options.steps)
+    if world().several:
+        facts = facts_of_run(step, state, data, options)
+        check_same("to begin a run", facts, shows={"state": differing_lines})
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())
         stop = stack.enter_context(Stop.on(options.stop_signals))  # first, so that signals stay caught to the end
@@ -272,7 +282,7 @@ def open_folder(options: RunOptions, stop: Stop) -> Iterator[Checkpoints]:
     try:
         yield checkpoints
     except BaseException:
-        if jax.process_count() > 1:  # orbax would wait for the other processes, which may know of no error
+        if world().several:  # orbax would wait for the other processes, which may know of no error
             checkpoints.release()
             raise
         try:

@@ -122,11 +122,12 @@ class ObjectStep(Step[P, R]):
         given = objects if isinstance(objects, tuple) else (objects,)
         structure, state = nnx.split(given)
         axes = self._options.get("in_axes", (*(None for _ in given), 0))
+        name = named_batch(axes) if isinstance(axes, Mapping) else None
 
         @functools.wraps(self._fun)
         def on_arrays(arrays: Any, batch: Any) -> tuple[Any, Any]:
             own = nnx.merge(structure, restored(state, arrays))
-            metrics = self._fun(*own, batch)
+            metrics = self._fun(*own, batch) if name is None else self._fun(*own, **{name: batch})
             after, arrays = nnx.split(own)
             if after != structure:
                 raise VnodeError(
@@ -142,7 +143,8 @@ class ObjectStep(Step[P, R]):
             return objects
 
         donates = {"donate_argnums": 0} if self._options.get("donate_argnums", ()) != () else {}
-        options = {**self._options, "in_axes": (None, axes if isinstance(axes, int) else axes[len(given)]), **donates}
+        entry = axes if isinstance(axes, int) else axes[len(given) if name is None else name]
+        options = {**self._options, "in_axes": (None, entry), **donates}
         step = virtualize_pure(on_arrays, **options)
         known = isinstance(self._step, VirtualStep)  # or the number of nodes is still to be found
         return step.on(self._step.placement) if known else step, nnx.to_pure_dict(state), update
@@ -155,6 +157,24 @@ class ObjectStep(Step[P, R]):
             pure_args, pure_kwargs = nnx.to_tree(copies, ctxtag=self._tag)
             with self._step.resolved(pure_args, pure_kwargs, choose=choose) as here:
                 yield here
+
+
+def named_batch(axes: Mapping[str, Any]) -> str:
+    """The only argument that `in_axes` names.
+
+    Raises:
+      VnodeError: it names several.
+    """
+    if len(axes) != 1:
+        raise VnodeError(
+            layout_message(
+                "a loop gives the step one batch, and in_axes names several.",
+                facts=[f"in_axes = {dict(axes)!r}"],
+                remedies=["take one argument that is a dictionary of batches: in_axes={'batch': 0}"],
+            )
+        )
+    (name,) = axes
+    return name
 
 
 def restored(like: Any, arrays: Any) -> Any:

@@ -5,17 +5,22 @@ Knows jax only. Importing this package fills the registry from the families besi
 
 from vnode.operators import (  # noqa: F401
     aside,
+    attention,
     contraction,
+    custom_partitioning,
     elementwise,
+    exported,
     host,
     indexing,
     linalg,
     order,
+    pallas,
     postponed,
     random,
     reduce,
     shape,
     sharding,
+    sparse,
     structure,
     windows,
 )

@@ -17,7 +17,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
 from vnode.operators.cost import Cost
-from vnode.operators.registry import described
+from vnode.operators.registry import describe, described
 from vnode.operators.remembered import Remembered
 from vnode.operators.turns import turns
 
@@ -265,6 +265,9 @@ CALLS = {
 }
 """Primitives that call one jaxpr on all of their operands, and the parameter that holds it."""
 
+WITHOUT_DESCRIPTION = {"custom_partitioning": "call"}
+"""Primitives that are described by what the user says of them, and are calls of a jaxpr where that is nothing."""
+
 CUSTOM_DERIVATIVES = {"custom_jvp_call", "custom_vjp_call"}
 
 
@@ -279,6 +282,8 @@ def call_of(eqn: JaxprEqn) -> Call | None:
             custom_derivative=name in CUSTOM_DERIVATIVES,
             reverse_only=name == "custom_vjp_call",
         )
+    if name in WITHOUT_DESCRIPTION and describe(eqn) is None:
+        return Call(body_of(eqn.params[WITHOUT_DESCRIPTION[name]]), tuple(range(len(eqn.invars))))
     if name == "custom_linear_solve":  # the solver alone gives the result; the other jaxprs serve its derivatives
         lengths = eqn.params["const_lengths"]
         start = lengths.matvec + lengths.vecmat
@@ -291,22 +296,23 @@ def call_of(eqn: JaxprEqn) -> Call | None:
 def implementation_of(eqn: JaxprEqn, known: Sequence[Any]) -> Call | None:
     """The call of what evaluates an equation's primitive, if that is written in JAX.
 
-    So it is of primitives of libraries, and of those of jax that it lowers to others itself (since jax 0.12).
+    So it is of primitives of libraries, of sparse arrays (`jax.experimental.sparse`), and of those that jax
+    itself lowers to others (since jax 0.12).
 
     Args:
       eqn: the equation.
       known: the operands' values, None where they are not known; an implementation may need one while it is traced.
 
     Returns:
-      The call; None for jax's other primitives and those with a description, and where the implementation has effects
+      The call; None for primitives of jax's core and those with a description, and where the implementation has effects
       or is no JAX code.
     """
     if eqn.effects or described(eqn) or region_of(eqn) is not None:
         return None
     high = eqn.primitive.is_high(*[atom.aval for atom in eqn.invars], **eqn.params)
     run = getattr(eqn.primitive, "to_lojax" if high else "impl", None)
-    module = getattr(getattr(run, "func", run), "__module__", None) or "jax"
-    if not callable(run) or (module.split(".")[0] in ("jax", "jaxlib") and not high):
+    module = getattr(getattr(run, "func", run), "__module__", None) or "jax._src"
+    if not callable(run) or (f"{module}.".startswith(("jax._src.", "jaxlib.")) and not high):
         return None
     given = tuple(None if value is None else (type(value), np.asarray(value).item()) for value in known)
     shapes = tuple(jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype, weak_type=a.aval.weak_type) for a in eqn.invars)
@@ -405,20 +411,22 @@ def with_bodies(eqn: JaxprEqn, bodies: Sequence[ClosedJaxpr]) -> JaxprEqn:
     return eqn.replace(params={**eqn.params, **params})
 
 
-def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int) -> dict[str, Any]:
-    """The parameters of a scan like another one, which carries as much, with another body.
+def scan_like(eqn: JaxprEqn, body: ClosedJaxpr, constants: int, carries: int | None = None) -> dict[str, Any]:
+    """The parameters of a scan like another one, with another body.
 
     Args:
       eqn: the other one.
       body: its inputs are constants, what is carried, and a turn's part of what is scanned.
       constants: how many of its inputs are.
+      carries: how many values it carries; by default as many as the other one.
     """
     loop = region_of(eqn)
     assert isinstance(loop, Loop)
-    inputs, outputs, carries = len(body.jaxpr.invars), len(body.jaxpr.outvars), len(loop.carried)
+    carries = loop.carries if carries is None else carries
+    inputs, outputs = len(body.jaxpr.invars), len(body.jaxpr.outvars)
     params = {**eqn.params, "jaxpr": as_held(eqn.params["jaxpr"], body)}
     if "num_consts" in params:
-        params["num_consts"] = constants
+        params |= {"num_consts": constants, "num_carry": carries}
     else:
         params |= grouped(constants, carries, inputs - constants - carries, outputs - carries)
     return params | ({"linear": (False,) * inputs} if "linear" in params else {})

@@ -167,12 +167,18 @@ class OperatorDescription:
       linear: groups of operands in which the equation is linear: with the other operands held fixed it maps a
         sum of values of the group to the sum of the results. ``a * b`` has two groups of one operand, ``a + b`` one
         group of two. An operand in no group is used nonlinearly (or is an index).
+      summed: results in which free factors that they lack are summed, though other results have them (the gradient of a
+        bias, by a kernel that gives those of examples as well); for each the operands in which it is linear, that all
+        have these factors.
       algebra: what else holds of it.
       work: per index, where it is neither one operation nor the two of a contraction nor, for what only moves, none.
       part: for an equation that is several independent ones, operand i to result i: the parameters of the i-th.
       widen: gives the parameters of a copy in a wider floating-point type, for an equation that names its type in them.
       layout: for an equation that asks how its result is laid out over a mesh, the axes that it asks for along each
         dimension; None where it leaves the choice. `emit` evaluates every copy of it, also one of full size.
+      opaque: compilers do not know what it does, and may refuse to divide it over the devices of a mesh: where it is
+        computed once, each device computes all of it.
+      whole_because: why factors are whole that might not have been; for people.
       resize: gives the parameters of a copy with other factor sizes; None where they need no change.
       emit: evaluates a copy; by default binds the primitive with resized parameters. Needed with positional factors,
         and where a copy is told positions (`LookedUp`, `Shifted`) and has to do something about them.
@@ -186,11 +192,14 @@ class OperatorDescription:
     results: tuple[Dims, ...]
     roles: Mapping[int, Role] = dataclasses.field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
+    summed: Mapping[int, frozenset[int]] = dataclasses.field(default_factory=dict)
     algebra: Algebra = NOTHING
     work: Work | None = None
     part: Callable[[Mapping[str, Any], int], dict[str, Any]] | None = None
     widen: Callable[[Mapping[str, Any], Any], dict[str, Any]] | None = None
     layout: tuple[tuple[str, ...] | None, ...] | None = None
+    opaque: bool = False
+    whole_because: str = ""
     resize: Resize | None = None
     emit: Emit | None = None
     emit_on: Mapping[str, Emit] = dataclasses.field(default_factory=dict)
@@ -225,6 +234,11 @@ class OperatorDescription:
     def by_element(self) -> bool:
         """Whether no element of a result is a sum, or anything else of several elements of an operand."""
         return all(isinstance(x.split, Free | Shifted) for x in self.factors) and not self.has(Algebra.CONTRACTS)
+
+    def adds_along(self, factor: int) -> frozenset[int]:
+        """The operands that are zeros where a free factor has no index, or it would be added up in a result."""
+        lacking = [r for r in self.summed if not any(factor in dim for dim in self.results[r])]
+        return frozenset(i for r in lacking for i in self.summed[r])
 
     def role(self, role: Role) -> frozenset[int]:
         """The operands that have a role."""

@@ -65,7 +65,7 @@ def evaluate_wide(
     """The same in a floating-point type with more bits than that of the equation's results, which is not rounded to.
 
     Products are still of narrow operands, if both are: only their sum is wide. A primitive of the user's may not take
-    another type: its results are cast.
+    another type, nor may a kernel: their results are cast.
 
     Args:
       description: of `eqn`.
@@ -80,7 +80,7 @@ def evaluate_wide(
       The results, of that type.
     """
     sizes, positions = sizes or description.sizes, positions or {}
-    if is_users(eqn):
+    if is_users(eqn) or description.opaque:
         narrow = [cast(value, atom.aval.dtype) for value, atom in zip(operands, eqn.invars, strict=True)]
         return [cast(value, dtype) for value in evaluate(description, eqn, narrow, sizes, positions, platform)]
     if not description.has(Algebra.CONTRACTS) or any(getattr(value, "dtype", None) == dtype for value in operands):

@@ -5,10 +5,12 @@ Knows descriptions and regions. Must not know batches, machines, nor what else a
 
 from __future__ import annotations
 
-from jax.extend.core import JaxprEqn
+import math
+
+from jax.extend.core import JaxprEqn, Var
 
 from vnode.operators.control import Body, call_of, region_of
-from vnode.operators.cost import Cost, described_cost
+from vnode.operators.cost import Cost, described_cost, nbytes
 from vnode.operators.registry import describe
 
 
@@ -21,7 +23,23 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
     if region is not None:
         return region.cost([body_cost(body) for body in region.bodies])
     description = describe(eqn)
-    return Cost() if description is None else described_cost(eqn, description)
+    return undescribed_cost(eqn) if description is None else described_cost(eqn, description)
+
+
+def undescribed_cost(eqn: JaxprEqn) -> Cost:
+    """The least that an equation without a description can cost: an operation for each element of its results.
+
+    One that reads or writes a reference, as kernels do, only moves elements of what is counted elsewhere.
+    """
+    if any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars):
+        return Cost()
+    read = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
+    results = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
+    return Cost(
+        vector=sum(map(math.prod, results)),
+        read=sum(read.values()),
+        written=sum(nbytes(var.aval) for var in eqn.outvars),
+    )
 
 
 def body_cost(body: Body) -> Cost:

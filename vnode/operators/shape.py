@@ -204,19 +204,22 @@ def concatenate(eqn: JaxprEqn) -> OperatorDescription:
 
 @rule("pad")
 def pad(eqn: JaxprEqn) -> OperatorDescription:
+    """A dimension is (blocks, element) where padding is whole blocks, as in the derivative of a slice: blocks move."""
     f = Factors()
     operand, result, moved = [], [], {}
-    configs = eqn.params["padding_config"]
-    for i, (n, m, (low, high, interior)) in enumerate(
-        zip(eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape, configs, strict=True)
-    ):
-        operand.append((f.new(n),))
+    shape, configs = eqn.invars[0].aval.shape, eqn.params["padding_config"]
+    for i, (n, m, (low, high, interior)) in enumerate(zip(shape, eqn.outvars[0].aval.shape, configs, strict=True)):
+        unit = math.gcd(n, low, high) if interior == 0 and n and m else 1
         if (low, high, interior) == (0, 0, 0):
+            operand.append((f.new(n),))
             result.append(operand[-1])
             continue
-        result.append((f.new(m),))
-        before, after = operand[-1][0], result[-1][0]
-        f.change(before, after, split=Shifted((Move(before, after, -low, spread=interior + 1),)))
+        before, after = f.new(n // unit), f.new(m // unit)
+        element = f.new(unit) if unit > 1 else None
+        tie = Shifted((Move(before, after, -(low // unit), spread=interior + 1),), element)
+        f.change(before, after, split=tie)
+        operand.append((before,) if element is None else (before, element))
+        result.append((after,) if element is None else (after, element))
         moved[after] = i
 
     def emit(
@@ -225,13 +228,22 @@ def pad(eqn: JaxprEqn) -> OperatorDescription:
         """Along what moves, the elements are in place: what is there instead where none is, is the padding."""
         value, padding = operands
         cut = [factor for factor in moved if factor in positions]
-        own = [(0, 0, 0) if d.results[0][i][0] in cut else tuple(config) for i, config in enumerate(configs)]
-        value = e.primitive.bind(value, padding, padding_config=tuple(own))
+
+        def own(i: int) -> tuple[int, int, int]:
+            """Blocks may be of fewer elements than they were."""
+            low, high, interior = configs[i]
+            if d.results[0][i][0] in cut:
+                return 0, 0, 0
+            if value.shape[i] == shape[i]:
+                return low, high, interior
+            return low * value.shape[i] // shape[i], high * value.shape[i] // shape[i], interior
+
+        value = e.primitive.bind(value, padding, padding_config=tuple(map(own, range(len(configs)))))
         for factor in cut:
             i = moved[factor]
             low, _, interior = configs[i]
             place = positions[factor]() - low
-            there = (place >= 0) & (place < d.sizes[operand[i][0]] * (interior + 1)) & (place % (interior + 1) == 0)
+            there = (place >= 0) & (place < shape[i] * (interior + 1)) & (place % (interior + 1) == 0)
             there = lax.broadcast_in_dim(there, value.shape, (i,))
             value = lax.select(there, value, lax.broadcast_in_dim(padding, value.shape, ()))
         return [value]

@@ -30,11 +30,17 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
-from vnode.placement.waiting import meet
+from vnode.placement.waiting import exchange_words, ready
+from vnode.placement.waiting import several as named_processes
+from vnode.placement.world import is_shared
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
 """How a process has an array: not at all; a copy of its own; a part, and others the rest; where it is to be."""
+
+ASYNCHRONOUS = 16 << 10
+"""Bytes that are sent at least. On CPUs jax runs programs of less than 1,000 operations in the thread that calls them,
+which could then not see that another process has failed."""
 
 Vote = tuple[int, int, int]
 """What a process says of an array: a checksum of its type, how it has it, and one of its value or its devices."""
@@ -60,7 +66,7 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str],
     """
     made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
     moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
-    move = to_placements if jax.process_count() == 1 else between_processes
+    move = between_processes if is_shared() else to_placements
     arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
     for i, array in zip(moving, arrays, strict=True):
         made[i] = array
@@ -80,12 +86,12 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
         return to_placements(leaves, placement)
     if jax.process_index() not in processes:
         return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
-    meet("to compare a batch" if batch else "to compare a state that is put on devices", processes)
+    what = "to compare a batch" if batch else "to compare a state that is put on devices"
     mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
     votes = np.broadcast_to(mine, (len(processes), *mine.shape))
-    if not agreed(mine, names, placement, devices):
-        votes = gathered(mine.reshape(-1), devices).reshape(votes.shape)
-    compare(votes, names, leaves, placement, batch=batch)
+    if not agreed(mine, names, placement, what, processes):
+        votes = gathered(mine.reshape(-1), what, processes).reshape(votes.shape)
+    compare(votes, names, leaves, placement, sorted(processes), batch=batch)
     ways = [[int(kind) for kind in votes[:, i, 1]] for i in range(len(leaves))]
     return [moved(leaf, placement, ways[i], devices, own=int(mine[i][1])) for i, leaf in enumerate(leaves)]
 
@@ -105,21 +111,22 @@ def put(tree: Any, placement: Placement) -> Any:
     return map_arrays(lambda leaf: next(placed), tree)
 
 
-def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, devices: set[Any]) -> bool:
+def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: str, processes: set[int]) -> bool:
     """Whether all processes say the same; their answers may then be of different lengths without one waiting for more.
 
     Args:
       mine: what this process says.
       names: of the arrays.
       placement: where they go.
-      devices: those of all processes concerned.
+      what: the processes have come for.
+      processes: all that are concerned.
 
     Raises:
       PlacementError: they have other arrays, or put them elsewhere.
     """
     where = (placement.counts, placement.axis, [device.id for device in placement.devices])
     facts = [len(names), *(zlib.crc32(repr(fact).encode()) for fact in (list(names), where))]
-    digests = gathered(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), devices)
+    digests = gathered(np.array([*facts, zlib.crc32(mine.tobytes())], np.uint32), what, processes)
     same = (digests == digests[0]).all(axis=0)
     if not same[:3].all():
         raise PlacementError(
@@ -170,7 +177,13 @@ def own_copy(leaf: Any) -> np.ndarray:
 
 
 def compare(
-    votes: np.ndarray, names: Sequence[str], leaves: Sequence[Any], placement: Placement, *, batch: bool
+    votes: np.ndarray,
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    placement: Placement,
+    processes: Sequence[int],
+    *,
+    batch: bool,
 ) -> None:
     """Refuses arrays that are not the same in all processes.
 
@@ -179,6 +192,7 @@ def compare(
       names: of the arrays.
       leaves: what this process has.
       placement: where they were to go.
+      processes: whose votes they are.
       batch: whether they are a batch.
 
     Raises:
@@ -189,7 +203,8 @@ def compare(
         kinds, ways, values = votes[:, i].T
         known = ways != NONE
         if (kinds != kinds[0]).any() or len(set(ways[known].tolist())) > 1 or len(set(values[known].tolist())) > 1:
-            differing.append(f"{name}: {jax.typeof(leaves[i])}")
+            odd = [process for process, row in zip(processes, votes[:, i], strict=True) if differs(row, votes[0, i])]
+            differing.append(f"{name}: {jax.typeof(leaves[i])}, another one in {named_processes(odd)}")
         elif not known.any():
             differing.append(f"{name}: no process has it")
     if differing:
@@ -209,6 +224,11 @@ def compare(
                 ],
             )
         )
+
+
+def differs(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two processes say different things of an array; one that has none of it says nothing."""
+    return bool(one[0] != other[0] or (NONE not in (one[1], other[1]) and (one[1:] != other[1:]).any()))
 
 
 def moved(leaf: Any, placement: Placement, ways: list[int], devices: set[Any], own: int) -> Any:
@@ -285,19 +305,19 @@ def rows(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> jax.Array:
     return jax.make_array_from_callback(shape, sharding, lambda index: mine[None], dtype=mine.dtype)
 
 
-def gathered(mine: np.ndarray, devices: Sequence[Any] | set[Any]) -> np.ndarray:
-    """What each process that has any of these devices says; each must call it.
+def gathered(mine: np.ndarray, what: str, processes: set[int] | None = None) -> np.ndarray:
+    """What each of some processes says; all of them must call it, and wait for one another.
 
     Args:
-      mine: what this process says, integers, ``[n]``; n is the same for all.
-      devices: any devices.
+      mine: what this process says, integers of 32 bits, ``[n]``; n may differ.
+      what: as for `vnode.placement.waiting.meet`.
+      processes: which; by default all there are.
 
     Returns:
-      ``[processes, n]``, by process. Waits for it.
+      ``uint32[processes, n]``, by process.
     """
-    row = rows(mine, devices)
-    whole = NamedSharding(row.sharding.mesh, PartitionSpec())
-    return np.asarray(resharding(whole)(row).addressable_data(0))
+    words = exchange_words(what, np.asarray(mine, np.uint32).tobytes().hex() or "-", processes)
+    return np.array([np.frombuffer(bytes.fromhex(words[process].strip("-")), np.uint32) for process in sorted(words)])
 
 
 def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
@@ -311,10 +331,7 @@ def everywhere(mine: Sequence[int], what: str) -> np.ndarray:
       ``uint32[processes, n]``.
     """
     row = np.array(mine, np.uint32)
-    if jax.process_count() == 1:
-        return row[None]
-    meet(what)
-    return gathered(row, jax.devices())
+    return gathered(row, what) if is_shared() else row[None]
 
 
 def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> np.ndarray:
@@ -327,12 +344,12 @@ def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> n
     """
     there = meeting(devices)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    words = np.pad(data, (0, -data.size % 4)).view(np.uint32)
+    words = np.pad(data, (0, max(-data.size % 4, ASYNCHRONOUS - data.size))).view(np.uint32)
     if there[holder].process_index != jax.process_index():
         words = np.zeros_like(words)
     row = rows(words, devices)
-    total = np.asarray(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row).addressable_data(0))
-    return total.view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
+    total = ready(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row), "a state of another process")
+    return np.asarray(total.addressable_data(0)).view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
 
 
 @functools.lru_cache

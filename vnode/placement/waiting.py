@@ -5,25 +5,29 @@ Knows processes, the service that `jax.distributed.initialize` starts, and clock
 A collective operation has no deadline of ours: gloo gives up after 30 seconds, NCCL after many minutes, a TPU never,
 and none of them says which process did not come. So before several processes begin something that none of them can do
 alone (the first run of a program that each compiles at its own speed, an exchange that is waited for) they meet at a
-barrier of the service. There each tells what it has come for. A meeting takes a few milliseconds; steps whose program
-is known do not meet.
+barrier of the service. There each tells what it has come for, and may leave a word that all others read. A meeting
+takes a few milliseconds; steps whose program is known do not meet.
+
+Every wait looks at the board (`vnode.placement.board`): a process that has failed is not waited for.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import itertools
 import os
+import re
 import threading
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar
 
 import jax
 
 from vnode.errors import ProcessError, VnodeError, layout_message
+from vnode.placement.board import NOTED, Notice
+from vnode.placement.world import World, world
+from vnode.threads import background
 
 VARIABLE = "VNODE_PROCESS_TIMEOUT"
 """The environment variable that says how many seconds a process waits for another one."""
@@ -37,25 +41,24 @@ LAST = "vnode/last/main/"
 BESIDE = "vnode/last/beside/"
 """Where other threads than the main one tell it."""
 
+SAID = "vnode/said/"
+"""Where each process leaves its word at a meeting."""
+
 TELL_EVERY = 5.0
 """Seconds between two times that a process tells where it is, while it meets nobody."""
 
+GRACE = 0.5
+"""Seconds that a wait goes on after another process has failed: what that one did before may be on its way."""
+
+PATIENCE = 10.0
+"""The same, for results of devices, after another process has ended as it should."""
+
+LOOK_EVERY = 2.0
+"""Seconds between two looks at where those are that do not come."""
+
 _LOCK = threading.Lock()
 _TOLD = [0.0]
-_MEETINGS: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
-
-
-def service() -> Any:
-    """A client of the service that `jax.distributed.initialize` starts; None where none was started.
-
-    jax shows no way to it: what it has for waiting (`jax.experimental.multihost_utils`) are collective operations. So
-    one of its inner modules is asked here, in this line alone, and only where there are several processes.
-    """
-    if not jax.distributed.is_initialized():
-        return None
-    from jax._src import distributed
-
-    return distributed.global_state.client
+T = TypeVar("T")
 
 
 def timeout() -> float:
@@ -83,32 +86,97 @@ def meet(what: str, processes: Iterable[int] | None = None, key: str = "") -> No
       key: of the place, for threads beside the main one, which do not come to it in the same order in all processes.
 
     Raises:
-      ProcessError: one of them did not come in time.
+      ProcessError: one of them has failed, or did not come in time.
     """
-    client = service()
-    here, expected = jax.process_index(), sorted(range(jax.process_count()) if processes is None else {*processes})
-    if client is None or len(expected) < 2 or here not in expected:
-        return
-    seconds, board = timeout(), BESIDE if key else LAST
-    among = "all" if len(expected) == jax.process_count() else f"{zlib.crc32(repr(expected).encode()):08x}"
-    with _LOCK:
-        place = f"{among}/{key or next(_MEETINGS[among])}/{zlib.crc32(what.encode()):08x}"
-    began = time.monotonic()
-    try:
-        client.key_value_set(f"{board}{here}", f"{place} {what}", allow_overwrite=True)
+    exchange_words(what, "", processes, key)
+
+
+def exchange_words(what: str, word: str, processes: Iterable[int] | None = None, key: str = "") -> dict[int, str]:
+    """As `meet`; each process leaves a word there, and reads those of all.
+
+    Args:
+      what: what they do next.
+      word: of this process; none is read where it is empty, which it must then be in all of them.
+      processes: which; by default all there are.
+      key: of the place, as for `meet`.
+
+    Returns:
+      The words by process; that of this one alone where nobody is met.
+
+    Raises:
+      ProcessError: one of them has failed, or did not come in time.
+    """
+    here = world()
+    expected = sorted(range(here.count) if processes is None else {*processes})
+    if not here.several or len(expected) < 2 or here.index not in expected:
+        return {here.index: word}
+    client, board, seconds = here.client, BESIDE if key else LAST, timeout()
+    among, number = next_place(here, expected, key)
+    place = f"{number}/{zlib.crc32(what.encode()):08x}"
+    began, others = time.monotonic(), [process for process in expected if process != here.index]
+
+    def arrive() -> None:
+        if word:
+            client.key_value_set(f"{SAID}{place}/{here.index}", word)
+        client.key_value_set(f"{board}{here.index}", f"{place} {what}", allow_overwrite=True)
         client.wait_at_barrier(f"vnode/{place}", int(1000 * seconds), expected)
-    except jax.errors.JaxRuntimeError as error:
-        waited = time.monotonic() - began
-        raise missed(what, place, here, expected, waited, whereabouts(client, board), error) from None
+
+    def elsewhere(waited: float) -> None:
+        """Raises if another process has come to the same meeting for something else."""
+        for process, (there, why) in whereabouts(client, board).items():
+            if not key and process in others and there != place and there.rsplit("/", 1)[0] == number:
+                raise different(here.index, what, process, why)
+
+    try:
+        try:
+            watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=elsewhere)
+        except jax.errors.JaxRuntimeError as error:
+            waited = time.monotonic() - began
+            check_failed(what, others, (number,), cause=error)
+            raise missed(what, place, here.index, expected, waited, whereabouts(client, board), error) from None
+    except ProcessError as error:
+        here.tell(error, number, *here.scopes)
+        raise
+    if not word:
+        return {}
+    words = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{SAID}{place}/")}
+    before, here.said[among] = here.said.get(among), f"{SAID}{place}/{here.index}"
+    if before is not None:  # all have read it, or they would not have come here
+        client.key_value_delete(before)
+    return words
+
+
+def next_place(here: World, expected: Sequence[int], key: str = "") -> tuple[str, str]:
+    """Which processes meet, and the name of their next meeting.
+
+    Those of a run are counted by themselves: processes that left one at different places may begin the next together.
+    """
+    among = "all" if len(expected) == here.count else f"{zlib.crc32(repr(list(expected)).encode()):08x}"
+    inside = f"{here.scopes[-1]}/{among}".replace(" ", "-") if here.scopes else among
+    with _LOCK:
+        return among, f"{inside}/{key or next(here.meetings[inside])}"
 
 
 def tell(what: str) -> None:
-    """Tells the others where this process is, now and then; costs next to nothing."""
-    client, now = service(), time.monotonic()
-    if client is not None and jax.process_count() > 1 and now - _TOLD[0] > TELL_EVERY:
+    """Tells the others where this process is, now and then; costs next to nothing.
+
+    Raises:
+      ProcessError: one of them has failed.
+    """
+    here, now = world(), time.monotonic()
+    if not here.several:
+        return
+    if now - _TOLD[0] > TELL_EVERY:
         _TOLD[0] = now
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
-            client.key_value_set(f"{LAST}{jax.process_index()}", f"- {what}", allow_overwrite=True)
+            here.client.key_value_set(f"{LAST}{here.index}", f"- {what}", allow_overwrite=True)
+
+
+def tell_failure(error: BaseException, processes: Collection[int]) -> None:
+    """Tells those that some processes meet next that this one has failed on the way there."""
+    here = world()
+    if here.several and len(processes) > 1 and here.index in processes and not getattr(error, "told", False):
+        here.tell(error, next_place(here, sorted(processes))[1], *here.scopes)
 
 
 def ready(tree: Any, what: str) -> Any:
@@ -122,18 +190,201 @@ def ready(tree: Any, what: str) -> Any:
       The tree.
 
     Raises:
-      ProcessError: they are not computed in time.
+      ProcessError: another process has failed, or they are not computed in time.
     """
-    client = service()
-    if client is not None and jax.process_count() > 1:
-        began, pause = time.monotonic(), 1e-5
-        arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready")]  # typed keys have none
-        while not all(array.is_deleted() or array.is_ready() for array in arrays):
-            if time.monotonic() - began > timeout():
-                raise late(what, jax.process_index(), time.monotonic() - began, whereabouts(client))
-            time.sleep(pause)
-            pause = min(2 * pause, 0.005)
-    return jax.block_until_ready(tree)
+    here = world()
+    if not here.several:
+        return jax.block_until_ready(tree)
+    arrays = [leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "is_ready")]  # typed keys have none
+    pause = [1e-5]
+
+    def computed() -> bool:
+        return all(array.is_deleted() or array.is_ready() for array in arrays)
+
+    def sleep() -> None:
+        time.sleep(pause[0])
+        pause[0] = min(2 * pause[0], 0.005)
+
+    wait_until(computed, sleep, f"for {what}", here.others, patience=timeout(), linger=PATIENCE)
+    try:
+        return jax.block_until_ready(tree)
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        check_failed(f"for {what}", here.others, cause=error)
+        raise
+
+
+def watched(
+    work: Callable[[], T],
+    what: str,
+    others: Collection[int],
+    *,
+    scopes: Collection[str] = (),
+    patience: float | None = None,
+    look: Callable[[float], None] | None = None,
+) -> T:
+    """Does something that waits for other processes, in a thread that is left behind if one of them has failed.
+
+    Args:
+      work: what to do.
+      what: it is, "to save a checkpoint", say.
+      others: the processes concerned.
+      scopes: what it is part of besides the current run.
+      patience: seconds that it may take; by default as long as processes wait for one another.
+      look: called now and then with the seconds that it has taken.
+
+    Returns:
+      What `work` returns.
+
+    Raises:
+      ProcessError: another process has failed, or it is not done in time.
+      Exception: what `work` raises.
+    """
+    done, results, errors = threading.Event(), [], []
+
+    def run() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    background(run, "vnode-wait")
+    seconds = timeout() if patience is None else patience
+    wait_until(done.is_set, lambda: done.wait(0.01), what, others, scopes=scopes, patience=seconds, look=look)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+def wait_until(
+    done: Callable[[], bool],
+    sleep: Callable[[], Any],
+    what: str,
+    others: Collection[int],
+    *,
+    patience: float,
+    scopes: Collection[str] = (),
+    linger: float = GRACE,
+    look: Callable[[float], None] | None = None,
+) -> None:
+    """Waits until something is done that other processes have a part in.
+
+    Args:
+      done: whether it is.
+      sleep: waits a little.
+      what: what this process came for, or waits for.
+      others: the processes concerned.
+      patience: seconds to wait.
+      scopes: what it is part of besides the current run.
+      linger: seconds to wait after one of the others has ended as it should.
+      look: called now and then with the seconds waited.
+
+    Raises:
+      ProcessError: one of the others has failed, or it is not done in time.
+    """
+    here, began = world(), time.monotonic()
+    looked, noticed = began, 0.0
+    while not done():
+        sleep()
+        now = time.monotonic()
+        notice = None if here.board is None else here.board.trouble(others, (*scopes, *here.scopes))
+        if notice is not None:
+            noticed = noticed or now
+            if now - noticed >= grace(notice, linger) and not done():
+                raise failed(notice, what, here.index)
+        if now - began > patience and not done():
+            raise late(what, here, now - began)
+        if look is not None and now - looked > max(LOOK_EVERY, here.count / 50):
+            looked = now
+            look(now - began)
+
+
+def grace(notice: Notice, linger: float) -> float:
+    """Seconds that a wait goes on after a notice, `linger` after that of a process that has ended as it should.
+
+    Where process 0 is gone, jax is about to abort this process.
+    """
+    if notice.kind == "ended" and not notice.text:
+        return linger
+    return 0.0 if notice.lost and not notice.process else GRACE
+
+
+def check_failed(
+    what: str, others: Collection[int] | None = None, scopes: Collection[str] = (), *, cause: BaseException
+) -> None:
+    """After an error of the runtime, which may come of another process's end: waits a moment for the notice of that.
+
+    Raises:
+      ProcessError: another process has failed.
+    """
+    here = world()
+    if here.board is None or isinstance(cause, VnodeError) or not of_runtime(cause):
+        return
+    notice = here.board.soon(here.others if others is None else others, (*scopes, *here.scopes), NOTED)
+    if notice is not None:
+        raise failed(notice, what, here.index) from cause
+
+
+def of_runtime(error: BaseException) -> bool:
+    """Whether an error is one of jax's runtime, or of what uses it to wait for other processes.
+
+    >>> of_runtime(ValueError("INTERNAL: connection closed")), of_runtime(ValueError("no such file"))
+    (True, False)
+    """
+    return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]{6,}: ", str(error)) is not None
+
+
+def check_others(what: str, step: int | None = None) -> None:
+    """Looks whether another process has failed; costs nothing.
+
+    Args:
+      what: this process came for.
+      step: to which of its run, if to one.
+
+    Raises:
+      ProcessError: one has.
+    """
+    here = world()
+    if here.board is not None and step is not None:
+        here.board.step = step
+    notice = None if here.board is None else here.board.trouble(here.others, here.scopes)
+    if notice is not None and notice.text:
+        raise failed(notice, what, here.index)
+
+
+def failed(notice: Notice, what: str, here: int) -> ProcessError:
+    """The error of a process that another one has failed.
+
+    Args:
+      notice: of the other one.
+      what: what this one came for, or waited for.
+      here: this one.
+    """
+    return ProcessError(
+        layout_message(
+            f"process {notice.process} {notice.what}",
+            facts=[f"process {here} waited {what}" if what.startswith("for ") else f"process {here} came {what}"],
+            remedies=[
+                f"see what process {notice.process} wrote last",
+                "then start all processes again: a run with checkpoint=... goes on from the last one",
+            ],
+        ),
+        process=notice.process,
+        told=notice.kind != "left",  # or the one that has left would not know
+    )
+
+
+def different(here: int, what: str, process: int, why: str) -> ProcessError:
+    """The error of processes that have come to the same meeting for different things."""
+    return ProcessError(
+        layout_message(
+            f"processes {here} and {process} do different things.",
+            facts=[f"process {here} came {what}", f"process {process} came {why}"],
+            remedies=["call steps, put and run in the same order in every process"],
+        ),
+        process=process,
+    )
 
 
 def whereabouts(client: Any, board: str = LAST) -> dict[int, tuple[str, str]]:
@@ -191,13 +442,14 @@ def missed(
     )
 
 
-def late(what: str, here: int, waited: float, found: dict[int, tuple[str, str]]) -> ProcessError:
-    """The error of a process that waited for what all of them compute together."""
-    others = [process for process in range(jax.process_count()) if process != here]
+def late(what: str, here: World, waited: float) -> ProcessError:
+    """The error of a process that waited too long for what several of them do together."""
+    found = whereabouts(here.client)
     return ProcessError(
         layout_message(
-            f"process {here} waited {waited:.0f} s for {what}, which the processes compute together.",
-            facts=[seen_last(process, found) for process in others[:8]],
+            f"process {here.index} waited {waited:.0f} s {what}, which the processes "
+            f"{'compute' if what.startswith('for ') else 'do'} together.",
+            facts=[seen_last(process, found) for process in here.others[:8]],
             remedies=[
                 "see what the others wrote last: did one end, or wait for something else, such as its data?",
                 f"if it was only slow, give it more time: {VARIABLE}={4 * timeout():.0f} (seconds)",

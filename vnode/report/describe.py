@@ -11,11 +11,11 @@ from typing import Any
 
 from jax.extend.core import JaxprEqn, Var
 
-from vnode.analysis.forms import Slice
+from vnode.analysis.forms import Slice, Whole
 from vnode.analysis.passes import Pass, Schedule, nbytes
-from vnode.analysis.program import where
+from vnode.analysis.program import signature, where
 from vnode.analysis.recipe import Conversion, Evaluation
-from vnode.analysis.states import Coupling, Flow
+from vnode.analysis.states import Coupling, Flow, Why
 from vnode.operators.control import Loop, region_of
 from vnode.placement.layout import Layout
 from vnode.placement.placement import Placement
@@ -97,6 +97,7 @@ def report(
             if var in defined
         ),
         couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
+        undescribed=undescribed_lines(couplings),
         flops=made.flops,
         recomputed=made.recomputed,
         reduction=reduction.text(placement),
@@ -113,6 +114,18 @@ def report(
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
     """Values of a program with the source lines that make them."""
     return tuple(Line(kind(var.aval), where(defined[var]), nbytes(var), names(var)) for var in values)
+
+
+def undescribed_lines(couplings: Sequence[Coupling]) -> tuple[Line, ...]:
+    """Primitives without a description that examples reach, with the bytes that are collected for each of them."""
+    found: dict[JaxprEqn, Line] = {}
+    for coupling in couplings:
+        if coupling.why is not Why.UNDESCRIBED or coupling.kind != "materialize":
+            continue
+        eqn, states = coupling.eqn, coupling.flow.states
+        collected = {atom for atom in eqn.invars if isinstance(atom, Var) and not isinstance(states[atom].form, Whole)}
+        found[eqn] = Line(signature(eqn), where(eqn), sum(map(nbytes, collected)))
+    return tuple(found.values())
 
 
 def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:

@@ -40,6 +40,8 @@ class Report(Drawn):
       gathered: values that are needed whole, by every device.
       sliced: whole values with a batch dimension that nodes cannot produce for themselves (a permutation, the draws of
         a generator that cannot be sliced): built whole, then sliced.
+      undescribed: primitives that are run once on the whole batch, because no description says how they split; with the
+        bytes that are collected for each.
       couplings: where examples influence each other.
       flops: of the whole step.
       recomputed: flops spent again by later passes.
@@ -54,6 +56,8 @@ class Report(Drawn):
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
       planned: bytes that a device sends in all exchanges of a step, if there is a plan that says so.
+      batches: where there are several sizes, those of the batches, each with how many examples a node has; `batch` is
+        then into how many parts the largest is divided.
     """
 
     name: str
@@ -82,6 +86,8 @@ class Report(Drawn):
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
     planned: float | None = None
+    batches: tuple[tuple[int, int], ...] = ()
+    undescribed: tuple[Line, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -136,6 +142,29 @@ class Report(Drawn):
         return len(self.passes) + sum(inner.turns * inner.all_passes for inner in self.nested)
 
     @property
+    def exchanges(self) -> int:
+        """How often devices exchange sums in one step: after each pass, in every turn of a loop around passes."""
+        return sum(p.sent > 0 for p in self.passes) + sum(inner.turns * inner.exchanges for inner in self.nested)
+
+    def evaluations(self, nodes: int) -> int:
+        """Equations evaluated one after another in one step, if a device has so many nodes."""
+        own = self.once + nodes * sum(p.equations for p in self.passes)
+        return own + sum(inner.turns * inner.evaluations(nodes) for inner in self.nested)
+
+    @property
+    def small_bodies(self) -> Fact:
+        """What loops around passes cost where their bodies are small: all nodes' kernels begin one after another."""
+        ratio = self.evaluations(self.waves) / max(self.evaluations(1), 1)
+        inside = sum(inner.turns * inner.all_passes for inner in self.nested) * self.waves
+        exchanged = f" and {several(self.exchanges, 'exchange')}" if self.exchanges else ""
+        return Fact(
+            "loops inside",
+            f"{several(inside, 'node')} one after another on a {self.holder}{exchanged} per step",
+            f"up to {ratio:.1f} times the plain step's time{' beside exchanges' * bool(exchanged)} where kernels take "
+            "microseconds",
+        )
+
+    @property
     def pass_flops(self) -> int:
         """Scalar operations of all passes of one step."""
         return sum(p.flops for p in self.passes) + sum(inner.turns * inner.pass_flops for inner in self.nested)
@@ -167,12 +196,19 @@ class Report(Drawn):
         how = f"a {self.holder} computes its nodes one by one, left to right"
         picture = Picture(f"Nodes by {self.holder} and wave", grid, how)
         blocks = (Facts(tuple(self._facts())), picture, *self._tables())
-        return Page(self.name, f"{several(self.batch, 'example')} on {self.where}", blocks)
+        return Page(self.name, f"{self.examples} on {self.where}", blocks)
+
+    @property
+    def examples(self) -> str:
+        """How many examples there are, in words; of batches of several sizes each."""
+        sizes = [batch for batch, _ in self.batches]
+        return f"{' and '.join(map(str, sizes))} examples" if sizes else several(self.batch, "example")
 
     @property
     def where(self) -> str:
         """Nodes, devices and waves in words."""
-        nodes = f"{several(self.virtual_nodes, 'virtual node')} of {self.node_size}"
+        each = " and ".join(str(size) for _, size in self.batches) or self.node_size
+        nodes = f"{several(self.virtual_nodes, 'virtual node')} of {each}"
         return f"{nodes}, {several(self.devices, 'device')}{self.in_rows}, {several(self.waves, 'wave')}"
 
     @property
@@ -215,6 +251,7 @@ class Report(Drawn):
                 inputs,
             ),
             Fact("passes", self.passes_in_words, "each is one loop over all nodes"),
+            *([self.small_bodies] if self.all_passes > len(self.passes) and self.waves > 1 else []),
             Fact(
                 "once per step",
                 several(self.once, "equation"),
@@ -291,6 +328,9 @@ class Report(Drawn):
         if self.gathered:
             note = "gathered from all nodes, because something reads them at once"
             tables.append(listed("Whole on every device", note, [("", line) for line in self.gathered]))
+        if self.undescribed:
+            note = "run once on the whole batch; vnode.operators.register splits them (docs/registering-a-primitive.md)"
+            tables.append(listed("Without a description", note, [("", line) for line in self.undescribed]))
         if self.sliced:
             note = "nodes cannot produce their own part of them"
             tables.append(listed("Built whole, then sliced", note, [("", line) for line in self.sliced]))

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import Var
+from jax.extend.core import JaxprEqn, Var
 from jax.sharding import PartitionSpec
 
 from vnode.analysis.forms import Form, Slice
 from vnode.analysis.passes import Schedule, Stage
-from vnode.analysis.program import Atom
+from vnode.analysis.program import Atom, Program
 from vnode.analysis.recipe import Evaluation
 from vnode.analysis.states import Flow
 from vnode.operators.control import Region
@@ -34,7 +34,7 @@ from vnode.runtime.node import Once
 from vnode.runtime.once import Together, divided_once, read_by, stands_apart
 from vnode.runtime.one_pass import PassEmission
 from vnode.spmd.layout import Layout
-from vnode.spmd.program import spec_of
+from vnode.spmd.program import on_devices, spec_of
 from vnode.spmd.run import Alike, Later
 from vnode.spmd.shares import stored
 
@@ -49,6 +49,7 @@ def emit(
     slotted: Collection[int] | None = None,
     division: Division | None = None,
     far: int = 0,
+    nested: bool = False,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -66,11 +67,12 @@ def emit(
       division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
       far: if it is invariant: how many of the sums that wait for others are on the host, those that wait longest; not
         of loops that have passes of their own.
+      nested: whether this is the body of a loop or branch.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far, nested)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -173,16 +175,15 @@ class Emission(PassEmission):
                 own = [rounding.unknown(v) if known else v for v, known in zip(own, constant, strict=True)]
             return divided(own, latest, rounding)
 
-        values = jax.shard_map(
+        values = on_devices(
             device_program,
-            mesh=self.placement.mesh,
+            self.placement.mesh,
             in_specs=(
                 PartitionSpec(),
                 None if other is None else spec_of(self.layout(other)),
                 list(map(spec_of, divided.inputs)),
             ),
             out_specs=list(map(spec_of, divided.results)),
-            check_vma=False,
         )(
             element(self.latest) if any(far) and self.latest is not None else None,
             None if other is None else self.whole[other],
@@ -208,15 +209,39 @@ class Emission(PassEmission):
     def run_once(self, action: Evaluation) -> None:
         if action.schedules:
             return self.run_nested(action)
+        elif self.placement.mesh.size > 1 and has_opaque(self.flow.program, action.step.eqn):
+            values = self.run_replicated(action)
         else:
             with self.automatic_axes():
                 values = evaluate_once(action, self.read, self.known, self.together)
         for var, form, value in zip(action.step.eqn.outvars, action.results, values, strict=True):
+            if value is None:
+                continue
             if isinstance(form, Slice):
                 self.batched[var] = self.as_computed_once(value)
             elif form is not None:
                 self.whole[var] = value
                 self.latest = value if can_be_waited_for(value) else self.latest
+
+    def run_replicated(self, action: Evaluation) -> list[Any]:
+        """Evaluates an action on every device alike, in a program of each; None for results that nobody reads."""
+        together = Together.of([action], self.readers, self.flow.program, self.once, {})
+        rounds = self.together.rounding is not None
+
+        def device_program(values: Sequence[Any]) -> list[Any]:
+            place = Once(self.platform, Rounding.of(values) if rounds else None)
+            return dataclasses.replace(together, place=place)(values)
+
+        everywhere = jax.shard_map(
+            device_program,
+            mesh=self.placement.mesh,
+            in_specs=PartitionSpec(),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+        made = everywhere([self.read(var) for var in together.reads])
+        held = {var: value for (var, _), value in zip(together.wanted, made, strict=True)}
+        return [held.get(var) for var in action.step.eqn.outvars]
 
     @functools.cached_property
     def together(self) -> Once:
@@ -296,7 +321,7 @@ class Emission(PassEmission):
         division: Division,
     ) -> list[Any]:
         """A body that has passes of its own."""
-        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
+        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division, nested=True)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""
@@ -318,5 +343,14 @@ class Emission(PassEmission):
         """
         if test and any(atom.aval.shape for atom in flow.program.outputs):
             return False
-        same = flow.batch == self.flow.batch and flow.node_size == self.flow.node_size
+        same = flow.batch == self.flow.batch and flow.node_sizes.items() <= self.flow.node_sizes.items()
         return same or (test and not any(isinstance(flow.states[var].form, Slice) for var in flow.program.inputs))
+
+
+def has_opaque(program: Program, eqn: JaxprEqn) -> bool:
+    """Whether an equation of a program, or one in its bodies at any depth, is opaque to compilers."""
+    bodies = program.bodies(eqn)
+    if bodies:
+        return any(has_opaque(body, each) for body in bodies for each in body.equations)
+    description = program.describe(eqn)
+    return description is not None and description.opaque

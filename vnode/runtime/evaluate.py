@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ from vnode.analysis.forms import WHOLE, Form, Location, Partial, Slice, stands_i
 from vnode.analysis.narrow import is_narrow
 from vnode.analysis.program import Atom, Program, bind, context_of
 from vnode.analysis.recipe import Conversion, Evaluation, Key, Recipe
-from vnode.operators import Algebra, Monoid, OperatorDescription, Role, cast, evaluate_wide
+from vnode.operators import Algebra, OperatorDescription, Role, cast, evaluate_wide
 from vnode.operators import evaluate as evaluate_operator
 from vnode.operators.control import Region, Run, region_of
 from vnode.operators.in_program import InProgram, as_array
@@ -325,7 +325,9 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: An
             if not stands_in(location.factor, description.operands[i]):
                 operands[i] = node.at_first(operands[i], monoid)
         if node.padded(location.batch):
-            operands = mask(action, operands, sizes, monoid, node)
+            operands = mask(action, operands, sizes, node)
+    elif node.padded(location.batch):
+        operands = mask_terms(action, operands, sizes, node)
     positions = {location.factor: node.positions(location)}
     eqn, platform = action.step.eqn, node.platform
     if wide is not None:
@@ -333,18 +335,36 @@ def evaluate_split(action: Evaluation, operands: list[Any], node: Node, wide: An
     return evaluate_operator(description, eqn, operands, sizes, positions, platform)
 
 
-def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], monoid: Monoid, node: Node) -> list[Any]:
+def mask(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
     """Overwrites padding in every operand that has the reduced factor."""
     description, location = action.description, action.location
     assert description is not None and location is not None
+    having = {i for i, dims in enumerate(description.operands) if stands_in(location.factor, dims)}
+    fills = {i: description.fill(location.factor, operands[i].dtype) for i in having - description.role(Role.INDEX)}
+    return masked(action, operands, sizes, node, fills)
+
+
+def mask_terms(action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node) -> list[Any]:
+    """Overwrites padding with zeros where it would be added up in a result that lacks the factor."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
+    concerned = description.adds_along(location.factor)
+    return masked(action, operands, sizes, node, {i: np.zeros((), operands[i].dtype) for i in concerned})
+
+
+def masked(
+    action: Evaluation, operands: list[Any], sizes: Sequence[int], node: Node, fills: Mapping[int, Any]
+) -> list[Any]:
+    """Overwrites padding in the operands that have a fill, where they have the factor that is split."""
+    description, location = action.description, action.location
+    assert description is not None and location is not None
     real = node.real(location)
-    masked = list(operands)
-    for i, dims in enumerate(description.operands):
-        for d, dim in enumerate(dims):
-            if location.factor in dim and i not in description.role(Role.INDEX):
-                fill = description.fill(location.factor, operands[i].dtype)
-                masked[i] = mask_dim(masked[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
-    return masked
+    results = list(operands)
+    for i, fill in fills.items():
+        for d, dim in enumerate(description.operands[i]):
+            if location.factor in dim:
+                results[i] = mask_dim(results[i], real, d, leading(tuple(sizes), dim, location.factor), fill)
+    return results
 
 
 # Loops and branches
@@ -402,5 +422,5 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
                 out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
         return out
 
-    own = dataclasses.replace(region, length=node.local(form.ratio), operands=region.operands + 1)
+    own = dataclasses.replace(region, length=node.local(form.batch, form.ratio), operands=region.operands + 1)
     return own.run(InProgram(action.step.eqn), [masked], [*operands, real])

@@ -72,6 +72,11 @@ class Sum:
         """What a sum begins with."""
         return lax.broadcast(jnp.asarray(self.monoid.identity(self.dtype), self.dtype), self.shape)
 
+    def identity_after(self, number: jax.Array) -> jax.Array:
+        """The same, which is not written before a real number is there."""
+        scalar = jnp.asarray(self.monoid.identity(self.dtype), self.dtype)
+        return lax.broadcast(lax.select(zero_of(number) == 0, scalar, jnp.ones_like(scalar)), self.shape)
+
     def from_zero(self, total: Any) -> Any:
         """A total as if its first piece had been added to +0, as in `stacked` and by some collectives: never -0."""
         if self.monoid is not Monoid.SUM:
@@ -229,7 +234,8 @@ def stacked(
             piece = named_loop("merge", 0, blocks.height - jnp.maximum(place, 1), merge, piece)
         return blocks._replace(last=piece, height=place + 1), state
 
-    first = [s.identity() for s in sums] if depth else []
+    element = element_of(after)
+    first = [s.identity() if element is None else s.identity_after(element) for s in sums] if depth else []
     others = [((depth - 1, *s.shape), s.dtype) for s in sums] if depth > 1 else []
     places = room([*others, *((s.shape, s.dtype) for s in sums)], after)
     none_yet = PartialBlocks(first, places[: len(others)], places[len(others) :], none)

@@ -21,7 +21,7 @@ from vnode.analysis.passes import Pass, Schedule
 from vnode.errors import UnsupportedPrimitiveError
 from vnode.operators.postponed import can_be_awaited
 from vnode.placement.placement import Placement
-from vnode.runtime import collectives, loops
+from vnode.runtime import collectives, loops, small_sums
 from vnode.runtime.away import can_be_waited_for
 from vnode.runtime.divided import Divided, Division, refuse_windows, sharded
 from vnode.runtime.evaluate import Env, evaluate_recipe
@@ -30,6 +30,7 @@ from vnode.runtime.mode import Mode
 from vnode.runtime.node import Node, Once
 from vnode.runtime.once import Together, stands_apart
 from vnode.runtime.packed import Packing
+from vnode.runtime.tree import Tree
 from vnode.runtime.values import Values, inner_axes
 from vnode.runtime.waiting import stacked_far
 from vnode.spmd.exchange import convert, convert_after, grows, in_step, placed
@@ -52,6 +53,7 @@ class PassEmission(Values):
       slotted: which batched inputs are as devices hold them.
       division: who divides what is computed.
       far: how many of the sums that wait are on the host.
+      nested: whether this is the body of a loop or branch.
     """
 
     def __init__(
@@ -64,8 +66,10 @@ class PassEmission(Values):
         slotted: Collection[int] | None = None,
         division: Division | None = None,
         far: int = 0,
+        nested: bool = False,
     ) -> None:
         super().__init__(schedule, placement, inputs, mode, slotted, division)
+        self.nested = nested
         self.alone = inputs is not None  # else others hold other nodes
         self.lane = lane
         self.far = far
@@ -108,6 +112,8 @@ class PassEmission(Values):
         parts = [among.part(*each) for each in zip(sums, made, ends, strict=True)]
         barriers = self.mode is Mode.INVARIANT and self.platform in loops.KEEP_BARRIERS
         awaited = self.awaited(nodes, given, wanted)
+        if nodes.follows:
+            awaited += self.unawaited[-1:]
         packing = self.packing(nodes, barriers and divided is None)
 
         def device_program(
@@ -141,6 +147,7 @@ class PassEmission(Values):
             late = self.late(nodes, whole)
             buffers = [] if self.scans else self.buffers(nodes, divided, [value for _, value in late])
             after = [value for level, value in late if level] if self.platform in loops.ROOM_EARLY else []
+            after = [*after, *(latest if nodes.follows else [])]
             totals, kept = self.summed(program, sums, parts, plan, count, runs, buffers, after)
             if not self.divides or not self.alone:
                 return totals, kept
@@ -243,6 +250,9 @@ class PassEmission(Values):
         if self.mode is Mode.INVARIANT:
             number, starts, merges = (table[0] for table in runs)
             held = loops.Runs(loops.opaque(number), starts, merges)
+            if self.stores_pieces(sums, parts):
+                tree, nodes = Tree.over(self.placement.virtual_nodes, self.lane), held.starts[held.count]
+                return small_sums.summed(program, sums, nodes, self.placement.counts, tree, buffers, axis)
             fold = functools.partial(stacked_far, far=self.far, left=plan.left) if self.far else loops.stacked
             rest, exact, kept = loops.in_tree_order(program, sums, held, plan.depth, plan.most, buffers, fold, after)
             combine = functools.partial(collectives.totals, parts=parts) if self.alone else collectives.partial_blocks
@@ -255,6 +265,12 @@ class PassEmission(Values):
             totals, kept = loops.counted(program, sums, count[0], buffers)
         return collectives.combined(sums, totals, axis, parts), kept
 
+    def stores_pieces(self, sums: Sequence[loops.Sum], parts: Sequence[int | None]) -> bool:
+        """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
+        alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
+        whole = all(part is None for part in parts)
+        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes, self.nested)
+
     def of_node(
         self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
     ) -> Any:
@@ -262,7 +278,7 @@ class PassEmission(Values):
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = int(self.flow.node_size * form.ratio)
+        n = self.flow.local(form)
         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
@@ -270,7 +286,7 @@ class PassEmission(Values):
         """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
-            n = int(self.flow.node_size * form.ratio)
+            n = self.flow.local(form)
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
@@ -322,7 +338,8 @@ class PassEmission(Values):
         number, *values = given
         placement = self.placement
         env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
-        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, platform or self.platform)
+        flow, platform = self.flow, platform or self.platform
+        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
         return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
 
     @property

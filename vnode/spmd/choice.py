@@ -23,7 +23,7 @@ from jax.extend.core import JaxprEqn
 
 from vnode.operators import Algebra, Monoid, OperatorDescription
 from vnode.operators.description import Dims, Sizes
-from vnode.operators.splits import Interval, Lead, Shifted, Split
+from vnode.operators.splits import Free, Interval, Lead, Shifted, Split
 from vnode.spmd.layout import Axes, Cut, Layout, count, cut_along
 from vnode.spmd.route import route, sent
 
@@ -301,7 +301,7 @@ def carried_out(
         if layout is None:
             return None
         operands.append(Layout(layout.dims, tuple(p for p in each.layout.partial if p in passed)))
-    for dims in finer.results:
+    for k, dims in enumerate(finer.results):
         layout = wanted_layout(dims, finer.sizes, parts, None, axes)
         if layout is None:
             return None
@@ -309,6 +309,8 @@ def carried_out(
         partial = list(passed)
         for way in resolved:
             monoid = way.split.partial(way.lead)
+            if isinstance(way.split, Free) and k in finer.summed:
+                monoid = Monoid.SUM
             if monoid is not None and not factors & set(way.lead):
                 partial += [(name, monoid) for name in way.axes]
         results.append(Layout(layout.dims, tuple(sorted(partial, key=lambda p: list(axes).index(p[0])))))

@@ -5,11 +5,13 @@ Knows meshes, flows and how they are run. Must not know how layouts are chosen, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, PartitionSpec
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.spmd.exchange import convert
 from vnode.spmd.flow import Flow
@@ -57,10 +59,43 @@ def over_mesh(flow: Flow, mesh: Mesh) -> Any:
         outputs = run(flow, inputs, axes, platform)
         return moved(outputs, flow.outputs, made, flow.program.outputs)
 
-    return jax.shard_map(
-        on_each_device,
-        mesh=mesh,
-        in_specs=tuple(map(spec_of, given)),
-        out_specs=list(map(spec_of, made)),
-        check_vma=False,
-    )
+    return on_devices(on_each_device, mesh, tuple(map(spec_of, given)), list(map(spec_of, made)))
+
+
+def on_devices(program: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """A program of each device as one over a mesh, all of whose axes are manual.
+
+    XLA takes arrays without elements for constants before it reads how operands lie, and does not know a program of
+    which it then finds no operand. Where there is nothing in any, they are made on each device.
+
+    Args:
+      program: from the device's parts to its parts of results.
+      mesh: the devices.
+      in_specs: of the arguments, as for `jax.shard_map`.
+      out_specs: of the results.
+    """
+
+    def run(*args: Any) -> Any:
+        whole = functools.partial(jax.shard_map, mesh=mesh, out_specs=out_specs, check_vma=False)
+        leaves, treedef = jax.tree.flatten(args)
+        if not leaves or any(leaf.size for leaf in leaves):
+            return whole(program, in_specs=in_specs)(*args)
+        specs = jax.tree.leaves(jax.tree.broadcast(in_specs, args))
+
+        def without_operands() -> Any:
+            pairs = zip(leaves, specs, strict=True)
+            return program(*jax.tree.unflatten(treedef, [nothing(leaf, spec, mesh) for leaf, spec in pairs]))
+
+        return whole(without_operands, in_specs=())()
+
+    return run
+
+
+def nothing(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Any:
+    """A device's part of an array without elements."""
+    shape = NamedSharding(mesh, spec).shard_shape(leaf.shape)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jnp.zeros(shape, leaf.dtype)
+    data = jax.eval_shape(jax.random.key_data, leaf)
+    shape = (*shape, *data.shape[len(shape) :])
+    return jax.random.wrap_key_data(jnp.zeros(shape, data.dtype), impl=jax.random.key_impl(leaf))

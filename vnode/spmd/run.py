@@ -313,6 +313,9 @@ class _Run:
                 self.rounded(value, var, layout)
                 for value, var, layout in zip(results, eqn.outvars, choice.results, strict=True)
             ]
+        for k in d.summed if not choice.passed else ():
+            if is_narrow(eqn.outvars[k].aval.dtype):
+                results[k] = self.rounded(results[k].astype(jnp.float32), eqn.outvars[k], choice.results[k])
         return results
 
     def rounded(self, value: Any, var: Var, layout: Layout) -> Any:
@@ -354,7 +357,7 @@ class _Run:
             fill = d.fill(f, value.dtype)
         elif isinstance(way.split, Prefix):
             fill = way.split.around.identity(value.dtype)
-        elif d.has(Algebra.CONTRACTS):
+        elif d.has(Algebra.CONTRACTS) or (isinstance(way.split, Free) and d.adds_along(f)):
             fill = Monoid.SUM.identity(value.dtype)
         else:
             return value

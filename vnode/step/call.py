@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -217,7 +218,10 @@ class Call:
       leaves: the arrays, those of all positional arguments and then of the keyword arguments; a sharded batch is one.
       treedef: structure of ``(args, kwargs)``, static leaves included.
       axes: the dimension of each array that carries examples, or None.
-      size: how many examples there are.
+      size: how many examples there are; of batches of several sizes, into how many parts the largest is divided.
+      batches: the sizes of the batches, ascending.
+      parts: into how many parts the examples of each array are divided, those of batches that follow each other into
+        as many; None for those that carry none.
       names: of the positional arguments, as far as they are known.
     """
 
@@ -225,17 +229,20 @@ class Call:
     treedef: Any
     axes: list[int | None]
     size: int
+    batches: tuple[int, ...]
+    parts: list[int | None]
     names: Sequence[str] = ()
 
     @classmethod
-    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str] = ()) -> Call:
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int) -> Call:
         """Takes arguments apart.
 
         Args:
           args: positional arguments; what counts as structure may be wrapped already.
           kwargs: keyword arguments.
           in_axes: as for `vnode.virtualize`.
-          names: of the positional arguments, as far as they are known.
+          names: what the step calls its positional arguments.
+          nodes: among how many nodes examples are divided.
 
         Raises:
           BatchError: `in_axes` is no prefix of the arguments, or these do not make up a batch.
@@ -244,7 +251,11 @@ class Call:
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
         leaves = [leaf for _, leaf in paths]
         axes = batch_axes(in_axes, tree[0], tree[1], names)
-        return cls(leaves, treedef, axes, batch_size(leaves, axes, paths, in_axes, names), names)
+        sizes = batch_sizes(leaves, axes, paths, in_axes, names)
+        batches = tuple(sorted({size for size in sizes if size is not None}))
+        found = common_parts(batches, nodes)
+        parts = [None if size is None else found[size] for size in sizes]
+        return cls(leaves, treedef, axes, found[batches[-1]], batches, parts, names)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
@@ -293,32 +304,81 @@ def leaves_of(tree: Any) -> list[Any]:
     return jax.tree.leaves(tree, is_leaf=is_sharded_batch)
 
 
-def batch_axes(
-    in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()
-) -> list[int | None]:
+def axes_by_argument(
+    in_axes: Any, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
+) -> tuple[list[Any], dict[str, Any]]:
+    """What `in_axes` says of each positional argument, and of keyword arguments by name; nothing of what is not split.
+
+    Args:
+      in_axes: as for `vnode.virtualize`.
+      args: positional arguments.
+      kwargs: keyword arguments.
+      names: what the step calls its positional arguments.
+
+    Raises:
+      BatchError: it speaks of arguments that are not there.
+
+    Example:
+      >>> axes_by_argument((None, 0), ["state"], {"batch": "examples"}, ["state", "batch"])
+      ([None], {'batch': 0})
+      >>> axes_by_argument({"batch": 0}, ["state", "examples"], {}, ["state", "batch"])
+      ([None, 0], {})
+    """
+    if isinstance(in_axes, int):
+        return [in_axes] * len(args), {}
+    if isinstance(in_axes, Mapping):
+        positional = dict(zip(names, range(len(args)), strict=False))
+        missing = [name for name in in_axes if name not in kwargs and name not in positional]
+        if missing:
+            raise BatchError(
+                layout_message(
+                    f"in_axes names {', '.join(map(repr, missing))}, which the call does not have.",
+                    facts=[f"in_axes = {in_axes!r}", *arguments_given(args, kwargs)],
+                    remedies=["pass it, by position or by name", "name the arguments of the step that carry examples"],
+                )
+            )
+        found = [in_axes.get(name) for name in names[: len(args)]]
+        found += [None] * (len(args) - len(found))
+        return found, {name: in_axes[name] for name in kwargs if name in in_axes and name not in positional}
+    if not isinstance(in_axes, tuple | list):
+        raise BatchError(
+            f"in_axes must be an integer, a tuple with one entry per argument, or map names to these, not {in_axes!r}"
+        )
+    later = range(len(args), len(in_axes))
+    named = {names[i]: in_axes[i] for i in later if i < len(names) and names[i] in kwargs}
+    if len(in_axes) > len(args) and any(i >= len(names) or names[i] not in kwargs for i in later):
+        given = f"{len(args)} positional argument{'' if len(args) == 1 else 's'}"
+        raise BatchError(
+            layout_message(
+                f"in_axes has {len(in_axes)} entries, the call {given}.",
+                facts=[f"in_axes = {in_axes!r}", *arguments_given((), kwargs)],
+                remedies=[
+                    "name the arguments that carry examples, in_axes={'batch': 0}: others may then be left out",
+                    "shorten in_axes",
+                ],
+            )
+        )
+    return [*in_axes[: len(args)], *[None] * (len(args) - len(in_axes))], named
+
+
+def arguments_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[str]:
+    """What a call was given, as facts of a message."""
+    by_position = [f"by position: {len(args)}"] if args else []
+    return [*by_position, *([f"by keyword: {', '.join(kwargs)}"] if kwargs else [])]
+
+
+def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str]) -> list[int | None]:
     """One axis, or None, for every leaf of the arguments.
 
     Raises:
       BatchError: `in_axes` is no prefix of the arguments.
     """
-    if isinstance(in_axes, int):
-        in_axes = (in_axes,) * len(args)
-    if isinstance(in_axes, list):
-        in_axes = tuple(in_axes)
-    if not isinstance(in_axes, tuple):
-        raise BatchError(f"in_axes must be an integer, or a tuple with one entry per argument, not {in_axes!r}")
-    if len(in_axes) > len(args):
-        given = f"{len(args)} positional argument{'' if len(args) == 1 else 's'}"
-        raise BatchError(
-            layout_message(
-                f"in_axes has {len(in_axes)} entries, the call {given}.",
-                facts=[f"in_axes = {in_axes!r}", *([f"by keyword: {', '.join(kwargs)}"] if kwargs else [])],
-                remedies=["pass the batch by position: keyword arguments are never split", "shorten in_axes"],
-            )
-        )
+    positional, named = axes_by_argument(in_axes, args, kwargs, names)
     axes: list[int | None] = []
-    for i, arg in enumerate(args):
-        entry = in_axes[i] if i < len(in_axes) else None
+    every = [(positional_name(i, names), f"in_axes[{i}]", arg, positional[i]) for i, arg in enumerate(args)]
+    in_order = sorted(kwargs)  # as pytrees have them
+    every += [(k, f"in_axes[{k!r}]", kwargs[k], named.get(k)) for k in in_order]
+    for name, called, arg, entry in every:
 
         def spread(axis: Any, subtree: Any) -> list[int | None]:
             return [axis] * len(leaves_of(subtree))
@@ -328,17 +388,16 @@ def batch_axes(
         except ValueError:
             raise BatchError(
                 layout_message(
-                    f"in_axes[{i}] does not fit {positional_name(i, names)}: it is no prefix of it.",
+                    f"{called} does not fit {name}: it is no prefix of it.",
                     facts=[
-                        f"in_axes[{i}] = {entry!r}",
-                        f"the leaves of {positional_name(i, names)}: "
-                        + ", ".join(map(leaf_name, jax.tree.leaves_with_path(arg))),
+                        f"{called} = {entry!r}",
+                        f"{name} has the leaves {', '.join(map(leaf_name, jax.tree.leaves_with_path(arg)))}",
                     ],
                     remedies=["give an integer, None, or a pytree prefix of the argument, as in jax.vmap"],
                 )
             ) from None
         axes += jax.tree.leaves(parts, is_leaf=lambda leaf: leaf is None)
-    return axes + [None] * len(leaves_of(kwargs))
+    return axes
 
 
 def usual(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
@@ -363,17 +422,19 @@ def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
 
-def batch_size(
-    leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any, names: Sequence[str] = ()
-) -> int:
-    """How many examples the arguments carry.
+def batch_sizes(
+    leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any, names: Sequence[str]
+) -> list[int | None]:
+    """How many examples each array carries, None for those that carry none.
 
     Raises:
-      BatchError: they carry none, an empty one, or disagree.
+      BatchError: all carry none, or one of them is empty.
     """
     sizes: dict[str, int] = {}
+    found: list[int | None] = []
     for (path, _), leaf, axis in zip(paths, leaves, axes, strict=True):
         if axis is None:
+            found.append(None)
             continue
         name, shape = argument_name(path, names), np.shape(leaf)
         listed = isinstance(path[-1], jax.tree_util.SequenceKey) and len(path) > 2
@@ -395,6 +456,7 @@ def batch_size(
                 )
             )
         sizes[f"{name}: shape {tuple(shape)}, dimension {axis}"] = shape[axis]
+        found.append(shape[axis])
     if not sizes:
         raise BatchError(
             layout_message(
@@ -403,25 +465,47 @@ def batch_size(
                 remedies=[
                     "say with in_axes which arguments carry examples, e.g. in_axes=(None, 0)",
                     "check that the batched arguments hold arrays: an empty dictionary has none",
-                    "pass the batch by position: keyword arguments are never split",
+                    "an argument that is given by keyword is split if in_axes names it: in_axes={'batch': 0}",
                 ],
             )
         )
-    if len(set(sizes.values())) > 1:
-        raise BatchError(
-            layout_message(
-                "the batched arguments disagree about the size of the batch.",
-                facts=[f"{name} has {size}" for name, size in sizes.items()],
-                remedies=[*usual(in_axes, paths, names), "pass None in in_axes for arguments that are not split"],
-            )
-        )
-    (size,) = set(sizes.values())
-    if size == 0:
+    empty = [name for name, size in sizes.items() if size == 0]
+    if empty:
         raise BatchError(
             layout_message(
                 "the batch is empty.",
-                facts=list(sizes),
+                facts=empty,
                 remedies=["skip empty batches before calling the step", "check which dimension in_axes names"],
             )
         )
-    return size
+    return found
+
+
+def common_parts(sizes: Sequence[int], nodes: int) -> dict[int, int]:
+    """Into how many parts batches are divided, by their sizes.
+
+    Batches follow each other, in as many parts, where half of the nodes then have some, and they are not padded to more
+    than twice what they would be alone. The largest is asked first.
+
+    Args:
+      sizes: of the batches, different ones, ascending.
+      nodes: how many nodes there are.
+
+    Example:
+      >>> common_parts([12, 36], 4), common_parts([10, 33], 4), common_parts([10, 12, 36], 4)
+      ({36: 12, 12: 12}, {33: 33, 10: 10}, {36: 12, 12: 12, 10: 10})
+    """
+    left, found = list(sizes), dict[int, int]()
+    while left:
+        group = [left.pop()]
+        for size in reversed(list(left)):
+            several = [*group, size]
+            parts = math.gcd(*several)
+            together = sum(-(-parts // nodes) * nodes * (each // parts) for each in several)
+            alone = sum(-(-each // nodes) * nodes for each in several)
+            enough = parts >= min(nodes, size) or 2 * parts >= max(nodes, 4)
+            if enough and together <= 2 * alone:
+                group = several
+                left.remove(size)
+        found.update((size, math.gcd(*group)) for size in group)
+    return found

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from jax.extend.core import JaxprEqn
 
 from vnode.analysis.choice import FOR_BUDGET
-from vnode.analysis.couplings import REMEDIES, Kind, kinds_of
+from vnode.analysis.couplings import Kind, kinds_of, remedies_of
 from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, where
 from vnode.analysis.schedule import FORWARD
@@ -201,11 +201,13 @@ def advice(couplings: Sequence[Coupling]) -> list[str]:
 
     Sums of the batch alone come first in a step with others, and cost next to nothing.
     """
-    found = dict.fromkeys(kind for kind in kinds_of(couplings) if kind is not None and REMEDIES[kind])
+    found: dict[Kind, dict[str, None]] = {}
+    for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
+        remedies = () if kind is None else remedies_of(coupling, kind)
+        if kind is not None and remedies:
+            found.setdefault(kind, {}).update(dict.fromkeys(remedies))
     causes = [kind for kind in found if kind is not Kind.COUNT] or list(found)
-    return [
-        f"for {kind.value}: {remedy}" if len(causes) > 1 else remedy for kind in causes for remedy in REMEDIES[kind]
-    ]
+    return [f"for {kind.value}: {remedy}" if len(causes) > 1 else remedy for kind in causes for remedy in found[kind]]
 
 
 def locally(

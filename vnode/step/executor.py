@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import time
 import weakref
@@ -18,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from vnode.analysis.fingerprint import Fingerprint, fingerprint_of
+from vnode.analysis.program import Program
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.context import NO_MESH, check_context, current_mesh, in_mesh, typed_mesh, with_jit, without_mesh
 from vnode.placement.exchange import exchanged
@@ -26,6 +29,7 @@ from vnode.placement.host import with_weak_type
 from vnode.placement.leaves import is_number, shape_of, shapes_of
 from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
+from vnode.placement.records import check_same
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
 from vnode.placement.transfer import (
     arriving,
@@ -38,12 +42,30 @@ from vnode.placement.transfer import (
     transferred,
     typed_sharding,
 )
-from vnode.placement.waiting import meet
+from vnode.placement.waiting import check_failed, tell_failure, watched
+from vnode.placement.world import is_shared, world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
-from vnode.step.given import argument_names, check_arguments, check_donated_once, check_signature, repeated
-from vnode.step.layouts import Specs, Surroundings, laid_out, named_again, specs_after, specs_of, types_of
-from vnode.step.pipeline import FlatStep, Options, evaluate, program_of_groups
+from vnode.step.given import (
+    check_arguments,
+    check_donated_once,
+    check_signature,
+    positional_names,
+    repeated,
+    takes_any,
+)
+from vnode.step.identity import differences, form_of, identity_of
+from vnode.step.layouts import (
+    Restored,
+    Specs,
+    Surroundings,
+    laid_out,
+    replicated_specs,
+    specs_after,
+    specs_of,
+    types_of,
+)
+from vnode.step.pipeline import SEEN, FlatStep, Options, evaluate, program_of_groups
 from vnode.step.rooms import check_known, in_rooms, leaving, put_by_name
 
 
@@ -90,11 +112,6 @@ class StepSpec:
         """What the user calls the step."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
-    @functools.cached_property
-    def names(self) -> tuple[str, ...]:
-        """What its positional arguments are called, as far as the function tells."""
-        return argument_names(self.fun)
-
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
         """A call with these arguments.
 
@@ -102,20 +119,49 @@ class StepSpec:
           TypeError: the function does not take so many, or wants more.
           BatchError: as `Call.of`.
         """
-        if isinstance(self.in_axes, tuple | list) and len(self.in_axes) > len(args):
+        in_order = isinstance(self.in_axes, tuple | list)
+        if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
             check_signature(self.fun, args, kwargs, self.name)
-        return Call.of(*self.with_static(args, kwargs), self.in_axes, self.names)
+        static = self.with_static(args, kwargs)
+        return Call.of(*static, self.in_axes, self.positional, self.options.virtual_nodes)
+
+    @functools.cached_property
+    def positional(self) -> tuple[str, ...]:
+        """What the function calls the arguments that can be given by position; nothing if it does not tell."""
+        return positional_names(self.fun)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
+
+        So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
+        that can only be given by keyword is then given so.
+        """
+        names, kwargs = self.positional, dict(kwargs)
+        if isinstance(self.in_axes, Mapping):
+            batched = [i for i, name in enumerate(names) if name in self.in_axes]
+            keywords = [name for name in self.in_axes if name not in names and name not in kwargs]
+            if len(args) == len(names) + 1 and len(keywords) == 1 and not takes_any(self.fun):
+                args, kwargs = args[:-1], {**kwargs, keywords[0]: args[-1]}
+        else:
+            axes = self.in_axes if isinstance(self.in_axes, tuple | list) else ()
+            batched = [i for i, entry in enumerate(axes) if entry is not None]
+        for i in range(len(args), max(batched, default=-1) + 1):
+            if i >= len(names) or names[i] not in kwargs:
+                break
+            args = (*args, kwargs.pop(names[i]))
+        return args, kwargs
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, those that are compile-time constants as structure."""
-        return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.names)
+        return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.positional)
 
     def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
         given = call.leaves if leaves is None else leaves
         rooms = in_rooms(call, output, self.options.patterns, self.wholes)
         after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
-        return FlatStep(call.flat(self.fun, output), given, call.axes, call.size, self.options, specs, rooms, after)
+        function = call.flat(self.fun, output)
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts)
 
     @staticmethod
     def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
@@ -123,14 +169,28 @@ class StepSpec:
         args, _ = jax.tree.unflatten(call.treedef, call.leaves)
         return specs_after(output.merge(types), args, specs)
 
+    def splits(self, name: str) -> bool:
+        """Whether an argument is split that is given by keyword."""
+        if isinstance(self.in_axes, Mapping):
+            return self.in_axes.get(name) is not None
+        return name in self.positional and dict(zip(self.positional, self.axes, strict=False)).get(name) is not None
+
     @property
     def has_one_state(self) -> bool:
         """Whether nothing is split of one argument alone, as far as `in_axes` says."""
-        return isinstance(self.in_axes, tuple | list) and len(self.wholes(len(self.in_axes))) == 1
+        count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
+        return count > 0 and len(self.wholes(count)) == 1
+
+    @functools.cached_property
+    def axes(self) -> Sequence[Any]:
+        """What `in_axes` says of positional arguments, one after another; nothing if it says the same of all."""
+        if isinstance(self.in_axes, Mapping):
+            return [self.in_axes.get(name) for name in self.positional]
+        return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
 
     def wholes(self, count: int) -> list[int]:
         """Positions of the arguments of which nothing is split, of `count`."""
-        axes = self.in_axes if isinstance(self.in_axes, tuple | list) else (self.in_axes,) * count
+        axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
         return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]
 
 
@@ -149,11 +209,14 @@ class Executor:
         self.spec = spec
         self.placement = placement
         self.traced = False
-        self._across = jax.process_count() > 1
+        self._across = is_shared()
+        self._processes = frozenset(device.process_index for device in placement.devices)
         self._launched: set[Any] = set()
+        self._fingerprints: dict[Any, Fingerprint] = {}
         self._wholes = functools.cache(spec.wholes)
         self._several = len(placement.devices) > 1
         self._in_place = InPlace(self._several)
+        self._restored = Restored()
         self._unwraps = False
         self._sharded = len(placement.devices) > placement.size  # whether arguments may be, or have been
         self._ahead: list[jax.stages.Compiled] = []  # or jax would forget them
@@ -168,9 +231,20 @@ class Executor:
         self._inside = jit()  # of other programs, which are compiled as their own options say
         self._jit = jit(compiler_options=options) if options else self._inside
 
-    @with_jit
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step."""
+        """Runs the step. Of several processes the others learn of an error, so that they need not wait for this one."""
+        if not self._across:
+            return self._call(args, kwargs)
+        try:
+            return self._call(args, kwargs)
+        except Exception as error:
+            if not tracing():
+                check_failed(f"to run {self.spec.name!r}", self._processes, cause=error)
+                tell_failure(error, self._processes)
+            raise
+
+    @with_jit
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         mesh = current_mesh()
         if mesh is not None:
             with in_mesh(None):
@@ -193,16 +267,18 @@ class Executor:
             self._in_place.clear()
             if given_away((args, kwargs), ""):
                 if type(error) is RuntimeError:  # so says jax that an array is no more, but of no failed program
-                    check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.names)
+                    check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.positional)
                 raise  # given to this very call
-            check_donated_once(args, kwargs, self.spec.donate_argnums, self.spec.names)
+            check_donated_once(args, kwargs, self.spec.donate_argnums, self.spec.positional)
+            if self._across and all(self._is_there(args[i]) for i in trusted):
+                raise  # the other processes may know of no error, and would not come to place arguments again
             again = self._arguments(args, kwargs)
             if all(again[0][i] is args[i] for i in trusted):
                 raise
             around = self._surroundings(mesh, again[0])
             results = self._launch(around, *again)
         if around.specs:
-            results = named_again(results, given[0], around.specs, self.placement.mesh)
+            results = self._restored(results, given[0], self._wholes(len(args)))
         if self._unwraps:
             return unwrap(results)
         parts = results.values() if isinstance(results, dict) else results if isinstance(results, tuple) else ()
@@ -210,6 +286,16 @@ class Executor:
         unchanged = [args[i] for i in kept if args[i] is given[0][i]]
         self._in_place.renew([results, *parts, *unchanged])
         return results
+
+    def _is_there(self, tree: Any) -> bool:
+        """Whether all arrays of an argument are on the placement's devices."""
+        leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
+        return all(
+            leaf.placement == self.placement
+            if isinstance(leaf, ShardedBatch)
+            else isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, self.placement.devices)
+            for leaf in leaves
+        )
 
     def _launch(self, around: Surroundings, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs the program for arguments that are in place.
@@ -223,11 +309,20 @@ class Executor:
             return self._jit(around, *args, **kwargs)
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
-        processes = {device.process_index for device in self.placement.devices}
-        if program in self._launched or jax.process_index() not in processes:
+        processes = self._processes
+        if jax.process_index() not in processes:
             return self._jit(around, *args, **kwargs)
-        compiled = self._jit.lower(around, *args, **kwargs).compile()
-        meet(f"to run {self.spec.name!r} for the first time on {self.placement}", processes)
+        launches = world().launches
+        if program in self._launched:
+            launches[processes] += 1
+            return self._jit(around, *args, **kwargs)
+        lowered = self._jit.lower(around, *args, **kwargs)
+        others = processes - {jax.process_index()}
+        compiled = watched(lowered.compile, f"to compile {self.spec.name!r}", others, patience=math.inf)
+        what = f"to run {self.spec.name!r} for the first time on {self.placement}"
+        program_of = self._fingerprints.get(form_of(leaves, structure))
+        check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
+        launches[processes] += 1
         results = self._jit(around, *args, **kwargs)
         del compiled  # until now, or the call would compile it again
         self._launched.add(program)
@@ -250,7 +345,7 @@ class Executor:
             )
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, wholes = current_mesh(), self._wholes(len(args))
-        wrapped = wrap(args, 0, names=self.spec.names)
+        wrapped = wrap(args, 0, names=self.spec.positional)
         led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
         given = tuple(
             jax.tree.map(
@@ -309,14 +404,19 @@ class Executor:
         placed = [
             jax.tree.map(
                 functools.partial(arrive, whole=i in wholes, split=i not in wholes),
-                wrap(arg, 0, i, names=self.spec.names),
+                wrap(arg, 0, i, names=self.spec.positional),
                 is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(args)
         ]
-        kwargs = jax.tree.map(
-            functools.partial(arrive, whole=False, split=False), wrap(kwargs, 1), is_leaf=is_sharded_batch
-        )
+        kwargs = {
+            name: jax.tree.map(
+                functools.partial(arrive, whole=False, split=self.spec.splits(name)),
+                wrap(arg, 1, name),
+                is_leaf=is_sharded_batch,
+            )
+            for name, arg in kwargs.items()
+        }
         return self.lower(placed, kwargs)
 
     def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:
@@ -379,6 +479,7 @@ class Executor:
         self._launched.clear()
         self._groups.clear()
         self._in_place.clear()
+        self._restored.clear()
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
@@ -388,17 +489,17 @@ class Executor:
         args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
             check_known(args, self._wholes(len(args)), self.spec.options.patterns)
-            return wrap(args, 0, names=self.spec.names), wrap(kwargs, 1)
+            return wrap(args, 0, names=self.spec.positional), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
-        check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.names)
+        check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.positional)
         placed = tuple(self._in_turn(args, wholes, moving))
         named_ones = (
             self._placed(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), 1) if kwargs else kwargs
         )
         donated = self.spec.donate_argnums if self._several else ()
         if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
-            check_donated_once(placed, named_ones, donated, self.spec.names)
+            check_donated_once(placed, named_ones, donated, self.spec.positional)
         return placed, named_ones
 
     def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
@@ -417,7 +518,7 @@ class Executor:
 
     def _placed(self, tree: Any, whole: bool, led: bool, *place: int) -> Any:
         """An argument, of which nothing is split or all may be, where programs want it; `led` as for `stays`."""
-        wrapped = wrap(tree, *place, names=self.spec.names)
+        wrapped = wrap(tree, *place, names=self.spec.positional)
         if whole and (self.spec.options.patterns or self.spec.options.host):
             wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
@@ -465,9 +566,10 @@ class Executor:
 
     def _surroundings(self, mesh: Mesh | None, args: Sequence[Any]) -> Surroundings:
         """What the program for arguments that are in place depends on besides their types."""
-        if not self._sharded or tracing():
+        if tracing():
             return Surroundings(mesh)
-        return Surroundings(mesh, specs_of(args, self._wholes(len(args)), self.placement))
+        specs = specs_of(args, self._wholes(len(args)), self.placement) if self._sharded else ()
+        return Surroundings(mesh, specs, in_place=True)
 
     def _program(self, around: Surroundings, *args: Any, **kwargs: Any) -> Any:
         """What is compiled: from arguments to what the step returns, with what is no array as structure."""
@@ -477,22 +579,32 @@ class Executor:
         call = spec.call(args, kwargs)
         check_found([args[i] for i in self._wholes(len(args))], spec.options.patterns)
         typed = typed_mesh(jax.tree.leaves((args, kwargs)))
-        specs = around.specs if typed is None else types_of(args, self._wholes(len(args)))
-        with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
-            arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+        wholes = self._wholes(len(args))
+        specs = around.specs if typed is None else types_of(args, wholes)
+        seen: list[Program] | None = [] if self._across else None
+        noted = SEEN.set(seen)
+        try:
+            with in_mesh(around.mesh) if around.mesh is not None else contextlib.nullcontext():
+                arrays = evaluate(spec.flat(call, output, self._batches(call), specs), self.placement)
+        finally:
+            SEEN.reset(noted)
+        if seen:
+            self._fingerprints[form_of(*jax.tree.flatten((args, kwargs)))] = fingerprint_of(*seen)
+        if around.in_place and self._several:
+            specs = specs or replicated_specs(args, wholes)
         results = laid_out(output.merge(arrays), args, specs, typed or self.placement.mesh)
         self._unwraps |= has_static(results)
         return results
 
     def _batches(self, call: Call) -> list[Any]:
         """Arrays with sharded batches as one array, unless the shards are the nodes' of this placement."""
-        fits = call.size > 1  # or nothing is split
-        return [
-            leaf
-            if fits and axis == 0 and isinstance(leaf, ShardedBatch) and leaf.placement == self.placement
-            else whole_batches(leaf)
-            for leaf, axis in zip(call.leaves, call.axes, strict=True)
-        ]
+
+        def fits(leaf: Any, axis: int | None, parts: int | None) -> bool:
+            one_run = axis == 0 and isinstance(leaf, ShardedBatch) and leaf.size == parts
+            return one_run and leaf.size > 1 and leaf.placement == self.placement  # or nothing is split
+
+        several = zip(call.leaves, call.axes, call.parts, strict=True)
+        return [leaf if fits(leaf, axis, parts) else whole_batches(leaf) for leaf, axis, parts in several]
 
     def _on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call on devices of several programs."""
@@ -516,7 +628,7 @@ class Executor:
                 )
             )
         spec = self.spec
-        check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums, spec.names)
+        check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums, spec.positional)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))

@@ -5,12 +5,15 @@ Knows steps, and whom to ask. Must not know how any of it is found out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
@@ -21,7 +24,7 @@ from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.report import Report
 from vnode.step.call import OutputTree, positional_name
-from vnode.step.pipeline import Analysis, analyse
+from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
 Local = Mapping[Var, tuple[int, ...]]
@@ -54,11 +57,18 @@ def reports(
       local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
     """
     (made, names), spec = named_analysis(here), here.step.spec
+    flow = made.schedule.flow
+    forms = [form for var in flow.program.inputs if isinstance(form := flow.states[var].form, Slice)]
+    batches = {form.outer * form.units: form.outer * flow.local(form) for form in forms}
+    several: dict[str, Any] = {"batches": tuple(sorted(batches.items()))} if len(batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    parts = {} if local is None else local(made.schedule)
+    emitted = emitted_schedule(made.schedule, spec.options)
+    parts = {} if local is None else local(emitted)
     reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
     return [
-        report(made.schedule, place, spec.name, made.couplings, reduction, names).found_by(here.found)
+        dataclasses.replace(
+            report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
+        )
         for place in places
     ]
 
@@ -92,7 +102,7 @@ def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:
     """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
     axis = here.step.placement.axis
     return tuple(
-        f"{positional_name(i, here.step.spec.names)}{jax.tree_util.keystr(path)}"
+        f"{positional_name(i, here.step.spec.positional)}{jax.tree_util.keystr(path)}"
         for i in here.step.spec.wholes(len(here.args))
         for path, leaf in jax.tree.leaves_with_path(here.args[i])
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)

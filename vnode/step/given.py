@@ -29,17 +29,29 @@ def check_signature(fun: Callable[..., Any], args: Sequence[Any], kwargs: dict[s
         raise TypeError(f"{name}() {error}") from None
 
 
-def argument_names(fun: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function's positional arguments are called; without those of ``*args``.
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-    >>> argument_names(lambda state, batch, *rest, rate: None)
-    ('state', 'batch')
+
+def positional_names(fun: Callable[..., Any]) -> tuple[str, ...]:
+    """What a function calls the arguments that can be given by position; nothing if it does not tell.
+
+    Example:
+      >>> positional_names(lambda state, *, batch: state)
+      ('state',)
     """
     try:
         parameters = inspect.signature(fun).parameters.values()
-    except (TypeError, ValueError):  # a callable that does not tell
+    except (TypeError, ValueError):
         return ()
-    return tuple(each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD))
+    return tuple(p.name for p in parameters if p.kind in POSITIONAL)
+
+
+def takes_any(fun: Callable[..., Any]) -> bool:
+    """Whether a function takes any number of arguments by position."""
+    try:
+        return any(p.kind is p.VAR_POSITIONAL for p in inspect.signature(fun).parameters.values())
+    except (TypeError, ValueError):
+        return True
 
 
 def by_argument(args: Mapping[int, Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Knows pytrees and shardings. Must not know jaxprs or nodes.
 
 A result is taken for the successor of an argument if it stands at the same path, counted from the end, and has the same
-shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` of the second argument.
+shape and dtype: ``state.params["w"]`` of what is returned, and ``params["w"]`` of the second argument. An argument that
+is returned whole is found first. Where several arguments are alike (parameters and their momentum), they are succeeded
+in order.
 """
 
 from __future__ import annotations
@@ -12,14 +14,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, reshard
 
 from vnode.placement.context import is_typed
-from vnode.placement.patterns import axes_of
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.transfer import named_so, short, target_sharding
+from vnode.placement.transfer import resharding, short, target_sharding
 from vnode.runtime.away import is_away
 
 Specs = tuple[PartitionSpec | None, ...]
@@ -31,10 +34,12 @@ class Surroundings(NamedTuple):
     Attributes:
       mesh: the mesh context in which the step is traced; None: that of the program around it, if any.
       specs: what `specs_of` says of the arguments.
+      in_place: whether arguments are on the placement's devices, as specs say, rather than within another program.
     """
 
     mesh: Mesh | None = None
     specs: Specs = ()
+    in_place: bool = False
 
 
 def specs_of(args: Sequence[Any], wholes: Sequence[int], placement: Placement) -> Specs:
@@ -96,29 +101,78 @@ def laid_out(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh | Abstr
     return jax.tree.unflatten(treedef, placed)
 
 
-def named_again(results: Any, args: Sequence[Any], specs: Specs, mesh: Mesh) -> Any:
-    """Results that name the axes that the arguments name which they succeed; XLA does not, if there is one device.
+def replicated_specs(args: Sequence[Any], wholes: Sequence[int]) -> Specs:
+    """What `specs_of` leaves out where nothing is sharded: whole arguments are, and stay, on all devices."""
+    return tuple(
+        PartitionSpec() if i in wholes else None
+        for i, arg in enumerate(args)
+        for _ in jax.tree.leaves(arg, is_leaf=is_sharded_batch)
+    )
 
-    Args:
-      results: arrays in a pytree.
-      args: the arguments of the step.
-      specs: what `specs_of` says of them.
-      mesh: that which specs speak of.
 
-    Returns:
-      The same pytree, of the same buffers.
+class Restored:
+    """Results with the very shardings of the arguments that they succeed.
+
+    `laid_out` has them lie so, but XLA gives back neither the dimensions at a spec's end that are not sharded, nor axes
+    of a single device, nor how an array without elements lies. Who reads how a state is sharded must find what was
+    given, and a program that is given it again must be found again.
     """
-    if not any(mesh.shape[name] == 1 for spec in specs if spec is not None for name in axes_of(spec)):
-        return results
-    leaves, treedef = jax.tree.flatten(results)
 
-    def named(leaf: Any, spec: PartitionSpec | None) -> Any:
-        if spec is None:
-            return leaf
-        target = NamedSharding(mesh, spec, memory_kind=leaf.sharding.memory_kind)
-        return named_so(leaf, target) if leaf.sharding.is_equivalent_to(target, leaf.ndim) else leaf
+    def __init__(self) -> None:
+        self._pairs: dict[Any, list[tuple[int, int]]] = {}
 
-    return jax.tree.unflatten(treedef, map(named, leaves, specs_after(results, args, specs)))
+    def __call__(self, results: Any, args: Sequence[Any], wholes: Sequence[int]) -> Any:
+        """Renames shardings, without a copy.
+
+        Args:
+          results: arrays in a pytree.
+          args: the arguments of the step, in their place.
+          wholes: the positions of the arguments of which nothing is split.
+
+        Returns:
+          The same pytree.
+        """
+        given, before = jax.tree.flatten(tuple(args), is_leaf=is_sharded_batch)
+        leaves, after = jax.tree.flatten(results)
+        key = (before, after, tuple((leaf.shape, leaf.dtype) for leaf in (*given, *leaves)))
+        if key not in self._pairs:
+            counting = [i in wholes for i, arg in enumerate(args) for _ in leaves_of(arg)]
+            found = enumerate(successors(results, args, counting))
+            self._pairs[key] = [(k, i) for k, i in found if i is not None]
+        renamed: list[int] = []
+        targets: list[Any] = []
+        for k, i in self._pairs[key]:
+            now, target = leaves[k].sharding, given[i].sharding
+            if now == target or not isinstance(target, NamedSharding):
+                continue
+            if leaves[k].size == 0 and not leaves[k].is_fully_addressable:
+                leaves[k] = made_of_nothing(leaves[k], target)
+            elif leaves[k].size == 0 or now.is_equivalent_to(target, leaves[k].ndim):
+                renamed.append(k)
+                targets.append(target)
+            else:
+                leaves[k] = resharding(target)(leaves[k])
+        if renamed:
+            for k, leaf in zip(renamed, jax.device_put([leaves[k] for k in renamed], targets), strict=True):
+                leaves[k] = leaf
+        return jax.tree.unflatten(after, leaves)
+
+    def clear(self) -> None:
+        """Forgets which results succeed which arguments."""
+        self._pairs.clear()
+
+
+def made_of_nothing(leaf: jax.Array, target: NamedSharding) -> jax.Array:
+    """An array without elements on devices of several processes, each of which makes its own parts."""
+    part = target.shard_shape(leaf.shape)
+    if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.make_array_from_callback(leaf.shape, target, lambda _: np.zeros(part, leaf.dtype))
+    return jax.device_put(leaf, target)
+
+
+def leaves_of(arg: Any) -> list[Any]:
+    """The leaves of an argument; a sharded batch is one."""
+    return jax.tree.leaves(arg, is_leaf=is_sharded_batch)
 
 
 def specs_after(results: Any, args: Sequence[Any], specs: Specs) -> list[PartitionSpec | None]:
@@ -136,17 +190,56 @@ def successors(results: Any, args: Sequence[Any], counting: Sequence[bool]) -> l
       counting: whether a leaf of the arguments can have a successor.
     """
     leaves = jax.tree_util.tree_leaves_with_path(tuple(args), is_leaf=is_sharded_batch)
-    given = {
-        (path[1:], leaf.shape, leaf.dtype): i
-        for i, ((path, leaf), counts) in enumerate(zip(leaves, counting, strict=True))
-        if counts
-    }
+    after = jax.tree_util.tree_leaves_with_path(results)
+    found = whole_successors(after, leaves, counting)
+    given: dict[Any, list[int]] = {}
+    for i, ((path, leaf), counts) in enumerate(zip(leaves, counting, strict=True)):
+        if counts:
+            given.setdefault((path[1:], leaf.shape, leaf.dtype), []).append(i)
 
     def before(path: Any, leaf: Any) -> int | None:
         for start in range(len(path) + 1):
-            found = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
-            if found is not None:
-                return found
+            several = given.get((path[start:], leaf.shape, leaf.dtype)) if path[start:] or start < 2 else None
+            if several is not None:
+                return next((i for i in several if i not in found.values()), several[0])
         return None
 
-    return [before(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(results)]
+    return [
+        (found[k] if counting[found[k]] else None) if k in found else before(path, leaf)
+        for k, (path, leaf) in enumerate(after)
+    ]
+
+
+def whole_successors(
+    results: Sequence[tuple[Any, Any]], given: Sequence[tuple[Any, Any]], counting: Sequence[bool]
+) -> dict[int, int]:
+    """Of arguments that are returned whole: the numbers of their leaves, by those of the results' leaves.
+
+    The largest first: a copy of the parameters is not to take the place of the parameters of a state.
+
+    Args:
+      results: the leaves of a step's results, with their paths.
+      given: the same of its arguments.
+      counting: whether a leaf of the arguments can have a successor.
+    """
+    several: dict[Any, list[int]] = {}
+    for i, (path, _) in enumerate(given):
+        several.setdefault(path[0], []).append(i)
+    found: dict[int, int] = {}
+    for numbers in sorted(several.values(), key=len, reverse=True):
+        if not any(counting[i] for i in numbers):
+            continue
+        inner = [given[i][0][1:] for i in numbers]
+        kinds = [(given[i][1].shape, given[i][1].dtype) for i in numbers]
+        for k in range(len(results) - len(numbers) + 1):
+            there = results[k : k + len(numbers)]
+            prefix = there[0][0][: len(there[0][0]) - len(inner[0])]
+            if (
+                all(path == (*prefix, *own) for (path, _), own in zip(there, inner, strict=True))
+                and all((leaf.shape, leaf.dtype) == kind for (_, leaf), kind in zip(there, kinds, strict=True))
+                and (inner[0] or len(prefix) < 2)
+                and found.keys().isdisjoint(range(k, k + len(numbers)))
+            ):
+                found.update(zip(range(k, k + len(numbers)), numbers, strict=True))
+                break
+    return found

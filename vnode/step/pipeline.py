@@ -13,8 +13,9 @@ from __future__ import annotations
 import contextvars
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -29,9 +30,10 @@ from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made, Program, message_about
 from vnode.analysis.schedule import schedule
+from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
@@ -91,11 +93,12 @@ class FlatStep:
       leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
         the placement.
       axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch.
+      size: examples of the global batch; of batches of several sizes, into how many parts the largest is divided.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
       rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
       specs_after: given their types, how what the function returns will be laid out; None if nobody says.
+      parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
     """
 
     fun: Callable[..., list[Any]]
@@ -106,6 +109,7 @@ class FlatStep:
     specs: Specs = ()
     rooms: InRooms | None = None
     specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
+    parts: Sequence[int | None] = ()
 
     @property
     def shapes(self) -> list[Any]:
@@ -130,6 +134,10 @@ class Analysis:
 OUTER_DEVICES: contextvars.ContextVar[frozenset[Any] | None] = contextvars.ContextVar("devices", default=None)
 
 
+SEEN: contextvars.ContextVar[list[Program] | None] = contextvars.ContextVar("programs", default=None)
+"""Where programs are noted, before anything is made of them, as they are traced; None if nobody asks."""
+
+
 def outer_devices() -> frozenset[Any] | None:
     """The devices of the step that is being traced (none if these are not known); None outside of any."""
     return OUTER_DEVICES.get()
@@ -149,7 +157,7 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
 
     Raises:
       CouplingError: the couplings are not wanted, or cost too much.
-      UnsupportedPrimitiveError: a batched value meets a primitive without description.
+      UnsupportedPrimitiveError: a batched value meets a primitive that has an effect and no description.
     """
     shapes, options = flat.shapes, flat.options
     within = OUTER_DEVICES.set(frozenset(devices))
@@ -159,15 +167,20 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
         OUTER_DEVICES.reset(within)
     batch = Batch(flat.size)
     states = []
-    for axis, leaf in zip(flat.axes, shapes, strict=True):
-        if axis is None or flat.size == 1:
+    for axis, leaf, parts in itertools.zip_longest(flat.axes, shapes, flat.parts):
+        parts = parts or flat.size
+        if axis is None or parts == 1:
             states.append(State(WHOLE, model=axis is None))
-        else:
-            states.append(State(Slice(batch, axis % len(leaf.shape), 1, Fraction(1)), given=True))
+        else:  # a batch of several times the parts is several runs of them, so that batches can be concatenated
+            runs = leaf.shape[axis] // parts
+            states.append(State(Slice(Batch(parts), axis % len(leaf.shape), runs, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
+    check_estimates(flat)
+    if (seen := SEEN.get()) is not None:
+        seen.append(program)
     if options.again or options.away:
         program = keeping_less(program, options.again, batched, options.away)
 
@@ -180,6 +193,36 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     return Analysis(traced, made, couplings)
+
+
+def check_estimates(flat: FlatStep) -> None:
+    """Refuses estimates of sums over batches that are divided differently: it is not known of which a sum is made.
+
+    Raises:
+      CouplingError: there are several such batches.
+    """
+    counts = sorted({parts for parts in flat.parts if parts is not None})
+    coupling = flat.options.coupling
+    if len(counts) > 1 and "local" in (coupling if isinstance(coupling, Mapping) else {0: coupling}).values():
+        raise CouplingError(
+            layout_message(
+                "coupling='local' needs batches that divide into a common number of parts.",
+                facts=[f"they are divided into {' and '.join(map(str, counts))} parts"],
+                remedies=["choose sizes with a common divisor of at least virtual_nodes", "or coupling='exact'"],
+            )
+        )
+
+
+def emitted_schedule(made: Schedule, options: Options) -> Schedule:
+    """The schedule that is emitted for these options: sums that wait in tree order may have passes of their own.
+
+    The result depends on the number of nodes, and not on their placement. A plan's schedule stays as it was planned.
+    """
+    planned = options.records is not None or options.again or options.away or options.far
+    if options.reduction != "invariant" or planned:
+        return made
+    tree = Tree.over(options.virtual_nodes, options.lane)
+    return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth)
 
 
 @collector_paused()
@@ -195,6 +238,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
       The function's results.
     """
     made, options = analyse(flat, placement.devices), flat.options
+    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
@@ -215,7 +259,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
 
     def step(*values: Any) -> list[Any]:
         with jax.sharding.use_abstract_mesh(NO_MESH):  # the placement's mesh, not the caller's, divides the step
-            return emit(made.schedule, placement, values, mode, options.lane, division=division, far=options.far)
+            return emit(emitted, placement, values, mode, options.lane, division=division, far=options.far)
 
     mesh = typed_mesh(values)
     if mesh is not None:
@@ -250,10 +294,11 @@ def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
-    axes, size, specs = (
+    axes, size, specs, parts = (
         [*flat.axes, *[None] * len(made.traced.captured)],
         flat.size,
         flat.specs,
+        [*flat.parts, *[None] * (len(flat.leaves) + len(made.traced.captured) - len(flat.parts))],
     )  # not `flat`: jax keeps what is kept here
     in_rooms = flat.rooms is not None
     # The step itself was accepted; of its derivative no plan knows.
@@ -294,7 +339,9 @@ def with_derivative(
 
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
-        moved = FlatStep(both, values, [*axes, *(axes[i] for i in moving)], size, unlimited, specs)
+        moved_axes = [*axes, *(axes[i] for i in moving)]
+        moved_parts = [*parts, *(parts[i] for i in moving)]
+        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, parts=moved_parts)
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [
@@ -335,7 +382,8 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
             )
     mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    return GroupProgram(made.schedule, placement, mode, flat.options.lane, name, shared)
+    emitted = emitted_schedule(made.schedule, flat.options)
+    return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
 
 
 def check_effects(program: Program, placement: Placement) -> None:

@@ -23,6 +23,7 @@ from vnode.placement.patterns import Exactly, Patterns, axes_of, check_axes, che
 from vnode.placement.placement import Placement, even_counts
 from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
+from vnode.placement.world import world
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_placed, check_values
@@ -47,6 +48,7 @@ class VirtualStep(Step[P, R]):
     """
 
     def __init__(self, spec: StepSpec, placement: Placement | None, family: Family | None = None) -> None:
+        world()  # from here on the others learn of this process's end
         functools.update_wrapper(self, spec.fun)
         self.spec = spec
         self._placement = placement
@@ -171,12 +173,13 @@ class VirtualStep(Step[P, R]):
           True
         """
         steps, mesh = self.members(placements), current_mesh()
+        args, kwargs = self.spec.bound(args, kwargs)
 
         def run(step: VirtualStep, *args: Any, **kwargs: Any) -> Any:
             return under(mesh, step.executor.run_copy, args, kwargs)
 
         preparation = prepared(steps, warm_ups([functools.partial(run, step) for step in steps], args, kwargs))
-        if jax.process_count() > 1:  # what runs beside it in one process would run before it in another
+        if world().several:  # what runs beside it in one process would run before it in another
             preparation.wait()
         return preparation
 
@@ -234,13 +237,15 @@ class VirtualStep(Step[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            if kwargs or isinstance(self.spec.in_axes, Mapping):
+                return self._call(*self.spec.bound(args, kwargs))
             return self._call(args, kwargs)
         except Exception as error:
             remove_frames(error)
             raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs the step."""
+        """The call, with arguments in their place."""
         around = outer_devices()
         if around is not None:
             return self._inside(around, args, kwargs)
@@ -250,9 +255,9 @@ class VirtualStep(Step[P, R]):
         try:
             results = executor(args, kwargs)
         except (TypeError, ValueError, LookupError, AttributeError, BatchError) as error:
-            check_values(args, kwargs, self.spec.names)
+            check_values(args, kwargs, self.spec.positional)
             if not tracing():
-                explain_failure(error, self.spec.fun, self.spec.in_axes, args, kwargs, self.spec.names)
+                explain_failure(error, self.spec.fun, self.spec.in_axes, args, kwargs, self.spec.positional)
             raise
         if executor.traced:
             executor.traced = False
@@ -313,7 +318,7 @@ class VirtualStep(Step[P, R]):
           BatchError: it was not compiled yet.
         """
         if args or kwargs:
-            return tuple(args), dict(kwargs)
+            return self.spec.bound(tuple(args), kwargs)
         if self.family.last is None:
             raise BatchError(
                 layout_message(
@@ -427,10 +432,14 @@ def first_nodes(
     """
     spec = step.spec
     call = spec.call(whole_batches(tuple(args)), {})
-    stop = min(nodes * -(-call.size // spec.options.virtual_nodes), call.size)
-    leaves = [
-        leaf if axis is None else leading(leaf, axis, stop) for leaf, axis in zip(call.leaves, call.axes, strict=True)
-    ]
+
+    def first(leaf: Any, axis: int | None, parts: int | None) -> Any:
+        if axis is None or parts is None:
+            return leaf
+        stop = min(nodes * -(-parts // spec.options.virtual_nodes), parts)
+        return leading(leaf, axis, stop * leaf.shape[axis] // parts)
+
+    leaves = list(map(first, call.leaves, call.axes, call.parts))
     options = dataclasses.replace(spec.options, virtual_nodes=nodes)
     return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
 

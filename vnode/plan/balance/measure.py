@@ -102,7 +102,7 @@ def profile(
             ],
         )
     with step.resolved(args, {}) as here:
-        check_values(here.args, here.kwargs, here.step.spec.names)
+        check_values(here.args, here.kwargs, here.step.spec.positional)
         return measured(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
 

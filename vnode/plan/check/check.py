@@ -73,8 +73,8 @@ def check(
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
-        check_values(here.args, here.kwargs, here.step.spec.names)
-        check_arguments(dict(enumerate(here.args)), here.kwargs, names=here.step.spec.names)
+        check_values(here.args, here.kwargs, here.step.spec.positional)
+        check_arguments(dict(enumerate(here.args)), here.kwargs, names=here.step.spec.positional)
         virtual = here.step
         places = places_of(virtual, devices)
         check_own(

@@ -1,7 +1,7 @@
 """Programs split by hand, compiled for a TPU that is not there: which collectives are in them.
 
 Knows the programs, how their arguments lie on a mesh of ``data x model``, and the TPU compiler. `python -m
-tests.spmd.tpu_programs` prints a JSON line for each. Must not know what is expected.
+tests.thorough.tpu_programs` prints a JSON line for each. Must not know what is expected.
 """
 
 from __future__ import annotations

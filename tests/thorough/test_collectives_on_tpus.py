@@ -1,13 +1,12 @@
 """Programs split over a mesh, compiled by the real TPU compiler: the planned collectives are in them, and no others.
 
-Knows what the experts' splits exchange. The programs (`tests.spmd.tpu_programs`) are compiled in a process of its own,
+Knows what the experts' splits exchange. The programs (`tpu_programs`) are compiled in a process of its own,
 because the compiler loads a large library. The reference is arithmetic on shapes: what each device receives, in rings.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import subprocess
@@ -17,13 +16,10 @@ from pathlib import Path
 
 import pytest
 
-if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
-
 from benchmarks import tpu
-from tests.spmd.tpu_programs import BATCH, CHANNELS, HIDDEN, IMAGE, LENGTH, WIDTH
+from tests.thorough.tpu_programs import BATCH, CHANNELS, HIDDEN, IMAGE, LENGTH, WIDTH
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.tpu
 
 DATA, MODEL = 2, 4
 FLOAT = 4
@@ -40,7 +36,7 @@ def ring(numbers: float, devices: int) -> float:
 def compiled() -> Mapping[str, dict]:
     """What each program consists of: its collectives, by `collectives`."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.spmd.tpu_programs"],
+        [sys.executable, "-m", "tests.thorough.tpu_programs"],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -5,7 +5,6 @@ The TPU compiler runs in a process of its own. It is the reference: it compiles 
 
 from __future__ import annotations
 
-import importlib.util
 import struct
 from typing import Any
 
@@ -69,39 +68,11 @@ def test_a_heap_is_found_wherever_its_table_is(
     assert not list(heaps_in(before + after, tuple(border ^ 1 << 40 for border in borders)))  # type: ignore[arg-type]
 
 
-PROGRAM = """
-import itertools, json, sys
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding
-from benchmarks import tpu
-from benchmarks.partition import plans
-from benchmarks.partition_cost import mlp
-from vnode.placement.temporary import temporary_of
-from vnode.plan.nodes.memory import planned
-from vnode.spmd.program import at_the_border, over_mesh, spec_of
-
-devices = tpu.topology("v5e:2x4")
-(plan,) = itertools.islice(plans(mlp(2048, int(sys.argv[1]))), 13, 14)
-mesh = Mesh(np.array(devices).reshape(tuple(plan.axes.values())), tuple(plan.axes))
-given = [
-    jax.ShapeDtypeStruct(
-        v.aval.shape, v.aval.dtype, sharding=NamedSharding(mesh, spec_of(at_the_border(layout, plan.axes)))
-    )
-    for v, layout in zip(plan.flow.program.inputs, plan.flow.inputs)
-]
-compiled = jax.jit(over_mesh(plan.flow, mesh)).lower(*given).compile()
-memory, temporary = compiled.memory_analysis(), temporary_of(compiled)
-borders = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-print(json.dumps([planned(devices[0]), borders, memory.temp_size_in_bytes, temporary.held, temporary.gaps]))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs the TPU compiler (extra tpu-aot)")
+@pytest.mark.tpu
 def test_what_was_compiled_fits_by_what_is_said_of_it() -> None:
     """``memory_analysis`` says of the second program that it takes more than there is, and the compiler made it."""
-    _, _, total, held, gaps = said(PROGRAM, str(32768), hasty=True)  # what fits easily
-    limit, borders, most, held_then, gaps_then = said(PROGRAM, str(9 * 32768))  # what hardly does
+    _, _, total, held, gaps = said("temporary_memory_on_tpus", str(32768), hasty=True)  # what fits easily
+    limit, borders, most, held_then, gaps_then = said("temporary_memory_on_tpus", str(9 * 32768))  # what hardly does
     assert 0 < held < held + gaps < total
     assert borders + held_then + gaps_then <= limit < borders + most
     assert gaps_then * held < gaps * held_then  # there are fewer where memory is short

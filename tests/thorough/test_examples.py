@@ -15,9 +15,7 @@ import pytest
 
 from tests.tour import METADATA, TOUR, execute, outline
 
-pytestmark = pytest.mark.thorough
-
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def run(*command: str, cwd: Path, status: int = 0, **variables: str) -> str:

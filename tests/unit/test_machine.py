@@ -6,14 +6,12 @@ Knows how chips are built, and the text "How to scale your model" (Austin and ot
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
 import os
 import re
 import subprocess
-import sys
 import types
 from collections import deque
 from pathlib import Path
@@ -25,6 +23,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.ahead import program
 from vnode.errors import MachineError
 from vnode.partition import Axis, Device, Kind, Link, Machine, Pairs, Switch, Torus
 from vnode.partition.machine.collectives import COLLECTIVES
@@ -858,22 +857,6 @@ def test_what_json_would_let_pass(tmp_path):
 # The machine that is here.
 
 
-def figures(kind: Kind) -> list[float]:
-    return [*kind.peak.values(), kind.vector, kind.memory, kind.bandwidth, kind.host_bandwidth, kind.host_latency]
-
-
-def test_here():
-    """Of eight CPU devices everything is measured, and can be saved and asked."""
-    machine = Machine.here()
-    assert len(machine.devices) == len(jax.devices()) and len(machine.kinds) == len(machine.hosts) == 1
-    (kind,), (network,) = machine.kinds, machine.networks
-    assert {"float32", "bfloat16", "float16", "int8"} <= set(kind.peak)
-    assert all(math.isfinite(n) and n > 0 for n in [*figures(kind), network.bandwidth, network.latency])
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert kind.memory * len(machine.devices) == pytest.approx(memory, rel=1e-6)
-    assert machine.collective("all_reduce", [range(8)]).seconds(1e6) > 0
-
-
 def fake(kind: str, index: int, **more: Any) -> Any:
     """A device of which jax would say this."""
     memory = more.pop("memory", None)
@@ -941,25 +924,13 @@ def test_a_part_of_a_slice_is_a_smaller_one():
         assert len(torus.route(a, b)) == len(whole.networks[0].route(upper[a], upper[b]))
 
 
-TOPOLOGIES = """
-import json, sys
-from jax.experimental import topologies
-for name in sys.argv[1:]:
-    options = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
-    found = topologies.get_topology_desc(name, platform="tpu", **options).devices
-    rows = [[list(d.coords), d.process_index, d.core_on_chip, d.device_kind] for d in found]
-    print(json.dumps([name, rows]))
-"""
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 def test_slices_are_those_of_the_tpu_compiler():
     from benchmarks import tpu
 
     names = ["v5e:2x2", "v5e:2x4", "v5e:4x8", "v5e:16x16", "v6e:4x4", "v4:2x2x1", "v4:4x4x8", "v5p:2x2x2", "v5p:2x4x4"]
     done = subprocess.run(
-        [sys.executable, "-c", TOPOLOGIES, *names],
+        [*program("tpu_topologies"), *names],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],

@@ -4,27 +4,24 @@ Knows the benchmark's compile command, which runs in a process of its own becaus
 The reference is arithmetic: the gradient of every parameter crosses the devices once, and a few scalars.
 """
 
-import importlib.util
 import json
 import re
+import sys
 
 import jax
 import pytest
 
-if importlib.util.find_spec("libtpu") is None:
-    pytest.skip("the TPU compiler is not installed (extra tpu-aot; x86-64 Linux only)", allow_module_level=True)
-
 from benchmarks import contenders, models
-from tests.ahead import printed, said
+from tests.ahead import printed, program, said
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.tpu
 
 NODES_PER_DEVICE = 4
 
 
 def compile_for(topology: str, contender: str, layers: int) -> dict:
     """What the TPU compiler says about one contender's step."""
-    command = ["-m", "benchmarks.tpu", topology, "--contenders", contender]
+    command = [sys.executable, "-m", "benchmarks.tpu", topology, "--contenders", contender]
     command += ["--layers", str(layers), "--width", "64", "--length", "32", "--vocabulary", "512"]
     command += ["--nodes-per-device", str(NODES_PER_DEVICE), "--examples-per-node", "2"]
     return json.loads("\n".join(printed(*command)))
@@ -66,58 +63,6 @@ def test_a_collective_in_the_loop_would_be_seen():
     assert found["inside"] > 0
 
 
-SAME_PROGRAM = """
-import json, sys
-import jax, jax.numpy as jnp
-import vnode
-from benchmarks import hlo, tpu
-
-def step(w, x):
-    grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]))(w)
-    return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
-
-shapes = {"a": (128, 256), "b": (256, 8)}  # which travel by halves between pairs, and as they are
-w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-devices = tpu.topology("v5e:2x4")
-for count in (1, 2, 8):
-    placed = vnode.virtualize(step, virtual_nodes=16).on(devices[:count])
-    text = placed.lower(w, jax.ShapeDtypeStruct((64, 128), jnp.float32)).compile().as_text()
-    module = hlo.parse(text)
-    has_node = lambda name: any(
-        i.instruction.opcode == "convolution" for i in hlo.Module(name, module.computations).walk()
-    )
-    (body,) = [
-        name
-        for visit in module.walk()
-        if visit.instruction.opcode == "while" and not visit.loops
-        for name in visit.instruction.called()["body"]
-        if has_node(name)
-    ]
-    inner = [i.called()["body"][0] for i in module.computations[body] if i.opcode == "while"]
-    (run,) = [name for name in inner if has_node(name)]
-    inner.remove(run)
-    fused = lambda name: [
-        hlo.canonical(module, i.called()["calls"][0]) for i in module.computations[name] if i.opcode == "fusion"
-    ]
-    merges = [f for name in inner for f in fused(name)]
-    firsts = []
-    for name in inner:
-        lines = {i.name: i for i in module.computations[name]}
-        carried = [*lines.values()][-1].operands
-        for i in lines.values():
-            if i.opcode == "add" and i.type.startswith("f32["):
-                left, right = i.operands
-                place = lines[left].rest.split("index=")[1].split(",")[0]
-                firsts.append([int(place) == carried.index(i.name), right in carried])
-    across = hlo.additions(module, count)
-    found = {"devices": count, "node": fused(run), "merges": merges, "firsts": firsts, "across": across}
-    print(json.dumps(found))
-three = vnode.virtualize(step, virtual_nodes=3).on(devices[:3])
-text = three.lower(w, jax.ShapeDtypeStruct((24, 128), jnp.float32)).compile().as_text()
-print(json.dumps(hlo.additions(hlo.parse(text), 3)))
-"""
-
-
 MOVING = re.compile(r"(dynamic-slice|dynamic-update-slice|select|broadcast|bitcast|copy|constant|parameter)\(")
 """What only moves elements: a single node's examples come by a select, in place of a slice."""
 
@@ -129,7 +74,7 @@ def arithmetic(fusions: list[str]) -> list[str]:
 
 def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     """All arithmetic of a node, and of adding two blocks of the tree; only buffers differ in size."""
-    said = printed("-c", SAME_PROGRAM)
+    said = printed(*program("same_program_on_tpus"))
     found = [json.loads(line) for line in said if line.startswith("{")]
     assert [row["devices"] for row in found] == [1, 2, 8]
 
@@ -154,37 +99,9 @@ def test_a_node_is_the_same_program_whatever_the_number_of_devices():
     assert json.loads(said[-1]) == ["((0 + 1) + 2)"] * 2  # one of them by an all-to-all
 
 
-SAME_NODE = """
-import json
-import jax, jax.numpy as jnp
-import vnode
-from benchmarks import hlo, tpu
-
-def step(w, x, y):
-    def loss(w):
-        a, b = jnp.tanh(x @ w["a"]) @ w["b"], jnp.tanh(y @ w["a"]) @ w["b"]
-        return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(a @ b.T)))
-    value, grads = jax.value_and_grad(loss)(w)
-    return value, jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
-
-w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in {"a": (128, 256), "b": (256, 128)}.items()}
-x = jax.ShapeDtypeStruct((128, 128), jnp.float32)
-devices = tpu.topology("v5e:2x4")
-for count in (1, 2, 8):
-    text = vnode.virtualize(step, virtual_nodes=16).on(devices[:count]).lower(w, x, x).compile().as_text()
-    module = hlo.parse(text)
-    names, found = hlo.named_loops(module), []
-    for visit in module.walk():
-        within = names.get(visit.loops[-1][0], ()) if visit.loops else ()
-        if visit.instruction.opcode == "fusion" and not visit.fused and within[-1:] == ("run",):
-            found.append(hlo.canonical(module, visit.instruction.called()["calls"][0]))
-    print(json.dumps({"devices": count, "node": found}))
-"""
-
-
 def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_values():
     """Two inputs are packed, and barriers are all that is between a node and the buffers of its device."""
-    found = [json.loads(line)["node"] for line in printed("-c", SAME_NODE) if line.startswith("{")]
+    found = [json.loads(line)["node"] for line in printed(*program("same_node_on_tpus")) if line.startswith("{")]
     assert len(found) == 3
 
     def plain(fusion: str) -> str:
@@ -204,7 +121,8 @@ def test_a_node_is_the_same_program_where_it_reads_several_inputs_and_keeps_valu
 def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
     """A contrastive step on one device: beside gradient caching by hand half a gradient, a twentieth of its time."""
     ways = "by hand,fast,invariant in one lane,invariant on the host"
-    lines = printed("-m", "benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways)
+    command = ["benchmarks.bits_memory", "--tpu", "v5e:2x4", "--models", "contrastive", "--ways", ways]
+    lines = printed(sys.executable, "-m", *command)
     rows = {row["way"]: row for row in map(json.loads, lines)}
     hand, lane = rows["by hand"], rows["invariant in one lane"]
     assert hand["cycles"] > 0
@@ -217,80 +135,17 @@ def test_the_same_bits_cost_little_memory_and_in_one_lane_little_time():
     assert hosted["host_mib"] >= 1.9 * hand["gradients_mib"]  # two sums wait, but for small arrays
 
 
-ALONE = """
-import json
-import jax, jax.numpy as jnp
-import vnode
-from benchmarks import tpu
-from jax.sharding import SingleDeviceSharding
-from vnode.placement.temporary import temporary_of
-
-def normal(x):
-    mean = jnp.mean(x, 0)
-    return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
-
-def step(w, x):
-    def loss(w):
-        return jnp.mean((jnp.tanh(normal(jnp.tanh(x @ w[0])) @ w[1]) @ w[2] - x) ** 2)
-    return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
-
-sizes = ((1024, 8192), (8192, 8192), (8192, 1024))
-w, x = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes], jax.ShapeDtypeStruct((2048, 1024), jnp.float32)
-devices = list(tpu.topology("v5e:2x2"))
-found = []
-for nodes, count in ((1, 1), (4, 4), (8, 4)):
-    placement = vnode.Placement(nodes, devices[:count])
-    virtual = vnode.virtualize(step, virtual_nodes=nodes, placement=placement, donate_argnums=0)
-    found.append(temporary_of(virtual.lower(w, x).compile()).held / 2**20)
-alone = SingleDeviceSharding(devices[0])
-given = [[jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=alone) for leaf in w]]
-given.append(jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=alone))
-plain = jax.jit(step, donate_argnums=0).lower(*given).compile()
-print(json.dumps({"found": found, "plain": temporary_of(plain).held / 2**20}))
-"""
-
-
 def test_what_a_devices_only_node_contributes_is_the_total():
     """With batch norms, so in passes. One node on one device: beside the step as written no more than its gradient, and
     that once more where it is updated. One on each of four: no more than two nodes on each of them take."""
-    found = said(ALONE)
+    found = said("single_node_on_tpus")
     alone, one, two = found["found"]
     gradient = 4 * (2 * 1024 * 8192 + 8192 * 8192) / 2**20
     assert alone <= found["plain"] + 2 * gradient
     assert one <= two
 
 
-SPREAD = """
-import json
-from benchmarks import tpu
-import os
-os.environ.update(tpu.ENVIRONMENT)
-import jax, jax.numpy as jnp, numpy as np, optax
-import vnode
-from jax.sharding import Mesh, PartitionSpec
-from vnode.partition.hlo import parse
-
-tx = optax.adam(1e-2)
-
-def step(state, x):
-    w, slots = state
-    updates, slots = tx.update(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), slots, w)
-    return optax.apply_updates(w, updates), slots
-
-w = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
-mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(8), ("vnode",))
-virtual = vnode.virtualize(
-    step, virtual_nodes=8, placement=vnode.Placement(8, mesh=mesh), donate_argnums=0,
-    partition={"^0$|mu|nu": PartitionSpec("vnode")},
-)
-args = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((512, 2048), jnp.float32)
-module = parse(virtual.lower(*args).compile().as_text())
-alone = [visit.instruction for visit in module.walk() if not visit.fused]
-print(json.dumps([each.opcode for each in alone if each.bytes == w.size * 4 // 8]))
-"""
-
-
 def test_what_is_spread_in_an_update_of_shards_has_no_memory_of_its_own():
     """The corrections of Adam's moments are two numbers, by which all elements of a shard are divided."""
-    found = said(SPREAD)
+    found = said("spread_update_on_tpus")
     assert "fusion" in found and "broadcast" not in found

@@ -1,0 +1,26 @@
+"""Memory of a v5e and its host whose residuals are offloaded; argument 1 is the reduction."""
+
+import json
+import sys
+
+from benchmarks import tpu
+from tests.partition.test_away import ONE, shapes, train
+from vnode.analysis.away import movable
+from vnode.partition.plan.candidates import OnMesh
+from vnode.partition.plan.search import plan_of
+from vnode.partition.plan.subject import computing_again, on_nodes, subject_of
+
+args = shapes(8, 512, 16384)
+step = on_nodes(train, 2, {"reduction": sys.argv[1], "donate_argnums": (0,)})
+plain = subject_of(step, args)
+begin = [(k, n) for k, _ in [min(plain.kept)] for n in (0,)]
+found = []
+choices = [((), ()), (tuple(plain.kept), ()), (tuple(plain.kept), begin), ((), movable(plain.schedule.flow.program))]
+for again, away in choices if sys.argv[1] == "fast" else choices[1:3]:
+    subject = subject_of(computing_again(step, again, away), args)
+    on = OnMesh(subject, ONE, {"vnode": 1}, "tpu", None)
+    plan = plan_of(subject, on.candidate("data parallel", on.whole), ONE, 2**34, {})
+    report = plan.accept(tpu.topology("v5e:2x4")[:1])
+    said = report.memory_error, report.exchange_accepted and report.host_accepted
+    found.append([report.temporaries, report.on_host, plan.figures.aside, *report.fetched, *said])
+print(json.dumps(found))

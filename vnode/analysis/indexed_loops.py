@@ -1,0 +1,174 @@
+"""A loop that reads and writes rows by their number -> a scan over these rows.
+
+Knows loops that count, and slices of one row. Must not know what is computed of a row, batches, nor calls.
+
+`jax.lax.fori_loop` can only pass arrays on, so that a loop over examples, each by itself, reads one by its number and
+writes what becomes of it into an array that it carries. `jax.vmap` makes such loops of what it cannot batch, as Pallas
+kernels that are given scalars beforehand::
+
+    scan  carry i, y             scan  over x
+        row = x[i]                   row
+        y[i] = f(row)                f(row)
+        i + 1
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.operators.control import Loop, region_of, scan_like
+from vnode.operators.pallas_index_maps import tabulated
+
+if TYPE_CHECKING:
+    from vnode.analysis.program import Atom, Program
+
+
+def counted_loop(eqn: JaxprEqn) -> tuple[Loop, int] | None:
+    """The loop that an equation is, and which of its carries counts its turns from zero; None if it is no such loop."""
+    loop = region_of(eqn) if eqn.primitive.name == "scan" and not eqn.effects else None
+    if not isinstance(loop, Loop) or loop.reverse or loop.length < 2 or loop.carries < 2:
+        return None
+    (body,) = loop.bodies
+    for k, i in enumerate(loop.carried):
+        start, carry, after = eqn.invars[i], body.jaxpr.invars[i], body.jaxpr.outvars[k]
+        if is_number(start, 0) and any(
+            each.primitive.name == "add"
+            and after in each.outvars
+            and each.invars[0] is carry
+            and is_number(each.invars[1], 1)
+            for each in body.jaxpr.eqns
+        ):
+            return loop, k
+    return None
+
+
+def is_number(atom: Any, number: int) -> bool:
+    """Whether an atom is a number that is written down."""
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.aval.dtype.kind in "iu" and atom.val == number
+
+
+def over_rows(eqn: JaxprEqn, loop: Loop, counter: int, body: Program) -> list[JaxprEqn] | None:
+    """Equations that do the same as a loop, the last of them a scan over what it reads and writes by number.
+
+    Args:
+      eqn: the loop.
+      loop: what it is.
+      counter: which carry counts its turns.
+      body: its body, without calls.
+
+    Returns:
+      The equations; None if it writes nothing by number that it does nothing else with.
+    """
+    if len(body.inputs) != loop.operands:
+        return None
+    first, n = loop.carried.start, loop.length
+    count = body.inputs[first + counter]
+
+    def is_count(atom: Atom) -> bool:
+        values = tabulated(atom, body.equations, [count], (0,), (n,))
+        return values is not None and np.array_equal(values, np.arange(n))
+
+    def is_row(each: JaxprEqn, name: str, var: Var, row: Sequence[int], at: int) -> bool:
+        whole = (n, *row[1:]) == var.aval.shape and row[:1] == (1,)
+        return each.primitive.name == name and each.invars[0] is var and whole and is_count(each.invars[at])
+
+    written: dict[int, JaxprEqn] = {}
+    for k in range(loop.carries):
+        var, out = body.inputs[first + k], body.outputs[k]
+        own = body.definitions.get(out) if isinstance(out, Var) else None
+        if own is None or body.readers.get(var) != [own] or out in body.readers or own.invars.count(var) > 1:
+            continue
+        once = body.outputs.count(out) == 1 and var not in body.outputs
+        if once and len(own.invars) > 2 and is_row(own, "dynamic_update_slice", var, own.invars[1].aval.shape, 2):
+            written[k] = own
+    if not written or body.outputs.count(count) or counter in written:
+        return None
+    read = [
+        i
+        for i, var in enumerate(body.inputs[:first])
+        if body.readers.get(var)
+        and var not in body.outputs
+        and all(
+            is_row(each, "dynamic_slice", var, each.outvars[0].aval.shape, 1) and each.invars.count(var) == 1
+            for each in body.readers[var]
+        )
+    ]
+    rows = {i: Var(jax.core.ShapedArray(body.inputs[i].aval.shape[1:], body.inputs[i].aval.dtype)) for i in read}
+    made = {
+        k: Var(jax.core.ShapedArray(own.invars[1].aval.shape[1:], own.invars[1].aval.dtype))
+        for k, own in written.items()
+    }
+
+    places = {id(own): k for k, own in written.items()}
+    equations: list[JaxprEqn] = []
+    for each in body.equations:
+        source = next((i for i in read if each.invars and each.invars[0] is body.inputs[i]), None)
+        if id(each) in places:
+            k = places[id(each)]
+            squeezed = row_equation(each.invars[1].aval.shape, each.invars[1].aval.dtype.name, inward=True)
+            equations.append(squeezed.replace(invars=[each.invars[1]], outvars=[made[k]], source_info=each.source_info))
+        elif source is not None:
+            spread = row_equation(each.outvars[0].aval.shape, each.outvars[0].aval.dtype.name, inward=False)
+            equations.append(spread.replace(invars=[rows[source]], outvars=each.outvars, source_info=each.source_info))
+        else:
+            equations.append(each)
+
+    stays = [k for k in range(loop.carries) if k not in written and k != counter]
+    constants = [i for i in range(first) if i not in rows]
+    scanned = list(loop.scanned)
+    inputs = [body.inputs[i] for i in (*constants, *(first + k for k in stays), *scanned)]
+    outputs = [body.outputs[k] for k in stays] + body.outputs[loop.carries :] + list(made.values())
+    needed = without_dead(equations, outputs)
+    rewritten = body.derived([*inputs, *rows.values(), count], needed, outputs)
+    closed = rewritten.closed(loop.bodies[0].jaxpr)
+    numbers = Var(jax.core.ShapedArray((n,), count.aval.dtype))
+    operands = [eqn.invars[i] for i in (*constants, *(first + k for k in stays), *scanned, *rows)]
+    results = [eqn.outvars[k] for k in (*stays, *range(loop.carries, len(eqn.outvars)), *made)]
+    return [
+        iota_equation(n, count.aval.dtype.name).replace(outvars=[numbers], source_info=eqn.source_info),
+        number_equation(n, count.aval.dtype.name).replace(outvars=[eqn.outvars[counter]], source_info=eqn.source_info),
+        eqn.replace(
+            invars=[*operands, numbers],
+            outvars=results,
+            params=scan_like(eqn, closed, len(constants), len(stays)),
+        ),
+    ]
+
+
+def without_dead(equations: Sequence[JaxprEqn], outputs: Sequence[Any]) -> list[JaxprEqn]:
+    """The equations that outputs need, and those with effects."""
+    needed, kept = {id(atom) for atom in outputs}, []
+    for eqn in reversed(equations):
+        if eqn.effects or any(id(var) in needed for var in eqn.outvars):
+            kept.append(eqn)
+            needed.update(id(atom) for atom in eqn.invars)
+    return kept[::-1]
+
+
+@functools.lru_cache
+def row_equation(shape: tuple[int, ...], dtype: str, inward: bool) -> JaxprEqn:
+    """An equation between ``[1, ...]`` and a row of it, to copy; `inward`: to the row."""
+    if inward:
+        return jax.make_jaxpr(lambda x: lax.squeeze(x, (0,)))(jax.ShapeDtypeStruct(shape, dtype)).jaxpr.eqns[0]
+    row = jax.ShapeDtypeStruct(shape[1:], dtype)
+    return jax.make_jaxpr(lambda x: lax.broadcast_in_dim(x, shape, tuple(range(1, len(shape)))))(row).jaxpr.eqns[0]
+
+
+@functools.lru_cache
+def iota_equation(n: int, dtype: str) -> JaxprEqn:
+    """An equation that counts, to copy."""
+    return jax.make_jaxpr(lambda: lax.iota(dtype, n))().jaxpr.eqns[0]
+
+
+@functools.lru_cache
+def number_equation(n: int, dtype: str) -> JaxprEqn:
+    """An equation that gives a number, to copy."""
+    (eqn,) = jax.make_jaxpr(lax.optimization_barrier)(np.zeros((), dtype)).jaxpr.eqns
+    return eqn.replace(invars=[Literal(np.asarray(n, dtype), eqn.invars[0].aval)])

@@ -1,0 +1,378 @@
+"""Functions that were exported (`jax.export`) for any size of the batch: split where their program keeps rows apart.
+
+Knows StableHLO as far as it takes to see that each row of the results comes from the same row of the operands. Must not
+know how a program is compiled.
+
+A function that takes a batch of any size need not treat examples one by one: it may subtract their mean. Its program
+tells. There, a value has rows if its type has one dimension of unknown size, ``tensor<?x4xf32>``. The proof ends at an
+operation that is not known to map rows to rows, at a reduction of rows, and where the number of rows is computed with.
+Then the call has no description. A derivative by parameters has none either: it sums over the rows.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import JaxprEqn
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
+from jax.interpreters import mlir
+
+from vnode.operators.description import Factors, OperatorDescription
+from vnode.operators.registry import rule
+from vnode.operators.remembered import Remembered
+from vnode.operators.splits import FREE, WHOLE
+
+
+@rule(
+    "call_exported",
+    alike=False,
+    advice=(
+        "export it with a symbolic batch (jax.export.symbolic_shape), of operations that keep examples apart",
+        "or describe it with vnode.operators.register (docs/registering-a-primitive.md)",
+    ),
+)
+def exported_call(eqn: JaxprEqn) -> OperatorDescription | None:
+    """The dimensions of unknown size are split freely; all others are whole."""
+    exported = eqn.params["exported"]
+    shapes = [aval.shape for aval in (*exported.in_avals, *exported.out_avals)]
+    unknown = {str(n) for shape in shapes for n in shape if not isinstance(n, int)}
+    rows = [[d for d, n in enumerate(shape) if not isinstance(n, int)] for shape in shapes]
+    outputs = rows[len(eqn.invars) :]
+    if len(unknown) != 1 or not all(name.isidentifier() for name in unknown) or eqn.effects:
+        return None  # of several sizes, or of a sum or product of them
+    if any(len(dims) > 1 for dims in rows) or not all(outputs) or exported.ordered_effects:
+        return None
+    if not _apart.found(exported, lambda: keeps_rows_apart(exported)):
+        return None
+    atoms = (*eqn.invars, *eqn.outvars)
+    f = Factors()
+    examples = f.new(eqn.outvars[0].aval.shape[outputs[0][0]], FREE)
+    several = [
+        tuple((examples,) if d in dims else (f.new(n, WHOLE),) for d, n in enumerate(atom.aval.shape))
+        for atom, dims in zip(atoms, rows, strict=True)
+    ]
+    description = OperatorDescription(
+        factors=f.all, operands=tuple(several[: len(eqn.invars)]), results=tuple(several[len(eqn.invars) :])
+    )
+    return description if takes_few(eqn, description, examples) else None
+
+
+def takes_few(eqn: JaxprEqn, description: OperatorDescription, examples: int) -> bool:
+    """Whether the function takes few examples: it may ask for many, or for a multiple of eight."""
+    for n in (1, 2, 3):
+        sizes = tuple(n if f == examples else size for f, size in enumerate(description.sizes))
+        shapes = [description.operand_shape(i, sizes) for i in range(len(eqn.invars))]
+        types = [jax.ShapeDtypeStruct(s, atom.aval.dtype) for s, atom in zip(shapes, eqn.invars, strict=True)]
+        try:
+            jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *types)
+        except ValueError:
+            return False
+    return True
+
+
+_apart = Remembered[bool](200)
+"""Whether the programs of exported functions keep rows apart."""
+
+
+Rows = Sequence[int | None]
+"""For each operand the dimension of its rows; None if it has none."""
+
+
+class Crossing(Exception):
+    """Rows may meet here."""
+
+
+def keeps_rows_apart(exported: Any) -> bool:
+    """Whether every row of an exported function's results is proved to come of one row of its operands."""
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
+        functions = {ir.StringAttr(op.attributes["sym_name"]).value: op for op in module.body.operations}
+        main = functions["main"].regions[0].blocks[0]
+        try:
+            returned = Walk(functions).block(main, [Count.NOTHING] * len(main.arguments))
+        except Exception:  # rows may meet, or an operation is not written as it is known here: then nothing is proved
+            return False
+        return set(returned) <= {Count.NOTHING}
+
+
+def program_text(exported: Any) -> str:
+    """An exported function's program, without source lines."""
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
+        return str(module.operation.get_asm(enable_debug_info=False))
+
+
+class Count(enum.Enum):
+    """What a value has to do with the number of rows."""
+
+    NOTHING = "nothing"
+    MADE_OF_IT = "made of it"
+    IT = "it"
+
+
+CALLS = {"func.call": "callee", "stablehlo.composite": "decomposition"}
+"""Operations that are functions of the module, each with where it says which one."""
+
+Counts = Mapping[Any, Count]
+"""What the values of a function have to do with the number of rows."""
+
+
+class Walk:
+    """Follows which values are made of the number of rows; raises `Crossing` where rows may meet."""
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        self.functions = functions
+
+    def block(self, block: Any, given: Sequence[Count]) -> list[Count]:
+        """What the results have to do with the number of rows, given what the arguments have."""
+        counts = dict(zip(block.arguments, given, strict=True))
+        for op in block.operations:
+            operands = [counts.get(value, Count.NOTHING) for value in op.operands]
+            if op.operation.name in ("func.return", "return"):
+                return operands
+            if is_assertion(op):
+                continue
+            if op.operation.name in CALLS:
+                callee = self.functions[ir.FlatSymbolRefAttr(op.attributes[CALLS[op.operation.name]]).value]
+                results = self.block(callee.regions[0].blocks[0], operands)
+            else:
+                results = [step(op, operands, counts)] * len(op.results)
+            counts.update(zip(op.results, results, strict=True))
+        raise Crossing
+
+
+def step(op: Any, operands: Sequence[Count], counts: Counts) -> Count:
+    """What an operation's results have to do with the number of rows; raises `Crossing`."""
+    rows_in, rows_out = [rows(value) for value in op.operands], [rows(value) for value in op.results]
+    for region in op.regions:
+        for inner in operations(region):
+            if any(counts.get(x) in (Count.IT, Count.MADE_OF_IT) or rows(x) is not None for x in inner.operands):
+                raise Crossing
+    if op.operation.name == "stablehlo.get_dimension_size":
+        given = isinstance(op.operands[0].owner, ir.Block) and rows_in[0] == integer(op, "dimension")
+        return Count.IT if given else Count.MADE_OF_IT
+    if not any(each is not None for each in (*rows_in, *rows_out)):
+        if op.operation.name in SAME and operands[0] is Count.IT:
+            return Count.IT
+        return Count.NOTHING if set(operands) <= {Count.NOTHING} else Count.MADE_OF_IT
+    shapes = SHAPES.get(op.operation.name, ())
+    data = {count for i, count in enumerate(operands) if i not in shapes}
+    if not data <= {Count.NOTHING} or None in rows_out:
+        raise Crossing
+    (row, *others) = set(rows_out)
+    keeps = KEEPS.get(op.operation.name) or (by_element if is_elementwise(op) else None)
+    if others or row is None or keeps is None or not keeps(op, rows_in, row, counts):
+        raise Crossing
+    return Count.NOTHING
+
+
+SAME = {"stablehlo.reshape", "stablehlo.convert"}
+"""Operations that hand a number on."""
+
+
+def element(value: Any, k: int) -> tuple[Any, int]:
+    """Where element `k` of a short list of numbers, such as a shape, comes from."""
+    op = value.owner
+    if isinstance(op, ir.Block):
+        return value, k
+    if op.operation.name == "stablehlo.concatenate":
+        for operand in op.operands:
+            (n,) = shape_of(operand)
+            if n is None:
+                raise Crossing
+            if k < n:
+                return element(operand, k)
+            k -= n
+    if op.operation.name in SAME and product(shape_of(op.operands[0])) == 1:
+        return element(op.operands[0], 0)
+    return value, k
+
+
+def is_number(value: Any, k: int, number: int) -> bool:
+    """Whether element `k` of a list is known to be a number."""
+    source, k = element(value, k)
+    if isinstance(source.owner, ir.Block) or source.owner.name != "stablehlo.constant":
+        return False
+    held = np.asarray(ir.DenseIntElementsAttr(source.owner.attributes["value"])).reshape(-1)
+    return bool(held[k if held.size > 1 else 0] == number)
+
+
+def is_count(value: Any, k: int, counts: Counts) -> bool:
+    """Whether element `k` of a list is the number of rows."""
+    return counts.get(element(value, k)[0]) is Count.IT
+
+
+def operations(region: Any) -> list[Any]:
+    """The operations in a region, at any depth."""
+    found = [op for block in region.blocks for op in block.operations]
+    return found + [inner for op in found for nested in op.regions for inner in operations(nested)]
+
+
+def shape_of(value: Any) -> list[int | None]:
+    """The sizes of a value's dimensions, None for an unknown one."""
+    try:
+        ranked = ir.RankedTensorType(value.type)
+    except ValueError:  # a token, a tuple
+        raise Crossing from None
+    return [None if ranked.is_dynamic_dim(d) else ranked.get_dim_size(d) for d in range(ranked.rank)]
+
+
+def rows(value: Any) -> int | None:
+    """The dimension of unknown size; None if there is none. Raises `Crossing` where there are several."""
+    unknown = [d for d, n in enumerate(shape_of(value)) if n is None]
+    if len(unknown) > 1:
+        raise Crossing
+    return unknown[0] if unknown else None
+
+
+def is_assertion(op: Any) -> bool:
+    return op.operation.name == "stablehlo.custom_call" and "shape_assertion" in str(op.attributes["call_target_name"])
+
+
+# fmt: off
+NAMES = {
+    "abs", "add", "and", "atan2", "bitcast_convert", "cbrt", "ceil", "clamp", "compare", "complex", "convert", "cosine",
+    "count_leading_zeros", "divide", "exponential", "exponential_minus_one", "floor", "imag", "is_finite", "log",
+    "log_plus_one", "logistic", "maximum", "minimum", "multiply", "negate", "not", "or", "popcnt", "power", "real",
+    "reduce_precision", "remainder", "round_nearest_afz", "round_nearest_even", "rsqrt", "select", "shift_left",
+    "shift_right_arithmetic", "shift_right_logical", "sign", "sine", "sqrt", "subtract", "tan", "tanh", "xor",
+}
+"""Operations of StableHLO that compute element by element."""
+
+FUNCTIONS = {
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "bessel_i1e", "cosh", "digamma", "erf", "erf_inv", "erfc",
+    "lgamma", "next_after", "polygamma", "sinh", "square", "tan", "zeta",
+}
+"""Functions that are no operations of StableHLO: of another dialect, or calls by name."""
+# fmt: on
+
+
+def is_elementwise(op: Any) -> bool:
+    dialect, _, name = op.operation.name.partition(".")
+    if op.operation.name == "stablehlo.custom_call":
+        dialect, _, name = ir.StringAttr(op.attributes["call_target_name"]).value.partition(".")
+    return name in NAMES if dialect == "stablehlo" else dialect in ("chlo", "mhlo") and name in FUNCTIONS
+
+
+def integers(op: Any, name: str) -> list[int]:
+    return list(ir.DenseI64ArrayAttr(op.attributes[name]))
+
+
+def integer(op: Any, name: str) -> int:
+    return ir.IntegerAttr(op.attributes[name]).value
+
+
+def by_element(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """A number without dimensions may stand beside rows."""
+    pairs = zip(op.operands, rows_in, strict=True)
+    return all(each == row or (each is None and not shape_of(value)) for value, each in pairs)
+
+
+def by_type(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """Rows that were contracted or reduced would not be in the result."""
+    return True
+
+
+def joined(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    return integer(op, "dimension") != row and all(each == row for each in rows_in)
+
+
+def broadcast(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """What has no rows is the same in each."""
+    dims = integers(op, "broadcast_dimensions")
+    if rows_in[0] is not None:
+        return dims[rows_in[0]] == row
+    return all(n == 1 for n, d in zip(shape_of(op.operands[0]), dims, strict=True) if d == row)
+
+
+def reshaped(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """As many elements stand before the rows, and in each of them."""
+    before, after = shape_of(op.operands[0]), shape_of(op.results[0])
+    if rows_in[0] is None:
+        return False
+    return product(before[: rows_in[0]]) == product(after[:row]) and product(before) == product(after)
+
+
+def product(sizes: Sequence[int | None]) -> int:
+    """Of the sizes that are known."""
+    return math.prod(n for n in sizes if n is not None)
+
+
+def looked_up(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """Rows of indices in what has none itself; or the same places in every row."""
+    if rows_in[0] is None:
+        return rows_in[1] is not None
+    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+    if rows_in[1] is not None or rows_in[0] in (*numbers.start_index_map, *numbers.operand_batching_dims):
+        return False
+    gone = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
+    kept = [d for d in range(len(shape_of(op.operands[0]))) if d not in gone]
+    at = rows_in[0] in kept and list(numbers.offset_dims)[kept.index(rows_in[0])] == row
+    return at and len(op.operands) == 3 and is_count(op.operands[2], rows_in[0], counts)
+
+
+def cut_out(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    """All rows, one after another."""
+    _, start, limit, stride = op.operands
+    whole = is_number(start, row, 0) and is_number(stride, row, 1) and is_count(limit, row, counts)
+    return rows_in[0] == row and whole
+
+
+def padded(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    ends = [integers(op, f"{name}")[row] for name in ("edge_padding_low", "edge_padding_high", "interior_padding")]
+    return rows_in[0] == row and not any(ends)
+
+
+def convolved(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+    groups = integer(op, "batch_group_count")
+    batch = rows_in[0] == numbers.input_batch_dimension and numbers.output_batch_dimension == row
+    return batch and groups == 1 and rows_in[1] is None
+
+
+def counted_along(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    return integer(op, "iota_dimension") != row
+
+
+def reversed_along(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    return row not in integers(op, "dimensions")
+
+
+def sorted_along(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+    return integer(op, "dimension") not in (row, row - len(shape_of(op.results[0])))
+
+
+KEEPS: dict[str, Callable[[Any, Rows, int, Counts], bool]] = {
+    "stablehlo.broadcast_in_dim": broadcast,
+    "stablehlo.concatenate": joined,
+    "stablehlo.convolution": convolved,
+    "stablehlo.dot_general": by_type,
+    "stablehlo.dynamic_broadcast_in_dim": broadcast,
+    "stablehlo.dynamic_gather": looked_up,
+    "stablehlo.dynamic_iota": counted_along,
+    "stablehlo.dynamic_reshape": reshaped,
+    "stablehlo.gather": looked_up,
+    "stablehlo.pad": padded,
+    "stablehlo.real_dynamic_slice": cut_out,
+    "stablehlo.reduce": by_type,
+    "stablehlo.reshape": reshaped,
+    "stablehlo.reverse": reversed_along,
+    "stablehlo.sort": sorted_along,
+    "stablehlo.transpose": by_type,
+}
+"""Operations that are known to keep rows apart, if this holds."""
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    "stablehlo.dynamic_broadcast_in_dim": (1,),
+    "stablehlo.dynamic_gather": (2,),
+    "stablehlo.dynamic_iota": (0,),
+    "stablehlo.dynamic_reshape": (1,),
+    "stablehlo.real_dynamic_slice": (1, 2, 3),
+}
+"""Operands that only say which shape the result has."""

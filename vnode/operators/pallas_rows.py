@@ -1,0 +1,232 @@
+"""The kernel of a Pallas call -> whether the rows of its blocks are independent of each other.
+
+Knows kernels, and the descriptions of the equations in them. Must not know grids, nor index maps.
+
+A kernel sees a block of several rows at a time. Where each row of its results depends on the same row of its operands
+only, and on nothing that differs from row to row otherwise, rows may be put into blocks in any other way::
+
+    o[...] = x[...] * jax.lax.rsqrt(jnp.mean(x[...] ** 2, -1, keepdims=True))     # rows are independent
+    o[...] = x[...] - jnp.mean(x[...], 0)                                         # they are not
+    o[...] = x[...] + jax.lax.broadcasted_iota(jnp.int32, x.shape, 0)             # nor here
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import jax
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.operators.description import OperatorDescription
+from vnode.operators.pallas_kernel import PROGRAM_ID, bodies_of, has_program_id, is_all
+from vnode.operators.registry import describe
+from vnode.operators.splits import FREE
+
+UNIFORM, SHARED = -2, -1
+"""What a value may be that has no rows: the same everywhere, or anything that is the same for all rows. Any other
+number is the dimension along which a value has rows."""
+
+
+class Dependent(Exception):
+    """Rows are not known to be independent."""
+
+
+def rows_are_independent(kernel: Jaxpr, rows: Mapping[int, int], scratch: Sequence[int], axis: int) -> bool:
+    """Whether the rows of blocks are independent of each other.
+
+    Args:
+      kernel: the kernel.
+      rows: for each input whose blocks have rows, along which dimension.
+      scratch: inputs that begin with nothing.
+      axis: the axis of the grid that numbers these blocks, as the kernel counts axes.
+    """
+    held = {k: rows.get(k, UNIFORM if k in scratch else SHARED) for k in range(len(kernel.invars))}
+    walk = Walk(held, frozenset(rows), axis)
+    try:
+        while True:
+            before = dict(held)
+            walk.body(kernel, [("ref", k) for k in range(len(kernel.invars))])
+            if held == before:
+                return True
+    except Dependent:
+        return False
+
+
+T = TypeVar("T", int, "int | tuple[str, int]")
+
+Value = int | tuple[str, int]
+"""What a variable is: the rows of a value, or a reference by its number."""
+
+
+class Walk:
+    """Follows rows through a kernel.
+
+    Args:
+      held: for each reference what it holds; what scratch holds is found on the way.
+      rows: references whose blocks have rows.
+      axis: the axis that numbers the blocks.
+    """
+
+    def __init__(self, held: dict[int, int], rows: frozenset[int], axis: int) -> None:
+        self._held, self._rows, self._axis = held, rows, axis
+
+    def body(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+        """What a program returns, given what its inputs are.
+
+        Raises:
+          Dependent: rows depend on each other, or nobody knows whether they do.
+        """
+        env: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update(dict.fromkeys(jaxpr.constvars, SHARED))
+
+        def read(atom: Any) -> Value:
+            return (UNIFORM if atom.aval.shape == () else SHARED) if isinstance(atom, Literal) else env[atom]
+
+        for eqn in jaxpr.eqns:
+            results = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name == PROGRAM_ID:
+            if eqn.params["axis"] == self._axis:
+                raise Dependent
+            return [UNIFORM]
+        region, bodies = bodies_of(eqn)
+        if bodies:
+            return self.nested(eqn, region, bodies, operands)
+        if name == "get":
+            return [self.held_at(operands[0], *self.place(eqn, operands[1:], eqn.invars[1:]))]
+        if name in ("swap", "addupdate"):
+            dims, cut = self.place(eqn, operands[2:], eqn.invars[2:])
+            self.put(operands[0], dims, cut, operands[1])
+            return [self.held_at(operands[0], dims, cut)] * len(eqn.outvars)
+        if any(isinstance(value, tuple) for value in operands) or self._axis in has_program_id(eqn):
+            raise Dependent
+        values = [value for value in operands if isinstance(value, int)]
+        description = describe(eqn)
+        if eqn.effects or (description is None and any(value >= 0 for value in values)):
+            raise Dependent
+        if not any(value >= 0 for value in values):
+            positional = description is None or any(factor.positional for factor in description.factors)
+            uniform = not positional and all(value == UNIFORM for value in values)
+            return [UNIFORM if uniform or var.aval.shape == () else SHARED for var in eqn.outvars]
+        assert description is not None
+        return [*along(description, values)]
+
+    @staticmethod
+    def place(eqn: JaxprEqn, indices: Sequence[Value], atoms: Sequence[Any]) -> tuple[list[int], frozenset[int]]:
+        """What an access names: the reference's dimensions that the value has, and those of which it has a part."""
+        if any(not isinstance(i, int) or i >= 0 for i in indices):
+            raise Dependent
+        shape = eqn.invars[0].aval.shape
+        transforms = jax.tree.unflatten(eqn.params["tree"], atoms)
+        if not transforms:
+            return list(range(len(shape))), frozenset()
+        if len(transforms) > 1 or not hasattr(transforms[0], "indices"):
+            raise Dependent
+        index = transforms[0].indices
+        dims = [d for d, i in enumerate(index) if hasattr(i, "start")]
+        single = [i for i in index if not hasattr(i, "start")]
+        if any(getattr(getattr(i, "aval", i), "shape", ()) != () for i in single):
+            raise Dependent  # several elements by their numbers
+        return dims, frozenset(d for d, i in enumerate(index) if not is_all(i, shape[d]))
+
+    def held_at(self, reference: Value, dims: list[int], cut: frozenset[int]) -> int:
+        """The rows of what is read."""
+        assert isinstance(reference, tuple)
+        rows = self._held[reference[1]]
+        if rows < 0:
+            return rows
+        if rows not in dims or rows in cut:
+            raise Dependent
+        return dims.index(rows)
+
+    def put(self, reference: Value, dims: list[int], cut: frozenset[int], value: Value) -> None:
+        """Writes a value at a place."""
+        assert isinstance(reference, tuple)
+        number = reference[1]
+        if not isinstance(value, int):
+            raise Dependent
+        if number in self._rows:
+            if value != UNIFORM and value != self.held_at(reference, dims, cut):
+                raise Dependent
+            self.held_at(reference, dims, cut)
+            return
+        if value >= 0 and dims[value] in cut:
+            raise Dependent
+        held = dims[value] if value >= 0 else SHARED if cut and self._held[number] < 0 else value
+        self._held[number] = joined(self._held[number], held)
+        self.held_at(reference, dims, cut)
+
+    def nested(self, eqn: JaxprEqn, region: Any, bodies: Sequence[Any], operands: list[Value]) -> list[Value]:
+        """A call, loop or branch."""
+        if region is None:
+            ((body, given),) = bodies
+            return self.body(body.jaxpr, [operands[k] for k in given])
+        tests = region.tests + (region.chooser is not None)
+        if region.chooser is not None and operands[region.chooser] not in (UNIFORM, SHARED):
+            raise Dependent
+        inputs = list(operands)
+        for k in region.scanned:
+            value = inputs[k]
+            if not isinstance(value, int) or value == 0:
+                raise Dependent
+            inputs[k] = value - 1 if value > 0 else value
+        results: list[Value] = [UNIFORM] * len(eqn.outvars)
+        while True:
+            for k, (body, given) in enumerate(bodies):
+                made = self.body(body.jaxpr, [inputs[i] for i in given])
+                if tests and k < region.tests:
+                    if made[0] not in (UNIFORM, SHARED):
+                        raise Dependent
+                    continue
+                carried = len(region.carried)
+                stacked = [
+                    value + 1 if region.stacks and j >= carried and isinstance(value, int) and value >= 0 else value
+                    for j, value in enumerate(made)
+                ]
+                results = [joined(a, b) for a, b in zip(results, stacked, strict=True)]
+            before = list(inputs)
+            for i, k in enumerate(region.carried):
+                inputs[k] = joined(inputs[k], results[i])
+                results[i] = inputs[k]
+            if inputs == before:
+                return results
+
+
+def along(description: OperatorDescription, values: Sequence[int]) -> list[int]:
+    """The dimension along which each result has rows, given that of each operand."""
+    found: set[int] = set()
+    for dims, rows in zip(description.operands, values, strict=True):
+        if rows >= 0:
+            if len(dims[rows]) != 1:
+                raise Dependent
+            found.update(dims[rows])
+    if len(found) != 1:
+        raise Dependent
+    (factor,) = found
+    if description.factors[factor].split is not FREE or description.factors[factor].positional:
+        raise Dependent
+    for dims, rows in zip(description.operands, values, strict=True):
+        places = [d for d, dim in enumerate(dims) if factor in dim]
+        if rows != UNIFORM and places != ([rows] if rows >= 0 else []):
+            raise Dependent
+    made = []
+    for dims in description.results:
+        places = [d for d, dim in enumerate(dims) if factor in dim]
+        if len(places) != 1 or dims[places[0]] != (factor,):
+            raise Dependent
+        made += places
+    return made
+
+
+def joined(a: T, b: T) -> T:
+    """What is one value or another."""
+    if a == b or b == UNIFORM:
+        return a
+    if a == UNIFORM:
+        return b
+    raise Dependent

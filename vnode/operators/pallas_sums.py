@@ -1,0 +1,282 @@
+"""The kernel of a Pallas call -> whether its steps along an axis do nothing but add up.
+
+Knows kernels, and how sums are written in them. Must not know index maps, nor nodes.
+
+A product of matrices adds up blocks of the contracted dimension, in its result or in scratch memory::
+
+    @pl.when(pl.program_id(2) == 0)                       # first, zero
+    def _():
+        total[...] = jnp.zeros_like(total)
+    total[...] += x[...] @ y[...]                         # then, terms that know nothing of the total
+    @pl.when(pl.program_id(2) == pl.num_programs(2) - 1)  # at last, the total as it is
+    def _():
+        o[...] = total[...].astype(o.dtype)
+
+A call on some of the blocks gives a part of the sum. Only what is written in this order is taken for a sum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence, Set
+from typing import Any
+
+import numpy as np
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
+
+from vnode.operators.control import Body, call_of, region_of
+from vnode.operators.pallas_kernel import PROGRAM_ID, has_program_id, takes_all
+
+
+class Term(enum.Enum):
+    """What becomes of a value where the operands that have blocks along the axis are zero."""
+
+    ZERO = "zero"
+    SAME = "the same"
+    ANY = "anything"
+
+
+class Test(enum.Enum):
+    """What is known of a program id."""
+
+    NUMBER = "it"
+    FIRST = "it is zero"
+    LAST = "it is the last one"
+
+
+@dataclasses.dataclass(frozen=True)
+class Total:
+    """What a reference holds at a place, with terms added.
+
+    Attributes:
+      reference: which.
+      place: where, as the equation says it that reads it; None for all of it.
+      cast: whether it is in another type.
+    """
+
+    reference: int
+    place: Any
+    cast: bool = False
+
+
+Value = Term | Test | Total | int
+"""An integer is a reference."""
+
+LINEAR = {"neg", "convert_element_type", "broadcast_in_dim", "reshape", "squeeze", "transpose", "reduce_sum", "copy"}
+"""Zero if their operand is."""
+
+PRODUCTS = {"mul", "dot_general"}
+"""Zero if one of the operands is, and the other one is a number."""
+
+SUMS = {"add", "add_any", "sub"}
+
+
+class Unknown(Exception):
+    """It is not known to be a sum."""
+
+
+class Stage(enum.IntEnum):
+    """How far a reference has come."""
+
+    UNTOUCHED, ZEROED, FINAL = range(3)
+
+
+def adds_up(kernel: Jaxpr, axis: int, size: int, state: Sequence[int], outputs: Set[int], having: Set[int]) -> bool:
+    """Whether the results of a call are sums over an axis, of terms that are zero where its operands are.
+
+    Args:
+      kernel: the kernel.
+      axis: the axis, as the kernel counts axes.
+      size: its size.
+      state: inputs that are scratch, or results.
+      outputs: those that are results.
+      having: inputs that have blocks along the axis.
+    """
+    sums = Sums(axis, size, dict.fromkeys(state, Stage.UNTOUCHED), outputs, having)
+    try:
+        sums.body(kernel, list(range(len(kernel.invars))))
+    except Unknown:
+        return False
+    return all(sums.stages[k] != Stage.UNTOUCHED for k in outputs)
+
+
+class Sums:
+    """Follows sums through a kernel; arguments as those of `adds_up`."""
+
+    def __init__(self, axis: int, size: int, stages: dict[int, Stage], outputs: Set[int], having: Set[int]) -> None:
+        self.axis, self.size, self.stages, self.outputs, self.having = axis, size, stages, outputs, having
+        self.done = False  # totals have been handed on
+        self.level = 0  # of programs in one another: `with_size` rewrites the outermost
+        self.depth = 0  # of branches that are not taken at every step
+
+    def body(self, jaxpr: Jaxpr, inputs: Sequence[Value]) -> list[Value]:
+        env: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
+        env.update(dict.fromkeys(jaxpr.constvars, Term.SAME))
+
+        def read(atom: Any) -> Value:
+            if not isinstance(atom, Literal):
+                return env[atom]
+            return Term.ZERO if np.ndim(atom.val) == 0 and atom.val == 0 else Term.SAME
+
+        self.level += 1
+        for eqn in jaxpr.eqns:
+            results = self.equation(eqn, [read(atom) for atom in eqn.invars])
+            env.update(zip(eqn.outvars, results, strict=True))
+        self.level -= 1
+        return [read(atom) for atom in jaxpr.outvars]
+
+    def equation(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        name = eqn.primitive.name
+        if name == PROGRAM_ID:
+            if eqn.params["axis"] != self.axis:
+                return [Term.SAME]
+            if self.level > 1:
+                raise Unknown
+            return [Test.NUMBER]
+        if name == "cond":
+            return self.branch(eqn, operands)
+        call = call_of(eqn)
+        if call is not None and not any(isinstance(value, Test) for value in operands):
+            return self.body(call.body.jaxpr, [operands[i] for i in call.operands])
+        if any(isinstance(value, Test) for value in operands):
+            return [self.test(eqn, operands)]
+        if name == "get":
+            return [self.get(eqn, operands)]
+        if name in ("swap", "addupdate"):
+            self.put(eqn, operands)
+            return [Term.ANY] * len(eqn.outvars)
+        totals = [value for value in operands if isinstance(value, Total)]
+        if totals:
+            others = [value for value in operands if value is not totals[0]]
+            added = name in ("add", "add_any") and others == [Term.ZERO] * (len(operands) - 1)
+            if len(totals) > 1 or not (added or name == "convert_element_type"):
+                raise Unknown
+            return [dataclasses.replace(totals[0], cast=totals[0].cast or not added)]
+        if any(isinstance(value, int) for value in operands) or eqn.effects or self.axis in has_program_id(eqn):
+            raise Unknown
+        return [term(eqn, [value for value in operands if isinstance(value, Term)])] * len(eqn.outvars)
+
+    def test(self, eqn: JaxprEqn, operands: list[Value]) -> Test:
+        """What an equation asks of the program id."""
+        (first, *_) = operands
+        if eqn.primitive.name == "convert_element_type" and first in (Test.FIRST, Test.LAST):
+            assert isinstance(first, Test)
+            return first
+        if eqn.primitive.name != "eq" or operands[0] is not Test.NUMBER or not isinstance(eqn.invars[1], Literal):
+            raise Unknown
+        number = int(eqn.invars[1].val)
+        if number not in (0, self.size - 1):
+            raise Unknown
+        return Test.FIRST if number == 0 else Test.LAST
+
+    def branch(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """What is done at the first step, at the last one, or whatever the step is."""
+        region = region_of(eqn)
+        assert region is not None
+        chosen, given = operands[0], operands[1:]
+        if any(isinstance(value, Test) for value in given):
+            raise Unknown
+        if isinstance(chosen, Term):
+            self.depth += 1
+            made = [self.body(body.jaxpr, given) for body in region.bodies]
+            self.depth -= 1
+            if any(not isinstance(value, Term) for values in made for value in values):
+                raise Unknown
+            both = zip(*made, strict=True)
+            return [values[0] if len(set(values)) == 1 and chosen is Term.SAME else Term.ANY for values in both]
+        plain = not self.depth and not eqn.outvars and len(region.bodies) == 2 and not region.bodies[0].jaxpr.eqns
+        if chosen is Test.FIRST and plain:
+            self.first(region.bodies[1], given)
+        elif chosen is Test.LAST and plain:
+            self.done = True  # all that is done at last is to hand on totals
+            self.body(region.bodies[1].jaxpr, given)
+        else:
+            raise Unknown
+        return []
+
+    def first(self, body: Body, given: list[Value]) -> None:
+        """All that is done first is to begin with zero."""
+        env: dict[Any, Value] = dict(zip(body.jaxpr.invars, given, strict=True))
+        zeros: set[Var] = set()
+        for eqn in body.jaxpr.eqns:
+            if eqn.primitive.name == "broadcast_in_dim" and is_zero(eqn.invars[0]):
+                zeros.update(eqn.outvars)
+                continue
+            reference = env.get(eqn.invars[0]) if eqn.primitive.name == "swap" else None
+            written = eqn.invars[1] if len(eqn.invars) > 1 else None
+            if (
+                not isinstance(reference, int)
+                or self.stages.get(reference) != Stage.UNTOUCHED
+                or not takes_all(eqn, eqn.invars[2:])
+            ):
+                raise Unknown
+            if written not in zeros and not is_zero(written):
+                raise Unknown
+            self.stages[reference] = Stage.ZEROED
+
+    def get(self, eqn: JaxprEqn, operands: list[Value]) -> Value:
+        reference = operands[0]
+        if not isinstance(reference, int) or any(value not in (Term.SAME, Term.ZERO) for value in operands[1:]):
+            raise Unknown
+        if reference not in self.stages:
+            return Term.ZERO if reference in self.having else Term.SAME
+        if self.stages[reference] != Stage.ZEROED:
+            raise Unknown
+        return Total(reference, place_of(eqn.invars[1:], eqn))
+
+    def put(self, eqn: JaxprEqn, operands: list[Value]) -> None:
+        reference, value = operands[0], operands[1]
+        if not isinstance(reference, int) or any(i not in (Term.SAME, Term.ZERO) for i in operands[2:]):
+            raise Unknown
+        stage, adds = self.stages.get(reference), eqn.primitive.name == "addupdate"
+        if stage == Stage.UNTOUCHED and reference in self.outputs:
+            handed_on = isinstance(value, Total) and value.place is None and takes_all(eqn, eqn.invars[2:])
+            if adds or self.depth or not handed_on:
+                raise Unknown
+            self.stages[reference], self.done = Stage.FINAL, True
+            return
+        more = value is Term.ZERO if adds else value == Total(reference, place_of(eqn.invars[2:], eqn))
+        if self.done or stage != Stage.ZEROED or not more:
+            raise Unknown
+
+
+def place_of(indices: Sequence[Any], eqn: JaxprEqn) -> Any:
+    """Where an equation reads or writes its reference; None if that is all of it."""
+    if takes_all(eqn, indices):
+        return None
+    named = tuple((atom.val, None) if isinstance(atom, Literal) else (None, id(atom)) for atom in indices)
+    return eqn.params["tree"], named
+
+
+def is_zero(atom: Any) -> bool:
+    """Whether an atom is the number zero."""
+    return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
+
+
+def term(eqn: JaxprEqn, operands: Sequence[Term]) -> Term:
+    """What becomes of the result of an equation without references."""
+    name = eqn.primitive.name
+    if all(value is Term.SAME for value in operands):
+        return Term.SAME
+    zeros = operands.count(Term.ZERO)
+    if name in LINEAR or name in SUMS:
+        return Term.ZERO if zeros == len(operands) else Term.ANY
+    if name in PRODUCTS:
+        return Term.ZERO if zeros and Term.ANY not in operands else Term.ANY
+    if name == "select_n" and all(value is Term.ZERO for value in operands[1:]):
+        return Term.ZERO
+    return Term.ANY
+
+
+def with_size(kernel: Jaxpr, axis: int, size: int, other: int) -> Jaxpr:
+    """A kernel that `adds_up` along an axis, for another size of it: its last step is another one."""
+    ids = {eqn.outvars[0] for eqn in kernel.eqns if eqn.primitive.name == PROGRAM_ID and eqn.params["axis"] == axis}
+
+    def rewritten(eqn: JaxprEqn) -> JaxprEqn:
+        if eqn.primitive.name != "eq" or eqn.invars[0] not in ids or int(eqn.invars[1].val) != size - 1:
+            return eqn
+        last = eqn.invars[1]
+        return eqn.replace(invars=[eqn.invars[0], Literal(np.asarray(other - 1, last.aval.dtype), last.aval)])
+
+    return kernel.replace(eqns=[rewritten(eqn) for eqn in kernel.eqns])

@@ -1,0 +1,164 @@
+"""What processes tell one another of failures: notices on a board that each of them reads as they are written.
+
+Knows the key-value store of the service that `jax.distributed.initialize` starts, and threads. Must not know what a
+process waits for.
+
+The board is a log in that store: notice i has the key ``vnode/board/i``, and is never overwritten. In each process a
+thread waits for the next one, so a notice is known everywhere some milliseconds after it was written, and whoever waits
+looks only at a list in its own memory. As long as nobody fails nothing is written, and the threads sleep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections.abc import Collection
+from typing import Any, Literal
+
+import jax
+
+from vnode.threads import background
+
+KEY = "vnode/board/"
+
+AT_A_TIME = 3_600_000
+"""Milliseconds that the reader asks the service to wait; it asks again."""
+
+logger = logging.getLogger("vnode")
+
+NOTED = 1.5
+"""Seconds within which the notice of a process that has failed is here, once others feel its failure."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Notice:
+    """What is known of a process that others may wait for in vain.
+
+    Attributes:
+      process: which one.
+      kind: ``raised``: it left, by an error, what it did with the others (`scope`). ``ended``: it is no more. ``left``:
+        it has ended a run that may go on elsewhere. ``silent``, ``heard``: it gives no sign of life; it does again.
+      scope: which run, or which meeting.
+      text: its error, or why; may be empty.
+      step: before which step it has left the run.
+      lost: whether it will not come to the end of the program either.
+    """
+
+    process: int
+    kind: Literal["raised", "ended", "left", "silent", "heard"]
+    scope: str = ""
+    text: str = ""
+    step: int = -1
+    lost: bool = False
+
+    @property
+    def what(self) -> str:
+        """What became of the process, as the rest of a sentence.
+
+        >>> Notice(1, "raised", text="ValueError: no such file").what, Notice(1, "ended").what
+        ('has failed: ValueError: no such file', 'has ended')
+        """
+        said = {"raised": "has failed", "ended": "has ended", "left": "has left the run", "silent": "is silent"}
+        return said.get(self.kind, "is there") + (f": {self.text}" if self.text else "")
+
+
+class Board:
+    """The notices of all processes, as far as they are known in this one.
+
+    Args:
+      client: of the service.
+      index: of this process.
+
+    Attributes:
+      notices: what is known.
+      written: how many notices of the service are among them.
+      step: to which step of its run this process came last.
+    """
+
+    def __init__(self, client: Any, index: int) -> None:
+        self.client, self.index = client, index
+        self.notices: list[Notice] = []
+        self.written = 0
+        self.step = -1
+        self.closed = False
+        self.changed = threading.Condition()
+        background(self.read, "vnode-board")
+
+    def read(self) -> None:
+        """The reading thread; ends with the service, which is process 0."""
+        while not self.closed:
+            try:
+                text = self.client.blocking_key_value_get(f"{KEY}{self.written}", AT_A_TIME)
+            except Exception as error:  # jax's errors may be gone with the modules, at the end of the process
+                if "DEADLINE_EXCEEDED" in str(error):
+                    continue
+                if not self.closed and self.index:
+                    self.note(Notice(0, "ended", text=GONE, lost=True))
+                return
+            self.written += 1
+            self.note(Notice(**json.loads(text)))
+
+    def note(self, notice: Notice) -> None:
+        """Takes note of something, without telling the others."""
+        if notice.process == 0 and notice.lost and notice.kind == "ended" and not self.closed and not self.notices:
+            logger.error("process 0 %s", notice.what)  # now: jax is about to abort this process
+        with self.changed:
+            self.notices.append(notice)
+            self.changed.notify_all()
+
+    def post(self, notice: Notice) -> None:
+        """Tells all processes; returns when the service has it, or if it is gone."""
+        number = self.written
+        while not self.closed:
+            try:
+                self.client.key_value_set(f"{KEY}{number}", json.dumps(dataclasses.asdict(notice)))
+                return
+            except jax.errors.JaxRuntimeError as error:
+                if "ALREADY_EXISTS" not in str(error):
+                    return
+                number += 1
+
+    def trouble(self, processes: Collection[int], scopes: Collection[str]) -> Notice | None:
+        """The first notice by which one of some processes will not come to these scopes, best with a reason."""
+        if not self.notices:
+            return None
+        found, silent = [], {}
+        for notice in list(self.notices):
+            if notice.process == self.index or notice.process not in processes:
+                continue
+            left = notice.kind == "left" and notice.step <= self.step
+            if notice.kind == "ended" or ((notice.kind == "raised" or left) and notice.scope in scopes):
+                found.append(notice)
+            if notice.kind in ("silent", "heard"):
+                silent.pop(notice.process, None)
+            if notice.kind == "silent":
+                silent[notice.process] = notice
+        return max([*found, *silent.values()], key=lambda notice: bool(notice.text), default=None)
+
+    def soon(self, processes: Collection[int], scopes: Collection[str], seconds: float = NOTED) -> Notice | None:
+        """As `trouble`, for what may be on its way: waits for it."""
+        end = time.monotonic() + seconds
+        with self.changed:
+            while (found := self.trouble(processes, scopes)) is None:
+                left = end - time.monotonic()
+                if left <= 0:
+                    return None
+                self.changed.wait(left)
+        return found
+
+    def lost(self) -> bool:
+        """Whether a process is known that will not come to the end of all: it was killed, or is silent."""
+        return any(notice.kind in ("ended", "silent") and notice.lost for notice in list(self.notices))
+
+    def close(self) -> None:
+        """Has nothing more said to the service, whose client is about to end."""
+        with contextlib.suppress(Exception):
+            self.closed = True
+
+
+GONE = "its service does not answer; it was killed, or its host has failed"
+"""What is known of process 0 when the service that it runs is gone."""

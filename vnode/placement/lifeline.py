@@ -1,0 +1,280 @@
+"""A connection from each process to process 0, by which the end of a process is known at once, however it ends.
+
+Knows sockets, and the board to which ends are told. Must not know what processes do.
+
+A process that is killed says nothing, and the service of jax misses it after 100 seconds only, whereupon jax aborts all
+others. But the operating system closes the connections of a process that ends. So each process has one with process 0,
+over which both send a byte now and then, and nothing else: that a process gives no sign of life is known too, before
+jax misses it. Where no connection can be made (a firewall between the hosts, say), all is as it would be without.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import secrets
+import selectors
+import socket
+import time
+import weakref
+from typing import Any
+
+from vnode.placement.board import GONE, Board, Notice
+from vnode.threads import background
+
+KEY = "vnode/lifeline"
+
+EVERY = 2.0
+"""Seconds between two signs of life."""
+
+SILENT = 60.0
+"""Seconds without one after which a process counts as silent: jax aborts all processes after 70 to 100."""
+
+LINGER = 10.0
+"""Seconds after which a process that has ended as it should is told to those that are still there."""
+
+SIGN, GOODBYE = b".", b"E"
+KILLED = "without a word: it was killed, or its host has failed"
+
+
+class Lifeline:
+    """This process's end of the connections.
+
+    Args:
+      client: of the service.
+      index: of this process.
+      count: of processes.
+      address: where the service is, ``host:port``.
+      board: whom to tell.
+    """
+
+    def __init__(self, client: Any, index: int, count: int, address: str, board: Board) -> None:
+        self.client, self.index, self.count, self.board = client, index, count, board
+        self.host = address.rsplit(":", 1)[0].strip("[]")
+        self.closing = False
+        self.sockets: list[socket.socket] = []
+        LINES.add(self)
+        background(self.serve if index == 0 else self.hold, "vnode-lifeline")
+
+    def serve(self) -> None:
+        """The thread of process 0: accepts the others, and watches them."""
+        token = secrets.token_hex(8)
+        try:
+            server = socket.create_server((bind_host(self.host), 0), family=family(self.host), backlog=self.count)
+            port = server.getsockname()[1]
+            self.client.key_value_set(KEY, json.dumps([self.host, port, token]))
+        except Exception:  # of sockets, of names of hosts, of the service
+            with contextlib.suppress(Exception):
+                self.client.key_value_set(KEY, "null")
+            return
+        self.sockets.append(server)
+        with selectors.DefaultSelector() as selector:
+            server.setblocking(False)
+            selector.register(server, selectors.EVENT_READ)
+            Watch(self, selector, server, token).run()
+
+    def hold(self) -> None:
+        """The thread of another process: holds its connection, and sees the end of process 0."""
+        try:
+            said = json.loads(self.client.blocking_key_value_get(KEY, 600_000))
+            if said is None:
+                return
+            host, port, token = said
+            line = socket.create_connection((host, port), timeout=30)
+            self.sockets.append(line)
+            line.settimeout(EVERY)
+            line.sendall(json.dumps([token, self.index]).encode() + b"\n")
+        except Exception:
+            return
+        heard = tick = time.monotonic()
+        silent = False
+        while not self.closing:
+            try:
+                data = line.recv(64)
+            except TimeoutError:
+                data = None
+            except OSError:
+                data = b""
+            now = time.monotonic()
+            heard += max(0.0, now - tick - 3 * EVERY)  # this process itself was stopped for a while
+            tick = now
+            if data == b"" or (data and GOODBYE in data):
+                if not self.closing:
+                    self.board.note(Notice(0, "ended", text="" if data else GONE, lost=not data))
+                return
+            heard = now if data else heard
+            if silent != (now - heard > SILENT):
+                silent = not silent
+                self.board.note(sign_of_life(0, silent))
+            if data is None or now - tick > EVERY:
+                with contextlib.suppress(OSError):
+                    line.sendall(SIGN)
+
+    def close(self, linger: float = 0) -> None:
+        """Says goodbye; the others then do not take the end of this process for a failure.
+
+        Args:
+          linger: seconds to wait in process 0 for the others to end first.
+        """
+        end = time.monotonic() + linger
+        while self.index == 0 and len(self.sockets) > 1 and time.monotonic() < end:
+            time.sleep(0.02)
+        self.closing = True
+        for line in self.sockets:
+            with contextlib.suppress(OSError):
+                line.setblocking(False)
+                line.sendall(GOODBYE)
+
+    def forget(self) -> None:
+        """Closes the copies of the connections that a forked process has: it may outlive this one."""
+        for line in self.sockets:
+            with contextlib.suppress(OSError):
+                os.close(line.fileno())
+        self.sockets = []
+
+
+class Watch:
+    """What process 0 knows of the connections of the others.
+
+    Args:
+      line: its end.
+      selector: where connections are waited for.
+      server: where they arrive.
+      token: which they must know.
+    """
+
+    def __init__(self, line: Lifeline, selector: selectors.BaseSelector, server: socket.socket, token: str) -> None:
+        self.line, self.selector, self.server, self.token = line, selector, server, token
+        self.process: dict[socket.socket, int] = {}
+        self.hello: dict[socket.socket, bytes] = {}
+        self.heard: dict[socket.socket, float] = {}
+        self.silent: set[socket.socket] = set()
+        self.ended: dict[int, float] = {}
+
+    def run(self) -> None:
+        """Until process 0 ends."""
+        tick = time.monotonic()
+        while not self.line.closing:
+            for key, _ in self.selector.select(EVERY / 4):
+                self.accept() if key.fileobj is self.server else self.receive(key.fileobj)  # pyright: ignore
+            now = time.monotonic()
+            if now - tick < EVERY:
+                continue
+            late, tick = max(0.0, now - tick - 2 * EVERY), now  # this process itself was stopped for a while
+            self.look(now, late)
+
+    def accept(self) -> None:
+        """A process has come."""
+        with contextlib.suppress(OSError):
+            line, _ = self.server.accept()
+            line.setblocking(False)
+            self.line.sockets.append(line)
+            self.hello[line] = b""
+            self.selector.register(line, selectors.EVENT_READ)
+
+    def receive(self, line: socket.socket) -> None:
+        """Something has come over a connection, or its end."""
+        try:
+            data = line.recv(256)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self.heard[line] = time.monotonic()
+        if line not in self.process:
+            self.introduce(line, data)
+        elif not data:
+            self.end(line, KILLED)
+        elif GOODBYE in data:
+            self.ended[self.process[line]] = time.monotonic()
+            self.drop(line)
+
+    def introduce(self, line: socket.socket, data: bytes) -> None:
+        """What a new connection says first: who it is."""
+        self.hello[line] += data
+        if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 256:
+            return
+        try:
+            token, process = json.loads(self.hello[line].split(b"\n")[0])
+        except ValueError:
+            token, process = "", -1
+        if token != self.token:
+            self.drop(line)
+        else:
+            self.process[line] = int(process)
+
+    def look(self, now: float, late: float) -> None:
+        """Sends signs of life, and looks for whom none have come from."""
+        for line, process in list(self.process.items()):
+            with contextlib.suppress(OSError):
+                line.send(SIGN)
+            self.heard[line] += late
+            silent = now - self.heard[line] > SILENT
+            if silent != (line in self.silent):
+                (self.silent.add if silent else self.silent.remove)(line)
+                self.line.board.post(sign_of_life(process, silent))
+        for process, since in list(self.ended.items()):
+            if now - since > LINGER:
+                del self.ended[process]
+                self.line.board.post(Notice(process, "ended"))
+
+    def end(self, line: socket.socket, why: str) -> None:
+        """A connection has ended, and nobody has said goodbye."""
+        process = self.process[line]
+        self.drop(line)
+        if not self.line.closing:
+            self.line.board.post(Notice(process, "ended", text=why, lost=True))
+
+    def drop(self, line: socket.socket) -> None:
+        """Forgets a connection."""
+        self.selector.unregister(line)
+        self.process.pop(line, None)
+        self.hello.pop(line, None)
+        self.silent.discard(line)
+        if line in self.line.sockets:
+            self.line.sockets.remove(line)
+        line.close()
+
+
+def sign_of_life(process: int, silent: bool) -> Notice:
+    """The notice of a process that is silent, or no longer is."""
+    if not silent:
+        return Notice(process, "heard")
+    why = f"no sign of life for {SILENT:.0f} s; it is stopped, or its host has failed"
+    return Notice(process, "silent", text=why, lost=True)
+
+
+def family(host: str) -> socket.AddressFamily:
+    """The kind of address that a host has."""
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+
+
+def bind_host(host: str) -> str:
+    """Where process 0 waits for connections that are made to a host of this name: the address of that name.
+
+    A host may know its own name as an address that no other host can reach. Then it waits at all of its addresses, as
+    the service does by default.
+
+    >>> bind_host("127.0.0.1"), bind_host("localhost") in ("127.0.0.1", "::1")
+    ('127.0.0.1', True)
+    """
+    address = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
+    alone = ipaddress.ip_address(address).is_loopback and host not in ("localhost", address)
+    return "" if alone else address
+
+
+LINES: weakref.WeakSet[Lifeline] = weakref.WeakSet()
+"""The connections of this process."""
+
+
+def after_fork() -> None:
+    """Closes a forked process's copies of connections: they would outlive a process that was killed."""
+    for line in list(LINES):
+        line.forget()
+        line.closing = True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=after_fork)

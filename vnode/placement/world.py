@@ -1,0 +1,202 @@
+"""The processes that run one program together: how many there are, which one this is, and by what they tell of ends.
+
+Knows `jax.distributed`, and how a process ends. Must not know what processes do together, nor wait for any.
+
+A world begins with the first question for it after `jax.distributed.initialize`, and ends with the process, or with
+`jax.distributed.shutdown`. It is a value: what belongs to it (its client, the board, how often its processes have met)
+is not shared with the next one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from vnode.errors import ProcessError, layout_message
+from vnode.placement.board import Board, Notice
+from vnode.placement.lifeline import Lifeline
+
+
+@dataclasses.dataclass(eq=False)
+class World:
+    """The processes that run one program together.
+
+    Attributes:
+      count: how many.
+      index: which one this is.
+      client: of the service that `jax.distributed.initialize` starts; None in one process.
+      board: what is known of those that have failed; None in one process.
+      lifeline: the connection by which an end is known.
+      meetings: how often some of the processes have met, by which.
+      runs: how often `vnode.elastic.run` was called.
+      scopes: what this process does with the others just now: the runs that it is in.
+      launches: how many programs of some of the processes this one has begun, by which processes.
+      said: the last thing that this process has left for others to read, by which.
+    """
+
+    count: int = 1
+    index: int = 0
+    client: Any = None
+    board: Board | None = None
+    lifeline: Lifeline | None = None
+    meetings: dict[str, Iterator[int]] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(itertools.count)
+    )
+    runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    scopes: list[str] = dataclasses.field(default_factory=list)
+    launches: collections.Counter[frozenset[int]] = dataclasses.field(default_factory=collections.Counter)
+    said: dict[str, str] = dataclasses.field(default_factory=dict)
+    process: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+        return self.board is not None
+
+    @property
+    def others(self) -> list[int]:
+        """The other processes."""
+        return [process for process in range(self.count) if process != self.index]
+
+    @contextlib.contextmanager
+    def run(self) -> Iterator[str]:
+        """While it lasts, this process is in a run with the others, which learn of the error that ends it."""
+        scope = f"run {next(self.runs)}"
+        self.scopes.append(scope)
+        try:
+            yield scope
+        except BaseException as error:
+            self.tell(error, scope)
+            raise
+        finally:
+            self.scopes.remove(scope)
+
+    def tell(self, error: BaseException, *scopes: str) -> None:
+        """Tells the others of an error that ends what they do together, unless they know of it."""
+        if self.board is None or getattr(error, "told", False):
+            return
+        for scope in scopes:
+            self.board.post(Notice(self.index, "raised", scope, in_a_line(error)))
+        with contextlib.suppress(AttributeError, TypeError):
+            error.told = True  # pyright: ignore
+
+    def close(self) -> None:
+        """Before the process ends: says so, and why."""
+        if self.board is None or os.getpid() != self.process:
+            return
+        error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+        there = CURRENT.world is self and jax.distributed.is_initialized()
+        if there and isinstance(error, BaseException) and not getattr(error, "told", False):
+            self.board.post(Notice(self.index, "ended", text=in_a_line(error)))
+        lost = there and self.board.lost()
+        self.board.close()
+        if self.lifeline is not None:
+            self.lifeline.close(LINGER if lost else 0)
+        if lost:
+            abandon()
+
+
+def in_a_line(error: BaseException) -> str:
+    """An error for others.
+
+    >>> in_a_line(ValueError("no such file\\nWhat to do: ..."))
+    'ValueError: no such file'
+    """
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}{': ' if lines and lines[0] else ''}{lines[0][:300] if lines else ''}"
+
+
+LINGER = 5.0
+"""Seconds that process 0, without whose service jax aborts the others, waits for them at its end if one was killed."""
+
+
+def abandon() -> None:
+    """Has jax not wait, at the end of this process, for one that will never come: it would abort after minutes."""
+    from jax._src import distributed
+
+    state = distributed.global_state
+    for name in ("preemption_sync_manager", "client", "service"):
+        held = getattr(state, name, None)
+        if held is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))  # what destroys it would wait, too
+            setattr(state, name, None)
+
+
+class Current:
+    """The world that this process is in."""
+
+    def __init__(self) -> None:
+        self.world = World()
+        self.lock = threading.Lock()
+
+
+CURRENT = Current()
+
+
+def world() -> World:
+    """The processes that run this program together.
+
+    jax shows no way to the service by which they find one another: what it has for waiting
+    (`jax.experimental.multihost_utils`) are collective operations. So one of its inner modules is asked here, in this
+    function alone, and only where there are several processes.
+    """
+    if not jax.distributed.is_initialized():
+        return ALONE
+    from jax._src import distributed
+
+    state = distributed.global_state
+    if CURRENT.world.client is state.client:
+        return CURRENT.world
+    with CURRENT.lock:
+        if CURRENT.world.client is not state.client:
+            CURRENT.world = begun(state)
+    return CURRENT.world
+
+
+def is_shared() -> bool:
+    """Whether devices are those of several processes.
+
+    Raises:
+      ProcessError: they are, and the processes have no service by which to agree.
+    """
+    if jax.process_count() == 1:
+        return False
+    if not world().several:
+        raise ProcessError(
+            layout_message(
+                f"there are {jax.process_count()} processes, which have no service by which to agree.",
+                remedies=["call jax.distributed.initialize() in each of them before anything asks for a device"],
+            )
+        )
+    return True
+
+
+def begun(state: Any) -> World:
+    """A new world.
+
+    Args:
+      state: what jax knows of it.
+    """
+    count, index, client = state.num_processes, state.process_id, state.client
+    if count < 2:
+        return World(client=client)
+    board = Board(client, index)
+    lifeline = Lifeline(client, index, count, state.coordinator_address or "", board)
+    made = World(count, index, client, board, lifeline)
+    atexit.register(made.close)  # after jax's own, hence called before it
+    return made
+
+
+ALONE = World()
+"""The world of a process that is alone."""

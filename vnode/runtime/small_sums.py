@@ -1,0 +1,177 @@
+"""Small sums over nodes: every node's piece goes to a buffer, and the buffer is reduced once, in tree order.
+
+Knows monoids, trees and numbers of nodes. Must not know equations or placements.
+
+Before, a stack of partial blocks that loops inside the loop over nodes push to and merge from; then blocks are sent::
+
+    for run in runs: push the last block; for node in run: total += piece(node); merge blocks into total
+    send what remains on each device; add in tree order
+
+After, with pieces of all sums side by side (``[nodes, elements]``)::
+
+    for node in nodes: pieces[node] = piece(node)
+    gather the pieces of all devices; add in tree order
+
+The bits are the same: the tree is. Where a piece is a few KiB, the loops that keep a stack take longer than the nodes'
+own computation, and a collective takes as long for all pieces as for one block. The buffer holds one piece for each
+node, so that only small sums are formed this way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from vnode.operators import Monoid
+from vnode.runtime.collectives import ROUNDED_EACH, combined, merged
+from vnode.runtime.loops import (
+    COMBINE,
+    BufferPart,
+    NodeProgram,
+    State,
+    Sum,
+    add_all,
+    loop_of_nodes,
+    materialized,
+    put,
+)
+from vnode.runtime.tree import Tree
+
+LARGEST = 64 << 10
+"""Bytes of all nodes' pieces up to which they are stored side by side."""
+
+LARGEST_IN_LOOPS = 512 << 10
+"""The same in a loop around passes, where what a pass takes besides its nodes' own computation counts many times."""
+
+
+def are_small(sums: Sequence[Sum], nodes: int, in_loop: bool) -> bool:
+    """Whether some sums over so many nodes are formed this way.
+
+    Args:
+      sums: all of a pass.
+      nodes: V.
+      in_loop: whether the pass is in a loop or branch.
+    """
+    inexact = [s for s in sums if not s.exact]
+    total = sum(s.nbytes for s in inexact) * nodes
+    small = total <= (LARGEST_IN_LOOPS if in_loop else LARGEST)
+    return bool(inexact) and small and all(s.dtype in ROUNDED_EACH for s in inexact)
+
+
+def summed(
+    program: NodeProgram,
+    sums: Sequence[Sum],
+    count: jax.Array,
+    counts: Sequence[int],
+    tree: Tree,
+    buffers: list[Any],
+    axis: str,
+) -> tuple[list[Any], list[Any]]:
+    """Runs a device's nodes and adds up over all devices what they contribute.
+
+    Args:
+      program: of a node.
+      sums: what nodes contribute to; see `are_small`.
+      count: of this device's nodes, int32 scalar that the compiler does not know.
+      counts: nodes of each device, in order; together all leaves of the tree.
+      tree: the order of additions.
+      buffers: for what nodes keep, ``[places, ...]``.
+      axis: of the mesh, over which devices are numbered.
+
+    Returns:
+      The totals, and what is kept of each node.
+    """
+    exact = [s for s in sums if s.exact]
+    packs = packs_of(sums)
+
+    def compute(given: list[Any]) -> tuple[list[Any], list[Any]]:
+        pieces, kept = program.compute(given)
+        flat = [jnp.concatenate([pieces[i].astype(sums[i].dtype).reshape(-1) for i in pack]) for pack in packs]
+        return [piece for s, piece in zip(sums, pieces, strict=True) if s.exact], [*flat, *kept]
+
+    sizes = [sum(math.prod(sums[i].shape) for i in pack) for pack in packs]
+    places = [jnp.zeros((max(counts), size), sums[pack[0]].dtype) for pack, size in zip(packs, sizes, strict=True)]
+    totals, kept = each_node(program, compute, exact, count, [*places, *buffers])
+    inexact = dict[int, Any]()
+    for pack, pieces in zip(packs, kept, strict=False):
+        members = [sums[i] for i in pack]
+        inexact.update(zip(pack, reduced(members, in_node_order(pieces, counts, axis), tree), strict=True))
+    return merged(sums, [inexact[i] for i in sorted(inexact)], combined(exact, totals, axis)), kept[len(packs) :]
+
+
+def packs_of(sums: Sequence[Sum]) -> list[list[int]]:
+    """The positions of inexact sums that share a buffer: those of one dtype and monoid."""
+    packs = dict[tuple[Any, Monoid], list[int]]()
+    for i, s in enumerate(sums):
+        if not s.exact:
+            packs.setdefault((np.dtype(s.dtype), s.monoid), []).append(i)
+    return list(packs.values())
+
+
+def each_node(
+    program: NodeProgram,
+    compute: Callable[[list[Any]], tuple[list[Any], list[Any]]],
+    exact: Sequence[Sum],
+    count: jax.Array,
+    buffers: list[Any],
+) -> tuple[list[Any], list[Any]]:
+    """One loop over a device's nodes: the totals of exact sums, and the filled buffers.
+
+    A node's parts, and what it keeps, pass through the loop's state: see `State`.
+    """
+
+    def body(index: jax.Array, state: State) -> State:
+        pieces, kept = compute(state.parts)
+        totals = add_all(exact, state.totals, pieces)
+        parts = program.take(index + 1)
+        if program.single:  # or the parts never change, and what is computed of them leaves the loop
+            parts = [jnp.where(index + 1 < count, new, old) for new, old in zip(parts, state.parts, strict=True)]
+        return State(parts, totals, kept, put(state.buffers, state.kept, index - 1))
+
+    first = State(program.take(jnp.int32(0)), [s.identity() for s in exact], [r[0] for r in buffers], buffers)
+    with jax.named_scope("nodes"):
+        last = loop_of_nodes(count, [], body, first)
+    return last.totals, put(last.buffers, last.kept, count - 1)
+
+
+def in_node_order(pieces: jax.Array, counts: Sequence[int], axis: str) -> jax.Array:
+    """All devices' pieces ``[nodes, elements]``, from each device's own ``[most, elements]``, the last ones unused."""
+    if len(counts) == 1:
+        return pieces
+    held, most = lax.all_gather(pieces, axis, tiled=True), max(counts)
+    if min(counts) == most:
+        return held
+    return jnp.concatenate([held[d * most : d * most + count] for d, count in enumerate(counts)])
+
+
+def reduced(sums: Sequence[Sum], pieces: jax.Array, tree: Tree) -> list[Any]:
+    """Totals of sums whose pieces ``[nodes, elements]`` are side by side, each total in memory by itself."""
+    total = added_by_levels(dataclasses.replace(sums[0], shape=pieces.shape[1:]), pieces, tree)
+    sizes = [math.prod(s.shape) for s in sums]
+    starts = np.cumsum([0, *sizes]).tolist()
+    return materialized([BufferPart(total, s.shape, start) for s, start in zip(sums, starts, strict=False)])
+
+
+def added_by_levels(s: Sum, pieces: jax.Array, tree: Tree) -> jax.Array:
+    """The sum of pieces ``[leaves, *shape]`` in the order of a tree, all blocks of a level at once.
+
+    Where the last block of a level has fewer branches, it is filled with numbers that change no bit of what they are
+    added to: -0 for a sum.
+    """
+    neutral = -0.0 if s.monoid is Monoid.SUM else s.monoid.identity(s.dtype)
+    for size in tree.branches:
+        if len(pieces) > 1:
+            filled = -(-len(pieces) // size) * size
+            padding = [(0, filled - len(pieces), 0), *[(0, 0, 0)] * len(s.shape)]
+            pieces = lax.pad(pieces, jnp.asarray(neutral, s.dtype), padding)
+            parts = pieces.reshape(-1, size, *s.shape)
+            pieces = functools.reduce(COMBINE[s.monoid], [parts[:, k] for k in range(size)])
+    return s.from_zero(pieces[0])
