@@ -192,7 +192,7 @@ def test_kernels_of_scalars_under_vmap_are_a_loop_over_examples() -> None:
 
 
 def test_kernels_with_effects() -> None:
-    """One that says it has side effects is run once, on the whole batch; one that jax interprets with effects is refused."""
+    """One that says it has side effects is run once, on the whole batch; one interpreted with effects is refused."""
     block = pl.BlockSpec((1, 4), lambda i: (i, 0))
 
     def step(options: dict[str, Any], w: Any, x: Any) -> Any:
