@@ -112,9 +112,9 @@ def test_batches_of_several_sizes_are_explained() -> None:
     virtual = vnode.virtualize(step, virtual_nodes=4, in_axes={"labelled": 0, "unlabelled": 0})
     few, many = np.ones((12, 3), np.float32), np.zeros((36, 3), np.float32)
     report = virtual.explain(W, few, unlabelled=many)
-    assert report.batches == (12, 36) and report.batch == 12 and not report.undivided and len(report.passes) == 1
-    assert "12 and 36 examples, 12 parts of each, on 4 virtual nodes of 3" in str(report)
+    assert report.batches == ((12, 3), (36, 9)) and report.batch == 12 and len(report.passes) == 1
+    assert "12 and 36 examples on 4 virtual nodes of 3 and 9" in str(report)
     apart = virtual.explain(W, few[:10], many[:33])
-    assert apart.undivided == (10,) and "computed whole on each device" in str(apart)
+    assert apart.batches == ((10, 3), (33, 9)) and apart.passes
     with pytest.raises(vnode.BatchError, match="empty"):
         virtual(W, few, many[:0])

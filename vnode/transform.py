@@ -110,8 +110,8 @@ def virtualize(
       in_axes: which dimension of each argument carries the examples, as in `jax.vmap`: an integer, None, or a pytree
         prefix, for each positional argument. Arguments beyond its end are not split. A mapping names the arguments
         that are split, ``{"batch": 0}``, however they are given: by position, or by keyword as ``batch=batch``. Batches
-        may have different sizes: those that divide into a common number of parts are divided alike, the others are
-        computed whole on every device.
+        may have different sizes: those that divide into a common number of parts follow each other, each of the others
+        is divided by itself.
       coupling: what to do where one example influences another before the final reduction. ``"exact"``: extra passes,
         so that the result equals the whole-batch step. ``"local"``: sums that depend on the model are estimated by
         each node from its own examples (ghost batch statistics), together with the counts that they are divided by;

@@ -207,6 +207,7 @@ def shapes() -> Iterator[Example]:
     yield one("concatenate", lambda x: jnp.concatenate([x, x[:, :2], x], 1), array(3, 4, 2))
     yield one("concatenate_views", lambda x: jnp.concatenate([x, -x]), x, of="concatenate")
     yield one("pad", lambda x: lax.pad(x, 7.0, ((0, 0, 0), (1, -1, 0), (0, 2, 1))), x)
+    yield one("pad_blocks", lambda x: lax.pad(x, 7.0, ((4, 8, 0), (0, 0, 0), (-1, 2, 0))), array(4, 3, 5), of="pad")
     yield one("rev", lambda x: lax.rev(x, (1,)), x)
     yield one("slice", lambda x: x[:, 1:, ::2], array(4, 3, 5))
     yield one("split", lambda x: jnp.split(x, [1, 3], axis=1), array(3, 4, 2))

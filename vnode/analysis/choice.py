@@ -155,12 +155,12 @@ class Choice:
                 waiting = {var for var, level in kept.items() if level < self.level}
                 written = {var for var, level in kept.items() if level == self.level}
                 self.given_kept = self.worth_keeping(values, again, waiting, written)
-        given = recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
+        given = recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
         if not self.given_kept:
             return given
         if work(evaluated(given)) > 0.95 * self.ancestry.work(alone):
             self.given_kept = set()  # not for a loss or two
-            return recipe(self.flow, requests, self.flow.node_size, is_leaf=self.is_leaf)
+            return recipe(self.flow, requests, self.flow.node_sizes, is_leaf=self.is_leaf)
         self.kept.update(dict.fromkeys(sorted(self.given_kept, key=self.position.__getitem__)))
         return given
 

@@ -73,14 +73,14 @@ class Precedent:
 
 @dataclasses.dataclass(eq=False)
 class Follower:
-    """Follows one batch through programs; holds what is common to a program and its bodies.
+    """Follows batches through programs; holds what is common to a program and its bodies.
 
     Attributes:
-      batch: the examples.
+      batch: the examples; of several batches, those of the largest.
       nodes: how many nodes there will be; decides which grains are acceptable.
       mode: the coupling mode (``"exact"``, ``"local"``, ``"error"``) of a reducing or materializing equation.
       couplings: found so far.
-      grain: the number of examples that a node must hold a multiple of, so far.
+      grains: for each batch the number of its examples that a node must hold a multiple of, so far.
       sums: values that a loop over the examples adds up in a carry.
       picked: sums that no node can estimate, because examples pick their place in them.
     """
@@ -89,7 +89,7 @@ class Follower:
     nodes: int
     mode: Mode
     couplings: list[Coupling] = dataclasses.field(default_factory=list)
-    grain: int = 1
+    grains: dict[Batch, int] = dataclasses.field(default_factory=dict)
     sums: set[Var] = dataclasses.field(default_factory=set)
     picked: set[Var] = dataclasses.field(default_factory=set)
 
@@ -97,15 +97,20 @@ class Follower:
         """Another follower, for a program with passes of its own; with `batch` if that has examples of its own."""
         if batch is not None:
             return Follower(batch, self.nodes, self.mode, self.couplings)
-        return dataclasses.replace(self, couplings=self.couplings)
+        return dataclasses.replace(self, couplings=self.couplings, grains=dict(self.grains))
+
+    @property
+    def batches(self) -> set[Batch]:
+        """All that are divided: where there are several, nodes have a share of each."""
+        return {self.batch, *self.grains}
 
     def accept(self, form: Slice | Location) -> bool:
         """Whether nodes may hold multiples of the form's grain without leaving most of them empty."""
-        grain = math.lcm(self.grain, form.ratio.denominator)
-        node = -(-self.batch.size // self.nodes)
+        grain = math.lcm(self.grains.get(form.batch, 1), form.ratio.denominator)
+        node = -(-form.batch.size // self.nodes)
         if grain > max(2 * node, 1) and node % grain:
             return False
-        self.grain = grain
+        self.grains[form.batch] = grain
         return True
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
@@ -139,6 +144,9 @@ class Follower:
         flow = Flow(program, {}, [])
         flow.states.update(zip(program.inputs, map(flow.one, inputs), strict=True))
         flow.states.update((var, NONZERO) for var in program.constants)
+        for state in inputs:
+            if isinstance(state.form, Slice):
+                self.grains.setdefault(state.form.batch, 1)
         reducers: dict[Var, JaxprEqn] = {}
         precedents: dict[Any, Precedent] = {}
         for eqn in program.equations:
@@ -158,7 +166,11 @@ class Follower:
             flow.steps.append(step)
         flow.output_forms = [flow.state(atom).form for atom in program.outputs]
         flow.batch = self.batch
-        flow.node_size = math.ceil(self.batch.size / (self.nodes * self.grain)) * self.grain
+        flow.node_sizes = {
+            batch: math.ceil(batch.size / (self.nodes * grain)) * grain
+            for batch, grain in {self.batch: 1, **self.grains}.items()
+        }
+        flow.node_size = flow.node_sizes[self.batch]
         return flow
 
     @staticmethod
@@ -384,12 +396,15 @@ class Follower:
         (i,) = having
         shape = view.eqn.invars[i].aval.shape
         for dim in sorted(view.states[i].examples, key=lambda d: -shape[d]):
-            form = Slice(self.batch, dim, 1, Fraction(shape[dim], self.batch.size))
-            location = locate(form, description.operands[i], description.sizes)
-            if location is None or location.factor in description.whole or location.factor in description.reduced:
-                continue
-            if shape[dim] > 1 and self.accept(location):
-                return location
+            # Batches that were concatenated without a common number of parts are a batch of their own from here on.
+            own = [Batch(shape[dim])] if len(self.batches) > 1 else []
+            for batch in (self.batch, *own):
+                form = Slice(batch, dim, 1, Fraction(shape[dim], batch.size))
+                location = locate(form, description.operands[i], description.sizes)
+                if location is None or location.factor in description.whole or location.factor in description.reduced:
+                    continue
+                if shape[dim] > 1 and self.accept(location):
+                    return location
         return None
 
     def effect_step(self, view: View) -> Step:

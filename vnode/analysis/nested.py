@@ -92,9 +92,11 @@ def body_flows(follower: Follows, view: View, bodies: Sequence[Body], inputs: Se
 def inner(follower: Follows, states: Sequence[State], program: Program) -> Follows:
     """Who follows a body with passes of its own: with a batch of its own if it is not given this one."""
     given = {state.form.batch for state in states if isinstance(state.form, Slice)}
+    if given <= follower.batches and given:
+        return follower.anew(None)
     if given:
         (batch,) = given
-        return follower.anew(None if batch == follower.batch else batch)
+        return follower.anew(batch)
     sizes = [var.aval.shape[d] for var, state in zip(program.inputs, states, strict=True) for d in state.examples]
     return follower.anew(Batch(max(sizes, default=1)))
 

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Var
 
-from vnode.analysis.forms import VARYING, WHOLE, Form, Location, Partial, Slice, Varying, Whole, locate, project
+from vnode.analysis.forms import VARYING, WHOLE, Batch, Form, Location, Partial, Slice, Varying, Whole, locate, project
 from vnode.analysis.program import Atom
 from vnode.analysis.states import Flow, Step
 from vnode.operators import Algebra, OperatorDescription
 from vnode.operators.control import Region
 
 Key = tuple[Var, Form]
+
+Sizes = Mapping[Batch, int]
+"""Examples per node, of each batch."""
 
 
 @dataclasses.dataclass(eq=False)  # not frozen only because many are made
@@ -107,7 +110,7 @@ def evaluated(made: Recipe) -> set[Step]:
     return {action.step for action in made.actions if isinstance(action, Evaluation)}
 
 
-def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Evaluation | None:
+def pull(flow: Flow, step: Step, result: int, form: Slice, node_sizes: Sizes) -> Evaluation | None:
     """A clone of an equation of whole values that gives a node's slice of its result; None if it is not cheap.
 
     A linear equation of partial values counts as one of whole values: of the completed ones.
@@ -119,7 +122,7 @@ def pull(flow: Flow, step: Step, result: int, form: Slice, node_size: int) -> Ev
     description = flow.program.describe(step.eqn)
     if description is None or description.has(Algebra.CONTRACTS) or description.reduced:
         return None
-    location = locate(form, description.results[result], description.sizes)
+    location, node_size = locate(form, description.results[result], description.sizes), node_sizes[form.batch]
     if location is None or location.factor in description.whole or node_size % location.ratio.denominator:
         return None
     results = [project(location, dims, description.sizes) for dims in description.results]
@@ -141,7 +144,7 @@ def estimate(flow: Flow, atom: Atom) -> Form:
 def recipe(
     flow: Flow,
     requests: Iterable[tuple[Atom, Form]],
-    node_size: int,
+    node_sizes: Sizes,
     *,
     is_leaf: Callable[[Var, Form], bool] | None = None,
     effects: Sequence[Step] = (),
@@ -152,7 +155,7 @@ def recipe(
     Args:
       flow: batch flow of the program.
       requests: atoms, each with the form wanted.
-      node_size: examples per node.
+      node_sizes: examples per node, of each batch.
       is_leaf: says which pairs of variable and form are given; by default the program's inputs and constants in the
         form that batch flow found for them.
       effects: steps to evaluate whether or not their results are wanted.
@@ -207,7 +210,7 @@ def recipe(
             for form in list(wanted.get(var, ())):
                 if not isinstance(form, Slice) or form == step.results[i]:
                     continue
-                clone = pull(flow, step, i, form, node_size)
+                clone = pull(flow, step, i, form, node_sizes)
                 if clone is not None:
                     add(clone)
                 else:
@@ -223,9 +226,9 @@ def recipe(
         in_whole = [n and w for n, w in zip(native, whole, strict=True)]
         in_nodes = [n and not w for n, w in zip(native, whole, strict=True)]
         if any(in_nodes) or (forced and step.per_node):
-            add(evaluation(step, in_nodes, node_size))
+            add(evaluation(step, in_nodes, node_sizes))
         if any(in_whole) or (forced and not step.per_node):
-            add(evaluation(step, in_whole, node_size))
+            add(evaluation(step, in_whole, node_sizes))
 
     def add(action: Evaluation) -> None:
         actions.append(action)
@@ -258,17 +261,17 @@ def estimated(flow: Flow, step: Step, result: int) -> Evaluation:
     return Evaluation(step, tuple(operands), results)
 
 
-def evaluation(step: Step, wanted: Sequence[bool], node_size: int) -> Evaluation:
+def evaluation(step: Step, wanted: Sequence[bool], node_sizes: Sizes) -> Evaluation:
     """The evaluation of an equation in the forms that batch flow found, for the results in `wanted`."""
     results = tuple(form if w else None for form, w in zip(step.results, wanted, strict=True))
     if not step.per_node:
         return Evaluation(step, step.operands, results, step.description)
     if step.region is None:
         return Evaluation(step, step.operands, results, step.description, step.location)
-    return region_evaluation(step, step.region, results, node_size)
+    return region_evaluation(step, step.region, results, node_sizes)
 
 
-def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ...], node_size: int) -> Evaluation:
+def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ...], node_sizes: Sizes) -> Evaluation:
     """Keeps the carries that the wanted results, a condition and other carries that are kept depend on.
 
     A whole operand, the same at every turn, of which bodies need a slice, is given as that slice: who makes it need not
@@ -286,7 +289,7 @@ def region_evaluation(step: Step, region: Region, results: tuple[Form | None, ..
             effects = [s for s in flow.steps if s.eqn.effects]
             positions = dict(zip(flow.program.inputs, given, strict=True))
             may_be_cut = {var for var, i in positions.items() if i in cut}
-            bodies.append(recipe(flow, requests, node_size, effects=effects, cut=may_be_cut))
+            bodies.append(recipe(flow, requests, node_sizes, effects=effects, cut=may_be_cut))
             for var, form in bodies[-1].leaves:
                 if var in positions:
                     read.setdefault(positions[var], set()).add(form)

@@ -144,7 +144,7 @@ class Sweep:
         most: float,
     ) -> None:
         self.flow = flow
-        self.node_size = flow.node_size
+        self.node_sizes = flow.node_sizes
         self.accumulate_dtype = accumulate_dtype
         self.earliest = earliest
         self.given = set(flow.program.inputs) | set(flow.program.constants)
@@ -278,7 +278,7 @@ class Sweep:
                     self.want_whole(atom)
             return Evaluation(step, step.operands, step.results, schedules=inner)
         if step.per_node and step.region is not None:
-            action = evaluation(step, needed, self.node_size)
+            action = evaluation(step, needed, self.node_sizes)
         else:
             action = Evaluation(
                 step, (WHOLE,) * len(step.eqn.invars), tuple(WHOLE if need else None for need in needed)
@@ -333,7 +333,7 @@ class Sweep:
         requests: list[tuple[Atom, Form]] = [(var, states[var].form) for var in completed]
         requests += collected.items()
 
-        made = recipe(flow, requests, self.node_size, is_leaf=self.choice.is_leaf, effects=effects)
+        made = recipe(flow, requests, self.node_sizes, is_leaf=self.choice.is_leaf, effects=effects)
         accumulators = []
         for var in completed:
             form = states[var].form

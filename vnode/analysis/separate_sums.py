@@ -138,5 +138,5 @@ def part(flow: Flow, nodes: Pass, sums: list[Accumulator], collected: list[tuple
     def is_leaf(var: Var, form: Form) -> bool:
         return (var, form) in given or (var, form) in nodes.recipe.leaves
 
-    made = recipe(flow, [*requests, *collected], flow.node_size, is_leaf=is_leaf)
+    made = recipe(flow, [*requests, *collected], flow.node_sizes, is_leaf=is_leaf)
     return Pass(nodes.level, made, tuple(sums), tuple(collected), bool(given))

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
-from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Whole
+from vnode.analysis.forms import WHOLE, Batch, Form, Location, Partial, Slice, Whole
 from vnode.analysis.program import Atom, Program
 from vnode.operators import OperatorDescription
 from vnode.operators.control import Region
@@ -182,6 +182,7 @@ class Flow:
       gathered: batched values that are read whole.
       batch: what is divided.
       node_size: examples per node, padding included.
+      node_sizes: the same of each batch, where there are several.
     """
 
     program: Program
@@ -191,6 +192,7 @@ class Flow:
     gathered: set[Var] = dataclasses.field(default_factory=set)
     batch: Batch = dataclasses.field(default_factory=lambda: Batch(1))
     node_size: int = 1
+    node_sizes: dict[Batch, int] = dataclasses.field(default_factory=dict)
 
     _once: dict[State, State] = dataclasses.field(default_factory=lambda: {ZERO: ZERO, NONZERO: NONZERO})
 
@@ -208,8 +210,12 @@ class Flow:
         return self._wholes[key]
 
     def filled_by(self, nodes: int) -> bool:
-        """Whether so many nodes hold the batch without padding."""
-        return nodes * self.node_size == self.batch.size
+        """Whether so many nodes hold every batch without padding."""
+        return all(nodes * size == batch.size for batch, size in self.node_sizes.items())
+
+    def local(self, form: Slice) -> int:
+        """Elements that a node holds of one run of a batch, padding included."""
+        return int(self.node_sizes[form.batch] * form.ratio)
 
     @functools.cached_property
     def position(self) -> dict[Var, int]:
@@ -247,6 +253,11 @@ class Follows(Protocol):
     couplings: list[Coupling]
     sums: set[Var]
     picked: set[Var]
+
+    @property
+    def batches(self) -> set[Batch]:
+        """All that are divided."""
+        ...
 
     def follow(self, program: Program, inputs: Sequence[State], *, body: bool = False) -> Flow:
         """Batch flow of a program."""

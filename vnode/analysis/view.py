@@ -71,7 +71,7 @@ class View:
 
     def known_outside(self, state: State) -> State:
         form = state.form
-        if not isinstance(form, Slice) or form.batch == self.follower.batch:
+        if not isinstance(form, Slice) or form.batch in self.follower.batches:
             return state
         return State(WHOLE, model=state.model, examples=frozenset({form.dim}))
 

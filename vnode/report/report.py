@@ -56,8 +56,8 @@ class Report(Drawn):
       between: what passes keep of all examples for later ones, when that takes most memory.
       around: what of all examples goes into loops around passes, or comes out of them: carries, stacked residuals.
       planned: bytes that a device sends in all exchanges of a step, if there is a plan that says so.
-      batches: the sizes of the batches where there are several; `batch` is then into how many parts they are divided.
-      undivided: of these, the sizes of the batches that nodes do not divide.
+      batches: where there are several sizes, those of the batches, each with how many examples a node has; `batch` is
+        then into how many parts the largest is divided.
     """
 
     name: str
@@ -86,9 +86,8 @@ class Report(Drawn):
     between: tuple[Line, ...] = ()
     around: tuple[Line, ...] = ()
     planned: float | None = None
+    batches: tuple[tuple[int, int], ...] = ()
     undescribed: tuple[Line, ...] = ()
-    batches: tuple[int, ...] = ()
-    undivided: tuple[int, ...] = ()
 
     def found_by(self, lines: Sequence[str]) -> Report:
         """The same report of a step whose number of nodes was searched for, with a line for each that was tried."""
@@ -201,15 +200,15 @@ class Report(Drawn):
 
     @property
     def examples(self) -> str:
-        """How many examples there are, in words; of batches of several sizes each, and their common parts."""
-        if len(self.batches) < 2:
-            return several(self.batch, "example")
-        return f"{' and '.join(map(str, self.batches))} examples, {several(self.batch, 'part')} of each,"
+        """How many examples there are, in words; of batches of several sizes each."""
+        sizes = [batch for batch, _ in self.batches]
+        return f"{' and '.join(map(str, sizes))} examples" if sizes else several(self.batch, "example")
 
     @property
     def where(self) -> str:
         """Nodes, devices and waves in words."""
-        nodes = f"{several(self.virtual_nodes, 'virtual node')} of {self.node_size}"
+        each = " and ".join(str(size) for _, size in self.batches) or self.node_size
+        nodes = f"{several(self.virtual_nodes, 'virtual node')} of {each}"
         return f"{nodes}, {several(self.devices, 'device')}{self.in_rows}, {several(self.waves, 'wave')}"
 
     @property
@@ -250,10 +249,6 @@ class Report(Drawn):
                 "split over nodes",
                 f"{several(len(self.inputs), 'argument')}, {size(sum(line.bytes for line in self.inputs))}",
                 inputs,
-            ),
-            *(
-                Fact("not split", several(n, "example"), "no common number of parts: computed whole on each device")
-                for n in self.undivided
             ),
             Fact("passes", self.passes_in_words, "each is one loop over all nodes"),
             *([self.small_bodies] if self.all_passes > len(self.passes) and self.waves > 1 else []),

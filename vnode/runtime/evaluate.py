@@ -422,5 +422,5 @@ def run_over_batch(action: Evaluation, region: Region, body: Run, operands: list
                 out[k] = None if out[k] is None else jnp.where(counts, out[k], values[i])
         return out
 
-    own = dataclasses.replace(region, length=node.local(form.ratio), operands=region.operands + 1)
+    own = dataclasses.replace(region, length=node.local(form.batch, form.ratio), operands=region.operands + 1)
     return own.run(InProgram(action.step.eqn), [masked], [*operands, real])

@@ -218,7 +218,7 @@ class GroupProgram:
 
     def joined(self, parts: Sequence[Any], form: Slice, flow: Flow, group: Placement) -> Any:
         """A batched value whole in one group, from the parts of all."""
-        n = int(flow.node_size * form.ratio)
+        n = flow.local(form)
         real = [value for value, g in zip(parts, self.groups, strict=True) if g.first * n < form.units]
         return join_along(form.dim, form.outer)(jax.device_put(real, group.sharding()))
 

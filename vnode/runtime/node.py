@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -45,28 +45,28 @@ class Node:
     Attributes:
       index: which node, int32 scalar.
       count: how many nodes there are.
-      size: examples per node.
-      batch: what is divided.
+      node_sizes: examples per node, of each batch.
+      batch: what is divided; of several batches, the largest.
       platform: what the program is compiled for.
     """
 
     index: jax.Array
     count: int
-    size: int
+    node_sizes: Mapping[Batch, int]
     batch: Batch
     platform: str
 
     def padded(self, batch: Batch) -> bool:
         """Whether the nodes have room for more examples than there are."""
-        return self.count * self.size != batch.size
+        return self.count * self.node_sizes[batch] != batch.size
 
-    def local(self, ratio: Fraction) -> int:
-        """Elements that a node holds of one run of the batch."""
-        return self.size * ratio.numerator // ratio.denominator  # a fraction is slow to multiply
+    def local(self, batch: Batch, ratio: Fraction) -> int:
+        """Elements that a node holds of one run of a batch."""
+        return self.node_sizes[batch] * ratio.numerator // ratio.denominator  # a fraction is slow to multiply
 
     def units(self, batch: Batch, ratio: Fraction) -> tuple[jax.Array, int]:
         """Global positions of a node's elements in one run (past the end for padding), and the run's length."""
-        n = self.local(ratio)
+        n = self.local(batch, ratio)
         return self.index * n + lax.iota(jnp.int32, n), int(batch.size * ratio)
 
     def positions(self, location: Location) -> Callable[[], jax.Array]:
@@ -88,11 +88,12 @@ class Node:
 
     def real_examples(self) -> jax.Array:
         """How many real examples the node holds, at least 1, int32 scalar."""
-        return jnp.clip(self.batch.size - self.index * self.size, 1, self.size)
+        size = self.node_sizes[self.batch]
+        return jnp.clip(self.batch.size - self.index * size, 1, size)
 
     def take(self, value: Any, form: Slice) -> Any:
         """The node's part of a whole value."""
-        n = self.local(form.ratio)
+        n = self.local(form.batch, form.ratio)
         if self.padded(form.batch):
             location = Location(form.batch, 0, form.outer, form.ratio)
             return jnp.take(value, self.positions(location)(), axis=form.dim, mode="clip")
@@ -131,7 +132,7 @@ class Node:
         """Factor sizes of the node's copy of an equation."""
         if location is None:
             return sizes
-        local = location.outer * self.local(location.ratio)
+        local = location.outer * self.local(location.batch, location.ratio)
         return tuple(local if f == location.factor else n for f, n in enumerate(sizes))
 
 
@@ -156,19 +157,18 @@ def mask_dim(value: Any, real: jax.Array, dim: int, major: int, fill: Any) -> An
     return jnp.where(along.reshape(shape), value, jnp.asarray(np.asarray(fill).astype(value.dtype)))
 
 
-def arrange(value: Any, form: Slice, size: int, units: int) -> Any:
+def arrange(value: Any, form: Slice, n: int, units: int) -> Any:
     """Moves the parts that nodes hold of a value back to the order of the batch, without padding.
 
     Args:
       value: ``[nodes, ...]``, of consecutive nodes.
       form: in which each holds its part.
-      size: examples per node.
+      n: elements that a node holds of a run of the batch.
       units: elements of a run of the batch that all the nodes hold, padding not included.
 
     Returns:
       The value.
     """
-    n = int(size * form.ratio)
     nodes, *shape = value.shape
     value = value.reshape(nodes, *shape[: form.dim], form.outer, n, *shape[form.dim + 1 :])
     value = jnp.moveaxis(value, 0, form.dim + 1)

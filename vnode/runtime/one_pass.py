@@ -53,7 +53,6 @@ class PassEmission(Values):
       slotted: which batched inputs are as devices hold them.
       division: who divides what is computed.
       far: how many of the sums that wait are on the host.
-      nested: whether this is the body of a loop or branch.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class PassEmission(Values):
         slotted: Collection[int] | None = None,
         division: Division | None = None,
         far: int = 0,
-        nested: bool = False,
     ) -> None:
         super().__init__(schedule, placement, inputs, mode, slotted, division)
-        self.nested = nested
         self.alone = inputs is not None  # else others hold other nodes
         self.lane = lane
         self.far = far
@@ -269,7 +266,7 @@ class PassEmission(Values):
         """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
         alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
         whole = all(part is None for part in parts)
-        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes, self.nested)
+        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
 
     def of_node(
         self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array
@@ -278,7 +275,7 @@ class PassEmission(Values):
         (_, form), (_, dim) = of, lies
         if in_slots:
             return lax.dynamic_index_in_dim(value, index, dim, keepdims=False)
-        n = int(self.flow.node_size * form.ratio)
+        n = self.flow.local(form)
         part = lax.dynamic_slice_in_dim(value, index * n, n, dim)
         return part.reshape(*part.shape[: form.dim], form.outer * n, *part.shape[dim + 1 :])
 
@@ -286,7 +283,7 @@ class PassEmission(Values):
         """A device's part of a batched value with the parts of its nodes one after another, ``[nodes, *part]``."""
         (var, form), (_, dim), waves = of, lies, self.placement.waves
         if not in_slots:
-            n = int(self.flow.node_size * form.ratio)
+            n = self.flow.local(form)
             value = value.reshape(*value.shape[:dim], waves, n, *value.shape[dim + 1 :])
         return jnp.moveaxis(value, dim, 0).reshape(waves, *self.shape_in_node(var, form))
 
@@ -338,7 +335,8 @@ class PassEmission(Values):
         number, *values = given
         placement = self.placement
         env: Env = dict(zip([*nodes.sliced, *((var, WHOLE) for var in nodes.wholes)], values, strict=True))
-        node = Node(number[0], placement.virtual_nodes, self.flow.node_size, self.flow.batch, platform or self.platform)
+        flow, platform = self.flow, platform or self.platform
+        node = Node(number[0], placement.virtual_nodes, flow.node_sizes, flow.batch, platform)
         return evaluate_recipe(nodes.recipe, env, node, self.one_by_one)
 
     @property

@@ -177,7 +177,7 @@ class Values:
 
     def shape_in_node(self, var: Var, form: Slice) -> tuple[int, ...]:
         """The shape of one node's part of a batched value."""
-        n = form.outer * int(self.flow.node_size * form.ratio)
+        n = form.outer * self.flow.local(form)
         return (*var.aval.shape[: form.dim], n, *var.aval.shape[form.dim + 1 :])
 
     def read(self, atom: Atom) -> Any:
@@ -212,7 +212,7 @@ class Values:
             held = lax.all_gather(own, placement.axis, tiled=True)
             held = held if placement.even else held[np.array(placement.slots)]
             shape = (placement.nodes, *self.shape_in_node(var, form))
-            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.node_size, self.units(form))
+            return arrange(convert(held, start, end, shape, mesh_axes), form, self.flow.local(form), self.units(form))
 
         return jax.shard_map(
             placed(mesh_axes)(on_one),
@@ -248,7 +248,7 @@ class Values:
         if self.is_in_slots(atom, form):
             value, now = self.of_slots(atom), int(atom in self.stacked)
         else:
-            d, n, now = form.dim, int(self.flow.node_size * form.ratio), 0
+            d, n, now = form.dim, self.flow.local(form), 0
             value = self.divided(as_array(self.output(atom), atom), form)
             value = value.reshape(*value.shape[: d + 1], value.shape[d + 1] // n, n, *value.shape[d + 2 :])
             value = jnp.moveaxis(value, d + 1, 0)
@@ -264,7 +264,7 @@ class Values:
         """A collected value in the order of the batch."""
         form = self.flow.states[var].form
         assert isinstance(form, Slice)
-        return arrange(self.of_nodes(var), form, self.flow.node_size, self.units(form))
+        return arrange(self.of_nodes(var), form, self.flow.local(form), self.units(form))
 
     def of_nodes(self, var: Var) -> Any:
         """A collected value, ``[nodes, ...]``."""
@@ -304,7 +304,7 @@ class Values:
 
     def units(self, form: Slice) -> int:
         """How many elements of a run of the batch the placement's nodes hold, padding not included."""
-        start, stop = (min(n * int(self.flow.node_size * form.ratio), form.units) for n in self.range)
+        start, stop = (min(n * self.flow.local(form), form.units) for n in self.range)
         return stop - start
 
     @property
@@ -327,7 +327,7 @@ class Values:
 
     def laid_out(self, value: Any, form: Slice) -> tuple[Any, int]:
         """The same of a value in the order of the batch."""
-        n = int(self.flow.node_size * form.ratio)
+        n = self.flow.local(form)
         if self.placement.even and self.placement.nodes * form.outer * n == value.shape[form.dim]:
             return (value, form.dim) if form.outer == 1 else (runs_apart(value, form), form.dim + 1)
         return self.divided(value, form), form.dim + 1
@@ -339,7 +339,7 @@ class Values:
           The value with its dimension `form.dim` as two: the runs of the batch, and ``slots * elements``. Slots without
           a node hold what their device's last real one does.
         """
-        placement, n = self.placement, int(self.flow.node_size * form.ratio)
+        placement, n = self.placement, self.flow.local(form)
         first, last = placement.first, placement.first + placement.nodes - 1
         nodes = [min(start + k, last) for start in placement.starts for k in range(placement.waves)]
         rows = (np.array(nodes)[:, None] * n + np.arange(n)).reshape(-1)

@@ -194,10 +194,11 @@ class Call:
     Attributes:
       leaves: the arrays, those of all positional arguments and then of the keyword arguments; a sharded batch is one.
       treedef: structure of ``(args, kwargs)``, static leaves included.
-      axes: the dimension of each array that carries examples that are divided among nodes, or None.
-      size: how many examples there are; of batches of several sizes, into how many parts each of them is divided.
+      axes: the dimension of each array that carries examples, or None.
+      size: how many examples there are; of batches of several sizes, into how many parts the largest is divided.
       batches: the sizes of the batches, ascending.
-      undivided: the dimension of each array that carries examples of a batch that is not divided, or None.
+      parts: into how many parts the examples of each array are divided, those of batches that follow each other into
+        as many; None for those that carry none.
     """
 
     leaves: list[Any]
@@ -205,7 +206,7 @@ class Call:
     axes: list[int | None]
     size: int
     batches: tuple[int, ...]
-    undivided: list[int | None]
+    parts: list[int | None]
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int) -> Call:
@@ -227,19 +228,9 @@ class Call:
         axes = batch_axes(in_axes, tree[0], tree[1], names)
         sizes = batch_sizes(leaves, axes, paths, in_axes)
         batches = tuple(sorted({size for size in sizes if size is not None}))
-        divided = divided_sizes(batches, nodes)
-
-        def axes_of(wanted: Collection[int]) -> list[int | None]:
-            return [axis if size in wanted else None for axis, size in zip(axes, sizes, strict=True)]
-
-        others = set(batches).difference(divided)
-        return cls(leaves, treedef, axes_of(divided), math.gcd(*divided), batches, axes_of(others))
-
-    @property
-    def undivided_sizes(self) -> tuple[int, ...]:
-        """The sizes of the batches that nodes do not divide, ascending."""
-        pairs = zip(self.leaves, self.undivided, strict=True)
-        return tuple(sorted({leaf.shape[axis] for leaf, axis in pairs if axis is not None}))
+        found = common_parts(batches, nodes)
+        parts = [None if size is None else found[size] for size in sizes]
+        return cls(leaves, treedef, axes, found[batches[-1]], batches, parts)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
@@ -443,27 +434,31 @@ def batch_sizes(
     return found
 
 
-def divided_sizes(sizes: Sequence[int], nodes: int) -> list[int]:
-    """The sizes of the batches that are divided among nodes, all into the same number of parts.
+def common_parts(sizes: Sequence[int], nodes: int) -> dict[int, int]:
+    """Into how many parts batches are divided, by their sizes.
 
-    The largest batch is; others follow it where nodes that hold as many parts as each other are then not padded to
-    more than twice the examples. What is left is computed once, on all devices.
+    Batches follow each other, in as many parts, where half of the nodes then have some, and they are not padded to more
+    than twice what they would be alone. The largest is asked first.
 
     Args:
       sizes: of the batches, different ones, ascending.
       nodes: how many nodes there are.
 
     Example:
-      >>> divided_sizes([12, 36], 4), divided_sizes([10, 33], 4), divided_sizes([12, 18, 31], 4)
-      ([36, 12], [33], [31])
+      >>> common_parts([12, 36], 4), common_parts([10, 33], 4), common_parts([10, 12, 36], 4)
+      ({36: 12, 12: 12}, {33: 33, 10: 10}, {36: 12, 12: 12, 10: 10})
     """
-    *others, largest = sizes
-    found = [largest]
-    for size in reversed(others):
-        several = [*found, size]
-        parts = math.gcd(*several)
-        together = sum(-(-parts // nodes) * nodes * (each // parts) for each in several)
-        alone = sum(-(-each // nodes) * nodes for each in several)
-        if together <= 2 * alone:
-            found = several
+    left, found = list(sizes), dict[int, int]()
+    while left:
+        group = [left.pop()]
+        for size in reversed(list(left)):
+            several = [*group, size]
+            parts = math.gcd(*several)
+            together = sum(-(-parts // nodes) * nodes * (each // parts) for each in several)
+            alone = sum(-(-each // nodes) * nodes for each in several)
+            enough = parts >= min(nodes, size) or 2 * parts >= max(nodes, 4)
+            if enough and together <= 2 * alone:
+                group = several
+                left.remove(size)
+        found.update((size, math.gcd(*group)) for size in group)
     return found

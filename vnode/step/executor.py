@@ -160,8 +160,8 @@ class StepSpec:
         given = call.leaves if leaves is None else leaves
         rooms = in_rooms(call, output, self.options.patterns, self.wholes)
         after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
-        function, undivided = call.flat(self.fun, output), call.undivided
-        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, undivided)
+        function = call.flat(self.fun, output)
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts)
 
     @staticmethod
     def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
@@ -598,17 +598,13 @@ class Executor:
 
     def _batches(self, call: Call) -> list[Any]:
         """Arrays with sharded batches as one array, unless the shards are the nodes' of this placement."""
-        fits = call.size > 1  # or nothing is split
-        return [
-            leaf
-            if fits
-            and axis == 0
-            and isinstance(leaf, ShardedBatch)
-            and leaf.placement == self.placement
-            and leaf.size == call.size
-            else whole_batches(leaf)
-            for leaf, axis in zip(call.leaves, call.axes, strict=True)
-        ]
+
+        def fits(leaf: Any, axis: int | None, parts: int | None) -> bool:
+            one_run = axis == 0 and isinstance(leaf, ShardedBatch) and leaf.size == parts
+            return one_run and leaf.size > 1 and leaf.placement == self.placement  # or nothing is split
+
+        several = zip(call.leaves, call.axes, call.parts, strict=True)
+        return [leaf if fits(leaf, axis, parts) else whole_batches(leaf) for leaf, axis, parts in several]
 
     def _on_groups(self, mesh: Mesh | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call on devices of several programs."""

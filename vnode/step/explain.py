@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.extend.core import Var
 from jax.sharding import NamedSharding
 
+from vnode.analysis.forms import Slice
 from vnode.analysis.passes import Schedule
 from vnode.placement.layout import Layout
 from vnode.placement.leaves import shapes_of
@@ -55,8 +57,10 @@ def reports(
       local: says of a schedule how large one device's parts of sums over nodes are, if they are divided further.
     """
     (made, names), spec = named_analysis(here), here.step.spec
-    call = spec.call(here.args, here.kwargs)
-    several = {"batches": call.batches, "undivided": call.undivided_sizes} if len(call.batches) > 1 else {}
+    flow = made.schedule.flow
+    forms = [form for var in flow.program.inputs if isinstance(form := flow.states[var].form, Slice)]
+    batches = {form.outer * form.units: form.outer * flow.local(form) for form in forms}
+    several: dict[str, Any] = {"batches": tuple(sorted(batches.items()))} if len(batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
     emitted = emitted_schedule(made.schedule, spec.options)
     parts = {} if local is None else local(emitted)

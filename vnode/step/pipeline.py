@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -33,7 +33,7 @@ from vnode.analysis.schedule import schedule
 from vnode.analysis.separate_sums import separate_sums
 from vnode.analysis.states import Coupling, State
 from vnode.analysis.tracing import Traced, trace
-from vnode.errors import PlacementError, VnodeError, layout_message
+from vnode.errors import CouplingError, PlacementError, VnodeError, layout_message
 from vnode.placement.context import NO_MESH, typed_mesh, untyped, with_jit
 from vnode.placement.leaves import shape_of
 from vnode.placement.patterns import Pattern, Patterns
@@ -93,13 +93,12 @@ class FlatStep:
       leaves: its arguments, arrays or `jax.ShapeDtypeStruct`s; where it is run, batched ones may be `ShardedBatch` of
         the placement.
       axes: the dimension of each that carries the examples, or None.
-      size: examples of the global batch; of batches of several sizes, into how many parts each of them is divided.
+      size: examples of the global batch; of batches of several sizes, into how many parts the largest is divided.
       options: what the user asked for.
       specs: how leaves are laid out over the placement's mesh, as far as anybody says; perhaps of the first only.
       rooms: which leaves are stored in blocks, of which devices have different numbers; None if none are.
       specs_after: given their types, how what the function returns will be laid out; None if nobody says.
-      undivided: the dimension of each argument that carries examples that nodes do not divide, or None; perhaps of the
-        first only.
+      parts: into how many parts the examples of each argument are divided; `size` where nothing is said.
     """
 
     fun: Callable[..., list[Any]]
@@ -110,7 +109,7 @@ class FlatStep:
     specs: Specs = ()
     rooms: InRooms | None = None
     specs_after: Callable[[Sequence[Any]], Sequence[PartitionSpec | None]] | None = None
-    undivided: Sequence[int | None] = ()
+    parts: Sequence[int | None] = ()
 
     @property
     def shapes(self) -> list[Any]:
@@ -168,18 +167,18 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
         OUTER_DEVICES.reset(within)
     batch = Batch(flat.size)
     states = []
-    for axis, leaf, whole_axis in itertools.zip_longest(flat.axes, shapes, flat.undivided):
-        if whole_axis is not None:
-            states.append(State(WHOLE, examples=frozenset({whole_axis % len(leaf.shape)})))
-        elif axis is None or flat.size == 1:
+    for axis, leaf, parts in itertools.zip_longest(flat.axes, shapes, flat.parts):
+        parts = parts or flat.size
+        if axis is None or parts == 1:
             states.append(State(WHOLE, model=axis is None))
-        else:  # a batch of several times the size is several runs of it, so that batches can be concatenated
-            runs = leaf.shape[axis] // flat.size
-            states.append(State(Slice(batch, axis % len(leaf.shape), runs, Fraction(1)), given=True))
+        else:  # a batch of several times the parts is several runs of them, so that batches can be concatenated
+            runs = leaf.shape[axis] // parts
+            states.append(State(Slice(Batch(parts), axis % len(leaf.shape), runs, Fraction(1)), given=True))
     states += [State(WHOLE, model=True)] * len(traced.captured)
 
     batched = [i for i, axis in enumerate(flat.axes) if axis is not None and flat.size > 1]
     program = traced.program
+    check_estimates(flat)
     if (seen := SEEN.get()) is not None:
         seen.append(program)
     if options.again or options.away:
@@ -194,6 +193,24 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     made, couplings = follow(options.coupling)
     check_couplings(made, couplings, options.coupling, options.recompute_budget, follow)
     return Analysis(traced, made, couplings)
+
+
+def check_estimates(flat: FlatStep) -> None:
+    """Refuses estimates of sums over batches that are divided differently: it is not known of which a sum is made.
+
+    Raises:
+      CouplingError: there are several such batches.
+    """
+    counts = sorted({parts for parts in flat.parts if parts is not None})
+    coupling = flat.options.coupling
+    if len(counts) > 1 and "local" in (coupling if isinstance(coupling, Mapping) else {0: coupling}).values():
+        raise CouplingError(
+            layout_message(
+                "coupling='local' needs batches that divide into a common number of parts.",
+                facts=[f"they are divided into {' and '.join(map(str, counts))} parts"],
+                remedies=["choose sizes with a common divisor of at least virtual_nodes", "or coupling='exact'"],
+            )
+        )
 
 
 def emitted_schedule(made: Schedule, options: Options) -> Schedule:
@@ -277,11 +294,11 @@ def with_derivative(
     step: Callable[..., list[Any]], made: Analysis, flat: FlatStep, placement: Placement
 ) -> Callable[..., list[Any]]:
     """An emitted step whose derivative is the user's function's own, virtualized."""
-    axes, size, specs, undivided = (
+    axes, size, specs, parts = (
         [*flat.axes, *[None] * len(made.traced.captured)],
         flat.size,
         flat.specs,
-        flat.undivided,
+        [*flat.parts, *[None] * (len(flat.leaves) + len(made.traced.captured) - len(flat.parts))],
     )  # not `flat`: jax keeps what is kept here
     in_rooms = flat.rooms is not None
     # The step itself was accepted; of its derivative no plan knows.
@@ -323,7 +340,8 @@ def with_derivative(
         still: list[bool] = []
         values = [*primals, *(tangents[i] for i in moving)]
         moved_axes = [*axes, *(axes[i] for i in moving)]
-        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, undivided=undivided)
+        moved_parts = [*parts, *(parts[i] for i in moving)]
+        moved = FlatStep(both, values, moved_axes, size, unlimited, specs, parts=moved_parts)
         results = evaluate(moved, placement, differentiable=True)
         outputs, changes = results[: len(still)], iter(results[len(still) :])
         return outputs, [

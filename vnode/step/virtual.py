@@ -417,11 +417,14 @@ def first_nodes(
     """
     spec = step.spec
     call = spec.call(whole_batches(tuple(args)), {})
-    stop = min(nodes * -(-call.size // spec.options.virtual_nodes), call.size)
-    leaves = [
-        leaf if axis is None else leading(leaf, axis, stop * leaf.shape[axis] // call.size)
-        for leaf, axis in zip(call.leaves, call.axes, strict=True)
-    ]
+
+    def first(leaf: Any, axis: int | None, parts: int | None) -> Any:
+        if axis is None or parts is None:
+            return leaf
+        stop = min(nodes * -(-parts // spec.options.virtual_nodes), parts)
+        return leading(leaf, axis, stop * leaf.shape[axis] // parts)
+
+    leaves = list(map(first, call.leaves, call.axes, call.parts))
     options = dataclasses.replace(spec.options, virtual_nodes=nodes)
     return VirtualStep(dataclasses.replace(spec, options=options), placement), call.arguments(leaves)[0]
 

@@ -241,7 +241,7 @@ class Row(Emission):
 
     def in_part(self, form: Slice, value: Any, dim: int, there: bool) -> Any:
         """A batched value as the row's part of it; see `in_turns`."""
-        units = self.spread.turns * int(self.flow.node_size * form.ratio)
+        units = self.spread.turns * self.flow.local(form)
         return self.arranged(self.in_turns(form, value, dim, there), form, units)
 
     def arranged(self, value: Any, form: Slice, units: int) -> Any:
@@ -250,11 +250,11 @@ class Row(Emission):
         Raises:
           PartitionError: blocks of a factor, of which a room may hold more, are one dimension with examples.
         """
-        if value.shape[form.dim + 1] != form.outer * int(self.flow.node_size * form.ratio):
+        if value.shape[form.dim + 1] != form.outer * self.flow.local(form):
             raise PartitionError(
                 "a dimension of examples has another factor in it, which cannot be shared out in blocks"
             )
-        return arrange(value, form, self.flow.node_size, units)
+        return arrange(value, form, self.flow.local(form), units)
 
     def taken_as(self, form: Form | None, atom: Atom) -> Any:
         in_part = self.in_parts_inside and isinstance(form, Slice)  # others are read whole, batched ones too
@@ -281,7 +281,7 @@ class Row(Emission):
         """A batched value, or the row's part of it, as the parts of the row's nodes, ``[turns, ...]``."""
         if there:
             return jnp.moveaxis(value, dim, 0)
-        turns, n = self.spread.turns, int(self.flow.node_size * form.ratio)
+        turns, n = self.spread.turns, self.flow.local(form)
         if value.shape[dim] != turns * n:
             value = jax.lax.slice_in_dim(value, 0, turns * n, axis=dim)
         value = jnp.moveaxis(value.reshape(*value.shape[:dim], turns, n, *value.shape[dim + 1 :]), dim, 0)

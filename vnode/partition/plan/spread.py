@@ -46,7 +46,7 @@ class Spread:
         """The shape of a row's part of a batched value."""
         form, shape = flow.states[var].form, list(var.aval.shape)
         assert isinstance(form, Slice)
-        shape[form.dim] = form.outer * self.turns * int(flow.node_size * form.ratio)
+        shape[form.dim] = form.outer * self.turns * flow.local(form)
         return tuple(shape)
 
     def given(self, flow: Flow, var: Var) -> bool:
