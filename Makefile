@@ -8,8 +8,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 PYTEST_ARGS ?=
 SELECT ?= not thorough and not wheel
-QUICK ?= tests/test_architecture.py tests/test_tree.py tests/test_placement.py tests/test_errors.py tests/test_couplings.py \
-	tests/test_surroundings.py tests/test_overflow.py
+QUICK ?= tests/unit tests/test_errors.py tests/test_couplings.py
 PROGRAMS ?= 20000
 DIVIDED ?= 2000
 SEARCHED ?= 300
@@ -25,8 +24,8 @@ export JAX_PLATFORMS ?= cpu
 
 help:
 	@echo "make demo      train a small network on 1, 2, 3, 4 and 8 devices, and while they change; compare"
-	@echo "make quick     some of the tests, in a minute"
-	@echo "make test      the tests that matter most, in fifteen"
+	@echo "make quick     tests that compile nothing, and some others, in a minute"
+	@echo "make test      a few cases of each mechanism"
 	@echo "make test-thorough  these, and those that take long or need the TPU compiler: what continuous integration runs"
 	@echo "make test-all  every combination of step, nodes and devices, other instruction sets, $(PROGRAMS) random programs, $(DIVIDED) divided, $(SEARCHED) searched"
 	@echo "make lint      ruff and pyright"
@@ -51,7 +50,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python examples/digits.py
 
 quick: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(QUICK)
+	$(BIN)/python -m pytest -n $(JOBS) -m "$(SELECT)" $(PYTEST_ARGS) $(QUICK)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(JOBS) -m "$(SELECT)" $(PYTEST_ARGS)

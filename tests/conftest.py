@@ -35,7 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
         "markers", "thorough: takes long; not part of `make test`, but of `make test-thorough`, which CI runs"
     )
     config.addinivalue_line(
-        "markers", "sampled(n): n of a test's cases, spread evenly, are part of the usual run; the others are thorough"
+        "markers",
+        "sampled(n, thorough=m): n of a test's cases, spread evenly, are part of the usual run; of the others m are "
+        "thorough (all of them if it is not said), and the rest are sweeps",
     )
     config.addinivalue_line("markers", "tpu: asks the compiler for TPUs, and so is thorough")
     config.addinivalue_line(
@@ -56,6 +58,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if collection_path == THOROUGH and "not thorough" in config.option.markexpr else None
 
 
+def spread(items: list[pytest.Item], count: int) -> list[pytest.Item]:
+    """So many of some tests, evenly spread."""
+    count = min(count, len(items))
+    return [items[i * len(items) // count] for i in range(count)]
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks tests by their folder and by what they need; leaves sweeps out of the usual run."""
@@ -69,11 +77,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("sampled") and not item.get_closest_marker("sweep"):
             cases.setdefault((item.path, item.name.partition("[")[0]), []).append(item)
     for several in cases.values():
-        (count,) = several[0].get_closest_marker("sampled").args
-        usual = {i * len(several) // count for i in range(count)}
-        for i, item in enumerate(several):
-            if i not in usual:
-                item.add_marker(pytest.mark.thorough)
+        mark = several[0].get_closest_marker("sampled")
+        usual = spread(several, *mark.args)
+        others = [item for item in several if item not in usual]
+        thorough = spread(others, mark.kwargs.get("thorough", len(others)))
+        for item in others:
+            item.add_marker(pytest.mark.thorough if item in thorough else pytest.mark.sweep)
     if os.environ.get("VNODE_TEST_ALL") == "1":
         return
     left_out = [item for item in items if item.get_closest_marker("sweep")]

@@ -428,15 +428,21 @@ def folders(folder: str) -> dict[str, str]:
         found["other folder"] = run_error(checkpoint=f"{folder}/of-{int(second)}")
     with waiting("a run with checkpoints"):
         found["first"] = run_error(checkpoint=saved, checkpoint_every=2, steps=4)
-    listed = Checkpoints.folders
+    listed = Reader.folders
 
     def older(self: Any) -> Any:
         return {number: path for number, path in listed(self).items() if number < 4 or not second}
 
-    with waiting("the error of an older listing"), unittest.mock.patch.object(Checkpoints, "folders", older):
+    like = step_of().put(state())
+    with waiting("the error of an older listing"), unittest.mock.patch.object(Reader, "folders", older):
         found["older listing"] = run_error(checkpoint=saved, steps=6)
+        try:
+            vnode.elastic.restore(saved, like=like)
+        except CheckpointError as error:
+            found["restored from an older listing"] = str(error)
     with waiting("the end of the run"):
         found["again"] = run_error(checkpoint=saved, steps=6)
+        found["restored"] = bits(vnode.elastic.restore(saved, like=like))
     return found
 
 

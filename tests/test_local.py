@@ -245,7 +245,7 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, thorough=5)
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_those_of_the_nodes(name: str, nodes: int) -> None:

@@ -6,7 +6,6 @@ Knows kernels that split in many ways. `tests/operators/test_pallas.py` has the 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from tests import pallas_steps as steps
-from tests.ahead import printed
+from tests.ahead import printed, program
 from vnode.analysis.fingerprint import fingerprint
 from vnode.errors import UnsupportedPrimitiveError
 
@@ -162,7 +161,9 @@ def test_kernels_that_need_the_whole_batch(kernel: Callable[..., None]) -> None:
     for count in (1, 2):
         virtual = vnode.virtualize(step, virtual_nodes=3, recompute_budget=1.0).on(jax.devices()[:count])
         assert_near(virtual(w, x), want)
-    assert "pallas_call needs the whole batch at once" in str(virtual.explain(w, x))
+    (coupling, *_) = map(str, virtual.explain(w, x).couplings)
+    assert "pallas_call needs the whole batch at once" in coupling
+    assert ("along axis 0 of its grid, the kernel uses its program id" in coupling) == (kernel is weighted)
 
 
 def scaled(n: Any, x: Any, y: Any, o: Any) -> None:
@@ -190,15 +191,23 @@ def test_kernels_of_scalars_under_vmap_are_a_loop_over_examples() -> None:
     assert_near(virtual(w, x), jax.jit(step)(w, x))
 
 
-def test_a_kernel_that_communicates_is_refused() -> None:
-    effects: Any = pltpu.CompilerParams(has_side_effects=True)
+def test_kernels_with_effects() -> None:
+    """One that says it has side effects is run once, on the whole batch; one interpreted with effects is refused."""
+    block = pl.BlockSpec((1, 4), lambda i: (i, 0))
 
-    def step(w: Any, x: Any) -> Any:
-        y = pl.pallas_call(centred, jax.ShapeDtypeStruct(x.shape, x.dtype), compiler_params=effects)(x)
+    def step(options: dict[str, Any], w: Any, x: Any) -> Any:
+        y = pl.pallas_call(centred, x, grid=(4,), in_specs=[block], out_specs=block, **options)(x)
         return (y @ w).sum()
 
-    with pytest.raises(UnsupportedPrimitiveError, match="communicates"):
-        vnode.virtualize(step, virtual_nodes=2).explain(array(4, 4), array(4, 4))
+    def explained(**options: Any) -> str:
+        return str(
+            vnode.virtualize(functools.partial(step, options), virtual_nodes=2).explain(array(4, 4), array(4, 4))
+        )
+
+    effects: Any = pltpu.CompilerParams(has_side_effects=True)
+    assert "the kernel has side effects" in " ".join(explained(compiler_params=effects).split())
+    with pytest.raises(UnsupportedPrimitiveError, match="InterpretParams"):
+        explained(interpret=pltpu.InterpretParams())
 
 
 def test_index_maps_are_part_of_a_steps_identity() -> None:
@@ -235,12 +244,12 @@ def test_attention_as_jax_has_it(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ("tensor<2x4x128x8xf32>" in text) == (name == "splash")  # whose results have scratch that heads share
 
 
-@pytest.mark.thorough
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="the TPU compiler is not installed")
+@pytest.mark.tpu
 @pytest.mark.parametrize("name", ["flash", "splash", "heads", "paged"])
 def test_kernels_are_in_the_loop_over_nodes_at_the_nodes_size(name: str) -> None:
     """Compiled by the TPU compiler: in two loops, of the tree and of a run of nodes, with the results of a node."""
-    found = [json.loads(line) for line in printed("-m", "tests.pallas_ahead", name, hasty=True) if line.startswith("[")]
+    lines = printed(*program("kernels_on_tpus"), name, hasty=True)
+    found = [json.loads(line) for line in lines if line.startswith("[")]
     assert found
     examples, heads, rows = (3, 4, 1024) if name == "splash" else (2, 2 if name == "heads" else 4, 512)
     whole = [examples, heads, 256, 128]

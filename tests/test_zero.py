@@ -146,7 +146,7 @@ def test_updates_of_shards(optimizer: str, layout: str) -> None:
         assert after.sharding.is_equivalent_to(before.sharding, after.ndim)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("layout", ["rows", "columns", "both", "together"])
 def test_what_is_made_of_all_shards_keeps_its_bits(layout: str) -> None:
     """Sums over dimensions that are sharded, products, running sums: on 1, 2, 4 and 8 devices, or 1, 2 and 4 by 2."""
@@ -271,7 +271,7 @@ def of_gradients(state: Any, x: jax.Array) -> Any:
     return {name: p - 0.1 * jnp.sin(grads[name] * 7) * jnp.exp(grads[name]) for name, p in state.items()}
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, thorough=4)
 @pytest.mark.parametrize("given", ["as it is", "sharded", "by patterns"])
 @pytest.mark.parametrize("step", [of_constants, of_gradients])
 @pytest.mark.parametrize("model", [1, 2])
@@ -387,7 +387,7 @@ def normalized(x: jax.Array) -> jax.Array:
     return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize("model", [1, 2])
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 def test_what_waits_on_tpus_keeps_its_bits(reduction: str, model: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import export, lax
 
+from vnode.analysis.fingerprint import fingerprint
 from vnode.operators.exported import keeps_rows_apart
 
 pytestmark = pytest.mark.quickly
@@ -98,3 +99,12 @@ def test_a_derivative_is_apart_where_it_sums_nothing() -> None:
     inner = exported(lambda x: jnp.tanh(x @ MATRIX), (3,))
     assert keeps_rows_apart(inner.vjp())
     assert not keeps_rows_apart(exported(lambda w, x: jnp.tanh(x @ w), (MATRIX, 3)).vjp())
+
+
+def test_other_programs_are_other_steps() -> None:
+    """The same program is the same step, wherever it was exported."""
+
+    def digest(fun: Callable[..., Any]) -> str:
+        return fingerprint(exported(fun, (3,)).call, jnp.ones((4, 3))).digest
+
+    assert digest(jnp.tanh) == digest(jnp.tanh) != digest(jnp.sin)

@@ -123,7 +123,7 @@ def test_what_cannot_be_there_is_refused() -> None:
 # Steps
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize(
     ("shape", "partition"),

@@ -73,6 +73,7 @@ def test_a_plan_that_fits_by_the_compilers_account(too_low: None) -> None:
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), got, want)
 
 
+@pytest.mark.sweep
 def test_nothing_fits_as_compiled(too_low: None) -> None:
     least = found(None).figures.memory // 2
     with pytest.raises(vnode.MemoryLimitError) as error:

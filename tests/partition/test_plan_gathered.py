@@ -309,7 +309,7 @@ def a_number_of_each_branch(params: Params, x: jax.Array) -> Any:
     return params - gradient, found
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, thorough=5)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ def test_what_the_compiler_holds() -> None:
     assert found["planned arrays"] == found["compiled arrays"] == {"bf16": True, "pred": True, "f32": False}
 
 
+@pytest.mark.sweep
 def test_what_is_written_and_when(tmp_path: Path) -> None:
     found = said("kernels_written_on_tpus", str(tmp_path))
     assert len(found) == 18

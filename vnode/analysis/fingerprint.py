@@ -19,11 +19,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
+from vnode.operators.exported import program_text
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
@@ -247,6 +249,11 @@ def _(value: dict) -> str:
 def _(value: Any) -> str:
     body = getattr(value, "jaxpr", value)
     return Writer().write(inline(body, getattr(value, "consts", ()))).digest[:12]
+
+
+@value_text.register
+def _(value: export.Exported) -> str:
+    return hashlib.sha256(program_text(value).encode()).hexdigest()[:12]
 
 
 def function_name(value: Any) -> str:

@@ -101,6 +101,13 @@ def keeps_rows_apart(exported: Any) -> bool:
         return set(returned) <= {Count.NOTHING}
 
 
+def program_text(exported: Any) -> str:
+    """An exported function's program, without source lines."""
+    with mlir.make_ir_context() as context:
+        module = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
+        return str(module.operation.get_asm(enable_debug_info=False))
+
+
 class Count(enum.Enum):
     """What a value has to do with the number of rows."""
 

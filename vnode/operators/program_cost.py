@@ -27,7 +27,12 @@ def equation_cost(eqn: JaxprEqn) -> Cost:
 
 
 def undescribed_cost(eqn: JaxprEqn) -> Cost:
-    """The least that an equation without a description can cost: an operation for each element of its results."""
+    """The least that an equation without a description can cost: an operation for each element of its results.
+
+    One that reads or writes a reference, as kernels do, only moves elements of what is counted elsewhere.
+    """
+    if any(hasattr(atom.aval, "inner_aval") for atom in eqn.invars):
+        return Cost()
     read = {atom: nbytes(atom.aval) for atom in eqn.invars if isinstance(atom, Var)}
     results = [getattr(var.aval, "shape", ()) for var in eqn.outvars]
     return Cost(

@@ -1,7 +1,7 @@
 """Steps with JAX's own TPU kernels, compiled by the TPU compiler, and where in the program the kernels are.
 
-``python -m tests.pallas_ahead flash`` prints a line of JSON for each placement: how many loops are around each kernel,
-and the shapes of its results. Knows topologies and compiled text. Must not know what is expected.
+``python -m tests.programs.kernels_on_tpus flash`` prints a line of JSON for each placement: how many loops are around
+each kernel, and the shapes of its results. Knows topologies and compiled text. Must not know what is expected.
 """
 
 from __future__ import annotations

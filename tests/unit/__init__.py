@@ -1,0 +1,1 @@
+"""Tests that compile no step: `make quick` runs them."""
