@@ -73,7 +73,7 @@ def test_small_updates_in_a_loop(nodes: int, monkeypatch: pytest.MonkeyPatch) ->
     params, batch = arguments(nodes)
     step = functools.partial(vnode.virtualize, six_updates, virtual_nodes=nodes)
     found = {d: compare.host(step().on(jax.devices()[:d])(params, batch)) for d in (1, 2, 3, 4, nodes)}
-    monkeypatch.setattr(small_sums, "LARGEST_IN_LOOPS", 0)
+    monkeypatch.setattr(small_sums, "LARGEST", 0)
     found["stack"] = compare.host(step().on(jax.devices()[:2])(params, batch))
     for other in found.values():
         jax.tree.map(np.testing.assert_array_equal, other, found[1])

@@ -49,7 +49,6 @@ def emit(
     slotted: Collection[int] | None = None,
     division: Division | None = None,
     far: int = 0,
-    nested: bool = False,
 ) -> list[Any]:
     """Runs (under a trace: emits) a scheduled step.
 
@@ -67,12 +66,11 @@ def emit(
       division: who divides what is computed over axes of the mesh that nodes are not spread over; by default XLA.
       far: if it is invariant: how many of the sums that wait for others are on the host, those that wait longest; not
         of loops that have passes of their own.
-      nested: whether this is the body of a loop or branch.
 
     Returns:
       The program's outputs, whole ones at their global shapes.
     """
-    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far, nested)
+    emission = Emission(schedule, placement, inputs, mode, lane, slotted, division, far)
     given = schedule.flow.program.inputs
     emission.arguments = set(given if arguments is None else [given[i] for i in arguments])
     return emission.run()
@@ -321,7 +319,7 @@ class Emission(PassEmission):
         division: Division,
     ) -> list[Any]:
         """A body that has passes of its own."""
-        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division, nested=True)
+        return emit(made, self.placement, values, self.mode, self.lane, arguments, slotted, division)
 
     def layout_in_body(self, atom: Atom, region: Region, i: int) -> Layout | None:
         """How operand `i` of a loop or branch lies in its bodies, if it is whole."""

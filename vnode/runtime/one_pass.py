@@ -53,7 +53,6 @@ class PassEmission(Values):
       slotted: which batched inputs are as devices hold them.
       division: who divides what is computed.
       far: how many of the sums that wait are on the host.
-      nested: whether this is the body of a loop or branch.
     """
 
     def __init__(
@@ -66,10 +65,8 @@ class PassEmission(Values):
         slotted: Collection[int] | None = None,
         division: Division | None = None,
         far: int = 0,
-        nested: bool = False,
     ) -> None:
         super().__init__(schedule, placement, inputs, mode, slotted, division)
-        self.nested = nested
         self.alone = inputs is not None  # else others hold other nodes
         self.lane = lane
         self.far = far
@@ -269,7 +266,7 @@ class PassEmission(Values):
         """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
         alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
         whole = all(part is None for part in parts)
-        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes, self.nested)
+        return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
 
     def of_node(
         self, value: Any, of: tuple[Var, Slice], lies: tuple[Any, int], in_slots: bool, index: jax.Array

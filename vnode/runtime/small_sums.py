@@ -46,23 +46,18 @@ from vnode.runtime.loops import (
 from vnode.runtime.tree import Tree
 
 LARGEST = 64 << 10
-"""Bytes of all nodes' pieces up to which they are stored side by side."""
-
-LARGEST_IN_LOOPS = 512 << 10
-"""The same in a loop around passes, where what a pass takes besides its nodes' own computation counts many times."""
+"""Bytes of all nodes' pieces up to which they are stored side by side; beyond, a stack was measured to be as fast."""
 
 
-def are_small(sums: Sequence[Sum], nodes: int, in_loop: bool) -> bool:
+def are_small(sums: Sequence[Sum], nodes: int) -> bool:
     """Whether some sums over so many nodes are formed this way.
 
     Args:
       sums: all of a pass.
       nodes: V.
-      in_loop: whether the pass is in a loop or branch.
     """
     inexact = [s for s in sums if not s.exact]
-    total = sum(s.nbytes for s in inexact) * nodes
-    small = total <= (LARGEST_IN_LOOPS if in_loop else LARGEST)
+    small = sum(s.nbytes for s in inexact) * nodes <= LARGEST
     return bool(inexact) and small and all(s.dtype in ROUNDED_EACH for s in inexact)
 
 
