@@ -40,6 +40,8 @@ from vnode.elastic.signals import Stop
 from vnode.errors import BatchError, CheckpointError, PlacementError, VnodeError
 from vnode.placement.host import HostCopy
 
+pytestmark = pytest.mark.quickly  # as `tests.test_elastic`, whose step is compiled once for both
+
 ALONE = step.on(jax.devices()[:1])
 
 
