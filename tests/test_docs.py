@@ -4,6 +4,7 @@ Knows where documentation, its blocks of code and doctests are. Must not know wh
 """
 
 import doctest
+import functools
 import importlib
 import os
 import pkgutil
@@ -11,8 +12,11 @@ import re
 import runpy
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 
 import tests.random_programs
@@ -36,6 +40,16 @@ BLOCK = re.compile(r"(?P<reason><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>
 """A page's code. What cannot run here says why in a comment before it."""
 
 
+SEVERAL = re.compile(r'jax_num_cpu_devices", \d+\)|^os.environ.*xla_force_host_platform_device_count', re.MULTILINE)
+"""How a page gets several devices."""
+
+
+def updated(update: Callable[[str, Any], None], name: str, value: Any) -> None:
+    """`jax.config.update`, but for the number of devices, which are there."""
+    if name != "jax_num_cpu_devices":
+        update(name, value)
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
@@ -49,7 +63,11 @@ def blocks(page: Path) -> list[tuple[int, str]]:
 
 @pytest.mark.newest
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text(encoding="utf-8")], ids=name_of)
-def test_doctests(page: Path) -> None:
+def test_doctests(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not SEVERAL.search(page.read_text(encoding="utf-8")):
+        one = jax.devices()[:1]
+        monkeypatch.setattr(jax, "devices", lambda backend=None: one)
+    monkeypatch.setattr(jax.config, "update", functools.partial(updated, jax.config.update))
     failed, tried = doctest.testfile(str(page), module_relative=False)
     assert tried
     assert not failed
@@ -57,7 +75,17 @@ def test_doctests(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=name_of)
 def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's blocks run from top to bottom, as a reader would paste them into one session."""
+    """A page's blocks run from top to bottom, as a reader would paste them into one session, on one device.
+
+    A page that needs more says in the first line of a block how to get them, which was done here before.
+    """
+    text = page.read_text(encoding="utf-8")
+    if not SEVERAL.search(text):
+        one = jax.devices()[:1]
+        monkeypatch.setattr(jax, "devices", lambda backend=None: one)
+        monkeypatch.setattr(jax, "device_count", lambda backend=None: 1)
+        monkeypatch.setattr(jax, "make_mesh", functools.partial(jax.make_mesh, devices=one))
+    monkeypatch.setattr(jax.config, "update", functools.partial(updated, jax.config.update))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     session = types.ModuleType("__main__")

@@ -85,7 +85,7 @@ def test_scalar_among_the_batch() -> None:
 @pytest.mark.parametrize("in_axes", [(None, {"y": 0}), (None, [0, 0]), (None, {"x": 0, "z": None})])
 def test_in_axes_that_are_no_prefix(in_axes: Any) -> None:
     message = refusal(vnode.BatchError, lambda w, b: b["x"].sum(), 0.0, {"x": jnp.zeros(8)}, in_axes=in_axes)
-    assert message.startswith("in_axes[1] does not fit argument 1")
+    assert message.startswith("in_axes[1] does not fit b: it is no prefix")
     assert repr(in_axes[1]) in message and "prefix" in message and "jax.vmap" in message
 
 
@@ -107,16 +107,17 @@ def deep(w: jax.Array, x: jax.Array) -> jax.Array:
 
 def test_exactness_over_the_budget_lists_couplings_and_remedies() -> None:
     _, x = inputs()
-    message = refusal(vnode.CouplingError, deep, jnp.eye(3), x)
+    message = refusal(vnode.CouplingError, deep, jnp.eye(3), x, recompute_budget=0.3)
     line_of(message, "x = x - x.mean(0)")
-    cost = re.match(r"exactness would recompute (\d+)% of the step \((\d+) passes\), .*recompute_budget=0\.5", message)
+    cost = re.match(
+        r"exactness would recompute (\d+)% of the step, about [\d.]+ forward passes \((\d+) passes in all\), ", message
+    )
     assert cost and int(cost[2]) == 4
     assert "reduce_sum reads a sum over the batch" in message
     budget = re.search(r"recompute_budget=([\d.]+) to pay for it", message)
     assert budget and "coupling='local'" in message and "GroupNorm" in message
     vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1])).explain(jnp.eye(3), x)
-    with pytest.raises(vnode.CouplingError):
-        vnode.virtualize(deep, virtual_nodes=NODES, recompute_budget=float(budget[1]) - 0.02).explain(jnp.eye(3), x)
+    vnode.virtualize(deep, virtual_nodes=NODES).explain(jnp.eye(3), x)  # the default keeps what is cheap for its size
 
 
 def centred(w: jax.Array, x: jax.Array) -> jax.Array:
@@ -303,22 +304,22 @@ WRONG_USE: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "no function": (
         lambda step: vnode.virtualize({"w": 1}, virtual_nodes=NODES),  # pyright: ignore
         TypeError,
-        "^virtualize takes a function, the step, not something of type dict$",
+        "^virtualize takes a function, the step, not something of type dict",
     ),
     "array of objects": (
         lambda step: step(*given(x=np.array([[1, 2], [3]], object))),
         vnode.VnodeError,
-        r"(?s)^argument 1\['x'\] is an array of dtype object, which jax does not have\..*padding for rows of unequal",
+        r"(?s)^batch\['x'\] is an array of dtype object, which jax does not have\..*padding for rows of unequal",
     ),
     "text": (
         lambda step: step(*given(w=np.array(["a"]))),
         vnode.VnodeError,
-        r"^argument 0\['w'\] is an array of dtype <U1",
+        r"^state\['w'\] is an array of dtype <U1",
     ),
     "list of lists": (
         lambda step: step(*given(x=[[1.0, 2.0], [3.0]])),
         vnode.BatchError,
-        r"(?s)argument 1\['x'\]\[0\]\[0\]: shape \(\).*np\.asarray.*a list is a pytree",
+        r"(?s)batch\['x'\]\[0\]\[0\]: shape \(\).*np\.asarray.*a list is a pytree",
     ),
     "nested counts": (
         lambda step: vnode.Placement(NODES, groups=[TWO[:1], TWO[1:]], counts=[[2], [2]]),  # pyright: ignore
@@ -358,16 +359,14 @@ def test_use_after_donation(devices: Any) -> None:
     after, _ = step(step.put(state) if devices is TWO else state, batch)
     placed = step.put(other)
     step(placed, batch)
-    message = (
-        r"(?s)gone.*\n  argument 0\['w'\]\n  the step donates argument 0: donate_argnums=\(0,\)\n.*go on with what"
-    )
+    message = r"(?s)gone.*\n  state\['w'\]\n  the step donates state: donate_argnums=\(0,\)\n.*go on with what"
     for used in (lambda: step(placed, batch), lambda: step.on(TWO[:1])(placed, batch)):
         with pytest.raises(vnode.VnodeError, match=message):
             used()
     with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['w'\]"):
         step.put(placed)
     list(after.values())[-1].delete()  # by another function; the step knew the state to be in place
-    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  argument 0\['"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)gone.*\n  state\['"):
         step(after, batch)
 
 
@@ -417,7 +416,7 @@ def test_an_array_that_is_gone_is_named_by_whoever_is_given_it(use: str) -> None
     state, batch = given()
     state["w"].delete()
     name = "kernel" if "objects" in use else "w"
-    message = rf"(?s)some of the given arrays are gone.*\n  (argument 0|state).*{name}.*go on"
+    message = rf"(?s)some of the given arrays are gone.*\n  (argument 0|state|model).*{name}.*go on"
     with pytest.raises(vnode.VnodeError, match=message):
         GIVEN_TO[use](step, auto, state, batch)
 
@@ -434,7 +433,7 @@ def test_a_part_of_a_state_that_is_gone(devices: Any, donated: Any) -> None:
     x = jnp.ones((8, 3))
     after = step(step({"b": jnp.ones(3), "w": jnp.ones(3)}, x), x)
     after["w"].delete()
-    with pytest.raises(vnode.VnodeError, match=r"arrays are gone.*\n  argument 0\['w'\]\n"):
+    with pytest.raises(vnode.VnodeError, match=r"arrays are gone.*\n  state\['w'\]\n"):
         step(after, x)
     np.testing.assert_array_equal(step({**after, "w": jnp.ones(3)}, x)["b"], -2 * np.ones(3))
 
@@ -450,14 +449,14 @@ def test_an_array_that_is_donated_twice(devices: Any) -> None:
     x = jnp.ones((8, 3))
     after = step({"w": jnp.ones(3), "average": jnp.ones(3)}, x)
     kept = step.put({"w": jnp.ones(3), "average": jnp.ones(3)})
-    message = r"(?s)two places.*\n  argument 0\['average'\] is argument 0\['w'\]\n  donate_argnums=\(0,\)\n.*jnp.copy"
+    message = r"(?s)two places.*\n  state\['average'\] is state\['w'\]\n  donate_argnums=\(0,\)\n.*jnp.copy"
     tied = {"w": jnp.ones(3)}
     tied["average"] = tied["w"]
     after["average"] = after["w"]  # in an object that the step knew to be in place
     for state in (tied, step.put(tied), after):
         with pytest.raises(vnode.VnodeError, match=message):
             step(state, x)
-    with pytest.raises(vnode.VnodeError, match=r"(?s)argument 0\['w'\] is argument 2\n"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)state\['w'\] is shift\n"):
         step(kept, x, kept["w"])
     np.testing.assert_array_equal(step({**after, "average": jnp.ones(3)}, x)["w"], -np.ones(3))
 
@@ -498,7 +497,7 @@ def test_shapes_without_values_are_refused_where_a_step_is_run() -> None:
     virtual = vnode.virtualize(step, virtual_nodes=4)
     args: Any = (jnp.ones(3), jax.ShapeDtypeStruct((8, 3), jnp.float32))
     for run in (lambda: virtual(*args), lambda: vnode.check(virtual, args), lambda: vnode.profile(virtual, args)):
-        with pytest.raises(vnode.VnodeError, match=r"shapes without values[\s\S]*argument 1: ShapeDtypeStruct"):
+        with pytest.raises(vnode.VnodeError, match=r"shapes without values[\s\S]*x: ShapeDtypeStruct"):
             run()
     auto = vnode.virtualize(step, virtual_nodes="auto", memory="1GiB")
     for put in (virtual.put, auto.put):

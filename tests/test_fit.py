@@ -285,7 +285,7 @@ def test_nnx(table: dict[int, int]) -> None:
 
     assert_same((model.w[...], losses), twice, jnp.asarray(arguments()[0]), x)
     before = np.asarray(model.w[...])
-    assert vnode.fit(step, (model, x), topology=jax.devices()[:DEVICES], memory="1GiB").smallest == {"cpu:2": DEVICES}
+    assert vnode.fit(step, (model, x), devices=jax.devices()[:DEVICES], memory="1GiB").smallest == {"cpu:2": DEVICES}
     np.testing.assert_array_equal(model.w[...], before)
 
 
@@ -407,14 +407,14 @@ def test_a_refusal_of_the_compiler_is_too_much(monkeypatch: pytest.MonkeyPatch) 
 def test_fit_says_what_fits_and_whether_the_given_number_does(table: dict[int, int]) -> None:
     devices, args = jax.devices()[:DEVICES], arguments()
     step = vnode.virtualize(wide, virtual_nodes=8)
-    entry = vnode.fit(step, args, topology=devices, memory=table[4])["cpu:2"]
+    entry = vnode.fit(step, args, devices=devices, memory=table[4])["cpu:2"]
     assert entry.search.chosen == 4
     assert entry.given is not None and (entry.given.virtual_nodes, entry.given.bytes) == (8, table[8])
     assert entry.given.fits and "the step's own 8 fit" in str(entry)
 
 
 def test_fit_says_that_nothing_fits() -> None:
-    found = vnode.fit(vnode.virtualize(light, virtual_nodes=4), arguments(4), topology=jax.devices()[:2], memory=1)
+    found = vnode.fit(vnode.virtualize(light, virtual_nodes=4), arguments(4), devices=jax.devices()[:2], memory=1)
     assert found.smallest == {"cpu:2": None}
     assert "no V fits in the 1 B of a device; the step's own 4 are too much" in str(found)
 
@@ -423,20 +423,20 @@ def test_fit_takes_a_placement() -> None:
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     step = automatic("1GiB", light)
     template = vnode.Placement(2, mesh=mesh, axis="data")
-    assert vnode.fit(step, arguments(), topology=template, memory="1GiB").smallest == {"cpu:4": 2}
+    assert vnode.fit(step, arguments(), devices=template, memory="1GiB").smallest == {"cpu:4": 2}
     assert step.search is None
 
 
 def test_fit_refuses_what_is_no_topology(monkeypatch: pytest.MonkeyPatch) -> None:
     step = vnode.virtualize(wide, virtual_nodes=4)
-    with pytest.raises(vnode.PlacementError, match="topology must be a name"):
-        vnode.fit(step, arguments(), topology=8)
+    with pytest.raises(vnode.PlacementError, match="devices must be a name"):
+        vnode.fit(step, arguments(), devices={"v5e:2x4": 1})
     with pytest.raises(TypeError, match="a tuple of the step's arguments"):
         vnode.fit(step, {"w": 1})
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
     with pytest.raises(vnode.VnodeError, match=r"vnode\[tpu-aot\]"):
-        vnode.fit(step, arguments(), topology="v5e:2x4")
+        vnode.fit(step, arguments(), devices="v5e:2x4")
 
 
 @pytest.mark.tpu

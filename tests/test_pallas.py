@@ -124,6 +124,55 @@ def test_gradients_of_weights_are_summed_over_nodes(dtype: Any) -> None:
         np.testing.assert_allclose(np.float32(a), np.float32(b), rtol=limit, atol=limit / 10)
 
 
+def scale_forward(x: Any, s: Any, o: Any) -> None:
+    o[...] = x[...] * jax.lax.rsqrt((x[...] ** 2).mean(-1, keepdims=True) + 1e-3) * s[...]
+
+
+def scale_backward(x: Any, s: Any, g: Any, dx: Any, ds: Any) -> None:
+    """The gradient of rows, and, added up over blocks, of what all are scaled by."""
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        ds[...] = jnp.zeros_like(ds)
+
+    r, dy = jax.lax.rsqrt((x[...] ** 2).mean(-1, keepdims=True) + 1e-3), g[...] * s[...]
+    dx[...] = r * dy - x[...] * r**3 * (x[...] * dy).mean(-1, keepdims=True)
+    ds[...] += (g[...] * x[...] * r).sum(0, keepdims=True)
+
+
+def in_pairs(kernel: Callable[..., None], shapes: list[Any], *operands: Any) -> Any:
+    """A kernel of two rows at a time, beside what all rows have in common."""
+    rows, shared = pl.BlockSpec((2, 4), lambda i: (i, 0)), pl.BlockSpec((1, 4), lambda i: (0, 0))
+    ins, outs = ([rows if x.shape[0] > 1 else shared for x in each] for each in (operands, shapes))
+    grid = (operands[0].shape[0] // 2,)
+    return pl.pallas_call(kernel, shapes, grid=grid, in_specs=ins, out_specs=outs, interpret=True)(*operands)
+
+
+@jax.custom_vjp
+def scaled_rows(x: Any, s: Any) -> Any:
+    return in_pairs(scale_forward, [jax.ShapeDtypeStruct(x.shape, x.dtype)], x, s)[0]
+
+
+def scaled_rows_backward(residuals: tuple[Any, Any], g: Any) -> tuple[Any, Any]:
+    types = [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in residuals]
+    return tuple(in_pairs(scale_backward, types, *residuals, g))
+
+
+scaled_rows.defvjp(lambda x, s: (scaled_rows(x, s), (x, s)), scaled_rows_backward)
+
+
+@pytest.mark.quickly
+def test_gradients_of_rows_and_of_their_scale_by_one_kernel() -> None:
+    def step(w: Any, x: Any) -> Any:
+        return jax.value_and_grad(lambda w: jnp.mean((scaled_rows(x @ w[0], w[1]) @ w[0]) ** 2))(w)
+
+    w, x = [array(4, 4), 1 + array(1, 4, seed=1)], array(10, 4, seed=2)
+    virtual = vnode.virtualize(step, virtual_nodes=3).on(jax.devices()[:2])
+    report = virtual.explain(w, x)
+    assert len(report.passes) == 1 and not report.couplings
+    assert_near(virtual(w, x), jax.jit(step)(w, x))
+
+
 def centred(x: Any, o: Any) -> None:
     o[...] = x[...] - x[...].mean(0)
 

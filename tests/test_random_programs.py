@@ -52,8 +52,10 @@ def test_random_programs(shard: int) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("way", ["layouts", "plans", pytest.param("training", marks=pytest.mark.newest), "searches"])
-def test_random_programs_over_meshes(way: str) -> None:
+@pytest.mark.parametrize(
+    "way", ["batches", "layouts", "plans", pytest.param("training", marks=pytest.mark.newest), "searches"]
+)
+def test_random_programs_in_other_ways(way: str) -> None:
     checked(0, way)
 
 

@@ -90,7 +90,7 @@ def public_objects() -> dict[str, Any]:
         "Report": here.explain(*args),
         "Comparison": vnode.explain(here, *args, devices=[1, 2]),
         "Check": vnode.check(here, args, devices=[1], plain=False),
-        "Fit": vnode.fit(virtual, args, topology=jax.devices()[:1], memory="1MiB"),
+        "Fit": vnode.fit(virtual, args, devices=jax.devices()[:1], memory="1MiB"),
         "Profiles": profiles,
         "Profile": profiles.kinds[0],
         "Measurement": times[0],

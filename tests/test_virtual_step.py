@@ -345,7 +345,7 @@ def test_constants_that_change_in_place() -> None:
         assert found["options"].factor == factor
     other, options.factor = Options(2.0), 5.0
     assert virtual({"options": other}, settings, x)["options"].factor == 2.0
-    with pytest.raises(vnode.VnodeError, match=r"(?s)^argument 1 is .* neither hashes nor equals.*dict: .*not static"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)^settings is .* neither hashes nor equals.*dict: .*not static"):
         virtual({"options": other}, {"shift": np.ones(3)}, x)
 
 
@@ -371,7 +371,7 @@ def test_text_of_numpy() -> None:
         assert_close(virtual({"w": 0.0, "name": np.str_(name)}, {"x": x}), factor * x.sum(0))
     for names, dtype in ((["a"], "<U1"), ([None], "object")):
         with pytest.raises(
-            vnode.VnodeError, match=rf"^argument 1\['names'\] is an array of dtype {dtype}, which jax does not have"
+            vnode.VnodeError, match=rf"^batch\['names'\] is an array of dtype {dtype}, which jax does not have"
         ):
             virtual({"w": 0.0, "name": "a"}, {"x": x, "names": np.array(names * BATCH)})
 

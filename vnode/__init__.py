@@ -17,6 +17,7 @@ from vnode.errors import (
     TaskGraphError,
     UnsupportedPrimitiveError,
     VnodeError,
+    VnodeWarning,
 )
 from vnode.placement.placement import Placement
 from vnode.placement.uneven import UnevenSpec
@@ -48,6 +49,7 @@ __all__ = [
     "UnsupportedPrimitiveError",
     "VirtualStep",
     "VnodeError",
+    "VnodeWarning",
     "balance",
     "check",
     "explain",

@@ -14,6 +14,10 @@ class VnodeError(Exception):
     """Base class of every error that vnode itself raises."""
 
 
+class VnodeWarning(UserWarning):
+    """What works, and is probably not what was meant: devices without nodes, padding for examples."""
+
+
 class CouplingError(VnodeError):
     """One example influences another in a way that cannot be, or must not be, honoured as asked."""
 

@@ -24,9 +24,9 @@ def write(path: str | os.PathLike[str], text: str, error: type[VnodeError]) -> N
     Raises:
       VnodeError: of the type `error`: it cannot be written.
     """
-    target = Path(path)
+    target = Path(os.path.expanduser(path))
     try:
-        target = Path(os.path.realpath(path))  # of a link, what it leads to
+        target = Path(os.path.realpath(target))  # of a link, what it leads to
         whole = not target.exists() or target.is_file()  # else a pipe, say
         # Its own for each write: threads, and processes of several hosts, may write the same file at once.
         beside = target.with_name(f".{target.name[:40]}.{uuid.uuid4().hex}") if whole else target
@@ -61,7 +61,7 @@ def read(path: str | os.PathLike[str], error: type[VnodeError], remedies: Sequen
       VnodeError: of the type `error`: it cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(os.path.expanduser(path)).read_text(encoding="utf-8")
     except (OSError, ValueError) as why:
         said = f"{os.fspath(path)!r} cannot be read."
         raise error(layout_message(said, facts=[reason(why)], remedies=remedies)) from why

@@ -27,6 +27,7 @@ from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.rooms import share_of
 from vnode.step.virtual import Family, VirtualStep
+from vnode.tracebacks import api_boundary
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -79,6 +80,7 @@ def virtualize(
 ) -> Callable[[Callable[P, R]], AutoStep[P, R]]: ...
 
 
+@api_boundary
 def virtualize(
     fun: Callable[..., Any] | None = None,
     *,
@@ -119,9 +121,9 @@ def virtualize(
         regular expressions, searched in the name stack, to modes chooses per coupling.
       recompute_budget: extra work that exactness may cost, as a fraction of the step's scalar operations. The default
         allows for one repeated forward pass, about a third of a deep step: what a contrastive loss, a statistic of the
-        losses or a sort over the batch costs. The statistics of several normalization layers cost more and are
-        refused, unless what they would repeat is dear enough to be kept. Within the budget as little as possible is
-        kept, so that a larger one, up to 1, saves memory.
+        losses or a sort over the batch costs. The statistics of normalization layers would cost more: what they would
+        repeat is kept. Within the budget as little as possible is kept, so that a larger one, up to 1, saves memory.
+        What costs more is refused, with its price; less than a third asks for that where layers are cheap to repeat.
       reduction: how sums over nodes are formed. ``"invariant"``: in the order of a fixed tree, so that the result has
         the same bits on any devices of one kind. ``"fast"``: those of a device in order, then across devices in any.
       lanes: of an invariant reduction, the largest number of devices on which results must agree; by default the

@@ -96,7 +96,7 @@ def main():
         jax.config.update("jax_platforms", "cpu")  # a TPU is compiled for, and none is looked for
         state = jax.eval_shape(lambda: initial_state(options.layers, options.width))
         text = jax.ShapeDtypeStruct((options.batch, LENGTH + 1), jnp.uint8)
-        print(vnode.fit(step, (state, text), topology=options.compile_for))
+        print(vnode.fit(step, (state, text), devices=options.compile_for))
         return
     if options.distributed:
         jax.distributed.initialize()  # before anything asks for a device

@@ -240,6 +240,34 @@ def never_begun(x: Any, o: Any) -> None:
     o[...] += x[...]
 
 
+def normalize_backward(x: Any, g: Any, dx: Any, ds: Any) -> None:
+    """The gradient of rows, and of what all rows are scaled by."""
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        ds[...] = jnp.zeros_like(ds)
+
+    r = jax.lax.rsqrt((x[...] ** 2).mean(-1, keepdims=True) + 1e-3)
+    dx[...] = g[...] * r
+    ds[...] += (x[...] * r * g[...]).sum(0, keepdims=True)
+
+
+def squares_and_sums(x: Any, g: Any, dx: Any, ds: Any) -> None:
+    """The sum is linear in neither operand."""
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        ds[...] = jnp.zeros_like(ds)
+
+    dx[...] = x[...]
+    ds[...] += (x[...] * x[...] * g[...] * g[...]).sum(0, keepdims=True)
+
+
+def rows_and_sums(kernel: Callable[..., None]) -> Callable[..., Any]:
+    one = pl.BlockSpec((1, 4), lambda i: (0, 0))
+    return call(kernel, (12, 4), (1, 4), grid=(6,), in_specs=[rows(2)] * 2, out_specs=[rows(2), one])
+
+
 def summed(kernel: Callable[..., None], scratch: bool = True) -> Callable[..., Any]:
     """Of blocks of rows one result ``[2, 4]``."""
     options: Any = {"scratch_shapes": [KEPT]} if scratch else {}
@@ -357,6 +385,8 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
     "a sum": (summed(sums(add_squares)), (X,), {"0.0+"}),
     "a sum where some are": (summed(sums(add_some)), (X,), {"0.0+"}),
     "a sum that is handed on at each step": (summed(handed_on_each_time), (X,), {"0.0+"}),
+    "rows, and a sum of them": (rows_and_sums(normalize_backward), (X, array(12, 4, seed=1)), {"0.0", "1.0"}),
+    "rows, and a sum of squares": (rows_and_sums(squares_and_sums), (X, array(12, 4, seed=1)), set()),
     "a sum that begins with one": (summed(sums(add_squares, first=1.0)), (X,), set()),
     "a mean": (summed(sums(add_squares, last=lambda y: y / 6)), (X,), set()),
     "a sum of what padding would be in": (summed(sums(add_exponentials)), (X,), set()),

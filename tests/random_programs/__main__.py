@@ -5,6 +5,7 @@ is a finding. Must not know what a program or a failure looks like inside.
 
     python -m tests.random_programs --count 20000 --seed 0 --jobs 2    check many
     python -m tests.random_programs --count 500 --way plans            divided, as plans at random say; or "layouts"
+    python -m tests.random_programs --count 500 --way batches          with batches of many sizes
     python -m tests.random_programs --show 17                          print a program
     python -m tests.random_programs --minimise 17                      make a failing program small
 """
@@ -207,7 +208,7 @@ def main() -> int:
     parser.add_argument("--limit", type=int, default=20, help="how many programs with wrong numbers are made small")
     parser.add_argument(
         "--way",
-        choices=["nodes", "layouts", "plans", "training", "searches"],
+        choices=["nodes", "batches", "layouts", "plans", "training", "searches"],
         default="nodes",
         help="to carry them out",
     )

@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 import vnode
 from benchmarks.partition import possible
 from tests.partition.mixed import mixed, slower
-from tests.random_programs.program import Program
+from tests.random_programs.program import Argument, Program
 from tests.random_programs.training import plain
 from tests.spmd.reference import layout_of
 from vnode.analysis.tracing import trace
@@ -66,6 +66,25 @@ def options(program: Program) -> dict[str, Any]:
 def virtualized(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
     """On the program's nodes and devices."""
     virtual = vnode.virtualize(step, virtual_nodes=program.virtual_nodes, **options(program))
+    return virtual.on(jax.devices()[: program.devices], counts=program.counts)
+
+
+def in_several_batches(program: Program, step: Callable[..., Any]) -> Callable[..., Any]:
+    """On nodes, with most arguments as batches of whatever sizes they have along one of their dimensions."""
+    rng = np.random.default_rng(program.seed)
+
+    def axis(argument: Argument) -> int | None:
+        if argument.axis is not None or not argument.shape or 0 in argument.shape or rng.random() < 0.2:
+            return argument.axis
+        return int(rng.integers(len(argument.shape)))
+
+    whole, batched = ([axis(argument) for argument in some] for some in (program.whole, program.batched))
+    in_axes: Any = (*whole, *batched)
+    if program.bundle:
+        named = (zip(program.whole, whole, strict=True), zip(program.batched, batched, strict=True))
+        in_axes = tuple({argument.name: found for argument, found in several} for several in named)
+    chosen = {**options(program), "in_axes": in_axes}
+    virtual = vnode.virtualize(step, virtual_nodes=program.virtual_nodes, **chosen)
     return virtual.on(jax.devices()[: program.devices], counts=program.counts)
 
 
@@ -176,6 +195,7 @@ def bits(results: Any) -> list[bytes]:
 
 WAYS: Mapping[str, Way] = {
     "nodes": Way(virtualized),
+    "batches": Way(in_several_batches),
     "layouts": Way(laid_out),
     "plans": Way(planned),
     "training": Way(planned, trains=True),

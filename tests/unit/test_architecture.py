@@ -19,6 +19,7 @@ ROOMS = {
     "errors": "",
     "files": "errors",
     "threads": "",
+    "tracebacks": "errors",
     "show": "",
     "operators": "",
     "placement": "errors show threads",
@@ -26,13 +27,15 @@ ROOMS = {
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
     "report": "analysis operators placement runtime show",
-    "step": "analysis errors placement report runtime spmd threads",
-    "plan": "analysis errors files placement report runtime show step",
-    "transform": "errors placement plan step",
-    "partition": "analysis errors files operators placement plan report runtime show spmd step threads transform",
+    "step": "analysis errors placement report runtime show spmd threads tracebacks",
+    "plan": "analysis errors files placement report runtime show step tracebacks",
+    "transform": "errors placement plan step tracebacks",
+    "partition": (
+        "analysis errors files operators placement plan report runtime show spmd step threads tracebacks transform"
+    ),
     "data": "errors placement threads",
-    "elastic": "analysis data errors placement plan show step threads",
-    "integrations": "errors placement step transform",
+    "elastic": "analysis data errors partition placement plan show step threads tracebacks",
+    "integrations": "errors placement step tracebacks transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""
 

@@ -42,9 +42,10 @@ KEEPING = (Keeping(50, True), Keeping(50, False), Keeping(10, False))
 """From what needs least memory to what computes least again. A byte is worth 50 operations as that is about what a
 device computes in the time in which it writes and reads one."""
 
-FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False))
+FOR_BUDGET = (Keeping(50, False, False), Keeping(10, False, False), Keeping(1, False, False))
 """What else may be kept where the step would be refused otherwise: also what takes more memory than the arguments do,
-as the layers of a convolutional network. The step as written holds all of it."""
+as the layers of a convolutional network, and at last what is cheap for its size, as narrow layers. The step as written
+holds all of it."""
 
 
 class Choice:

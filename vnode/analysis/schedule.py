@@ -31,6 +31,10 @@ from vnode.operators import Algebra
 FOR_MEMORY = 1.0
 """The fraction of a step that is computed again at most for no other reason than to keep less."""
 
+FORWARD = 1 / 3
+"""The fraction of a step with a gradient that its forward pass is. A smaller budget asks to be told what exactness
+costs: what is cheap for its size is not kept then."""
+
 HOPELESS = 4 * FOR_MEMORY
 """What is not waited for: the last of several sweeps computes less again than the first, but not so much less."""
 
@@ -52,9 +56,10 @@ def schedule(flow: Flow, accumulate_dtype: Any = None, budget: float = math.inf)
     made = least(flow, accumulate_dtype, KEEPING, limit, HOPELESS)
     if most > HOPELESS and not within(made, limit):
         made = least(flow, accumulate_dtype, KEEPING, limit, most)
+    kept = FOR_BUDGET if budget >= FORWARD else FOR_BUDGET[:-1]
     if not within(made, budget):
-        made = least(flow, accumulate_dtype, FOR_BUDGET, budget, most, made)
-    return made or divided(flow, accumulate_dtype, FOR_BUDGET[-1])
+        made = least(flow, accumulate_dtype, kept, budget, most, made)
+    return made or divided(flow, accumulate_dtype, kept[-1])
 
 
 def within(made: Schedule | None, share: float) -> bool:

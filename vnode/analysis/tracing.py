@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +83,28 @@ def outside_of_meshes(fun: Callable[..., Any], *args: Any) -> Callable[..., list
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))
 
 
+def with_trees(fun: Callable[..., Any], on_trees: Callable[..., Any], treedef: Any) -> Callable[..., Any]:
+    """A function of flat arrays that is traced as one of pytrees, by whose arguments jax calls what it speaks of.
+
+    Args:
+      fun: a function of arrays.
+      on_trees: the same as a function of pytrees.
+      treedef: the structure of its ``(args, kwargs)``.
+    """
+    functools.update_wrapper(fun, on_trees)
+    fun.on_trees = on_trees, treedef  # pyright: ignore[reportFunctionMemberAccess]
+    return fun
+
+
+def jaxpr_of(fun: Callable[..., Any], args: Sequence[Any]) -> ClosedJaxpr:
+    """What jax makes of a function of arrays: of its pytrees, if it says what these are."""
+    if not hasattr(fun, "on_trees"):
+        return jax.make_jaxpr(fun)(*args)
+    on_trees, treedef = fun.on_trees  # pyright: ignore[reportFunctionMemberAccess]
+    trees, named = jax.tree.unflatten(treedef, args)
+    return jax.make_jaxpr(on_trees)(*trees, **named)
+
+
 def traced(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     """What jax makes of a function, with the axes of the caller's mesh left to the partitioner where that is possible.
 
@@ -93,8 +116,8 @@ def traced(fun: Callable[..., Any], *args: Any) -> ClosedJaxpr:
     if not mesh.empty and AxisType.Explicit in mesh.axis_types and AxisType.Manual not in mesh.axis_types:
         automatic = AbstractMesh(mesh.axis_sizes, mesh.axis_names, (AxisType.Auto,) * len(mesh.axis_names))
         with contextlib.suppress(Exception), jax.sharding.use_abstract_mesh(automatic):
-            return jax.make_jaxpr(fun)(*args)  # what is wrong besides is told below
-    return jax.make_jaxpr(fun)(*args)
+            return jaxpr_of(fun, args)  # what is wrong besides is told below
+    return jaxpr_of(fun, args)
 
 
 def made_meshless(fun: Callable[..., Any], *args: Any) -> tuple[ClosedJaxpr, Jaxpr]:

@@ -7,3 +7,7 @@ from vnode.data.order import Order
 from vnode.placement.sharded import ShardedBatch
 
 __all__ = ["Arrays", "Batches", "Examples", "Order", "Records", "ShardedBatch", "local_batch"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

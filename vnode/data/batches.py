@@ -6,7 +6,6 @@ Knows examples, their order, and how a batch is loaded. Must not know steps, nor
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from typing import Any
 
 import jax
@@ -15,12 +14,8 @@ import numpy as np
 from vnode.data.examples import Arrays, Records, examples_of
 from vnode.data.loading import loaded
 from vnode.data.order import Order
-from vnode.data.source import check_rows, owned
+from vnode.data.source import SAMPLE, check_rows, checksum, owned
 from vnode.placement.placement import Placement
-
-SAMPLE = 16
-"""Examples whose values stand for those of all in a fingerprint."""
-
 
 MOST_SAMPLES, MOST_BYTES = 4096, 16 << 20
 """How many examples in memory stand for all where processes compare theirs, and how many bytes of them."""
@@ -79,12 +74,7 @@ class Batches:
         """A checksum (CRC-32) of the values of so many examples, with their dtypes and shapes."""
         count = self.order.examples
         sample = self.take(np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)))
-        checksum = 0
-        for path, leaf in jax.tree.leaves_with_path(sample):
-            array = np.ascontiguousarray(leaf)
-            name = f"{jax.tree_util.keystr(path)} {array.dtype}{array.shape}"
-            checksum = zlib.crc32(array.tobytes(), zlib.crc32(name.encode(), checksum))
-        return f"{checksum:08x}"
+        return checksum(sample, most)
 
     def batch(self, step: int) -> Any:
         """The batch of a step on the host, a pytree of NumPy arrays."""

@@ -19,6 +19,12 @@ try:
 except ImportError as error:
     raise ImportError("vnode.grain needs grain: pip install 'vnode[grain]'") from error
 
+__all__ = ["Dataset", "dataset"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 class Dataset:
     """Examples of a grain data set; made by `dataset`."""

@@ -26,6 +26,7 @@ from vnode.elastic.contents import Entry, filled, named, stored
 from vnode.elastic.integrity import checksums
 from vnode.elastic.lock import NAME as LOCK
 from vnode.elastic.lock import FolderLock, prepare
+from vnode.elastic.logs import Quiet
 from vnode.elastic.reader import NAME, Header, located
 from vnode.elastic.shared_reader import SharedReader, seen_soon
 from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
@@ -72,8 +73,11 @@ class Checkpoints(SharedReader):
         super().__init__(path.directory if given else path)
         self.keep, self.given = keep, given
         self.last: tuple[int, Any] | None = None
+        self.best: int | None = None
+        """The step number of a checkpoint that stays besides the last ones."""
         self.among_others = False
         self.lock: FolderLock | None = None
+        self.quiet = Quiet()
         with self.agreed("to open the folder of checkpoints"):
             if world().index == 0:
                 prepare(self.folder)
@@ -266,6 +270,7 @@ class Checkpoints(SharedReader):
 
     def release(self) -> None:
         """Gives the folder back to other runs."""
+        self.quiet.end()
         if self.lock is not None:
             self.lock.release()
 
@@ -350,7 +355,7 @@ class KeepLast:
         """Which of some checkpoints stay; orbax asks during each save."""
         numbers = [checkpoint.step for checkpoint in checkpoints]
         ours = sorted(number for number in numbers if self.is_ours(number))
-        gone = set(ours[: -self.checkpoints.keep])
+        gone = set(ours[: -self.checkpoints.keep]) - {self.checkpoints.best}
         return [number not in gone for number in numbers]
 
     def is_ours(self, number: int) -> bool:

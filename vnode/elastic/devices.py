@@ -6,7 +6,7 @@ Knows devices, meshes and placements. Must not know steps, states, or when devic
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 from vnode.errors import PlacementError, layout_message
-from vnode.placement.placement import Placement
+from vnode.placement.placement import Placement, device_list
 
 
 class Devices:
@@ -24,7 +24,7 @@ class Devices:
     `change` may be called from other threads and from signal handlers; the run follows before its next step.
 
     Args:
-      devices: a sequence of devices or a `Placement`.
+      devices: a sequence of devices, a number for the first so many, or a `Placement`.
       counts: nodes on each device; as even as possible by default.
 
     Example:
@@ -61,10 +61,10 @@ class Request:
         Raises:
           PlacementError: it is none of them.
         """
+        if devices is None:
+            raise PlacementError("devices must be a number or a sequence of devices, or a vnode.Placement, not None")
         if not isinstance(devices, Placement | Mesh):
-            if isinstance(devices, str) or not isinstance(devices, Iterable):
-                raise PlacementError(f"devices must be a sequence of devices or a vnode.Placement, not {devices!r}")
-            devices = tuple(devices)
+            devices = tuple(device_list(devices))
         return cls(devices, None if counts is None else tuple(counts))
 
 

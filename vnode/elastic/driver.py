@@ -23,6 +23,7 @@ import numpy as np
 from vnode.data.prefetch import Prefetch
 from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
+from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.identity import compare, identity, shape_of
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
@@ -31,10 +32,12 @@ from vnode.elastic.processes import UNCHECKED, Agreement, Checked, check_copies,
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError
+from vnode.elastic.speed import Speed
+from vnode.errors import CheckpointError, DeviceLost, ProcessError, VnodeError, layout_message
 from vnode.placement.board import Notice
 from vnode.placement.exchange import everywhere, whole_everywhere
 from vnode.placement.host import abstract, on_host
+from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
 from vnode.placement.waiting import check_failed, check_others, ready, tell
@@ -111,8 +114,11 @@ class Driver:
         self.end = options.steps
         self.told = 0
         """How many steps the state has behind it at the last evaluation."""
-        self.exact = options.callback is not None and takes(options.callback, 3)
-        """Whether the callback is given the state, so that it must be called before the next step."""
+        self.exact = any(takes(callback, 3) for callback in options.callbacks)
+        """Whether a callback is given the state, so that it must be called before the next step."""
+        self.speed = Speed(options.peak_flops)
+        self.batch: Any = None
+        """The last batch, for its shapes."""
         self.begin(step, state)
 
     def begin(self, step: Any, state: Any) -> None:
@@ -128,6 +134,12 @@ class Driver:
         if self.agreement.delay:
             self.own = OwnCopy(self.state)
         self.resumed = self.recovery.saved
+        self.best: tuple[int, float] | None = None
+        """The step number, and the metric, of the best state."""
+        if self.resumed is not None and self.checkpoints is not None and self.options.best_metric is not None:
+            number, value, metric = self.checkpoints.facts(self.resumed).get("best") or (0, 0.0, None)
+            if metric == self.options.best_metric and number in self.checkpoints.folders():
+                self.best, self.checkpoints.best = (number, value), number
         self.first = self.number
         self.told = self.number
         self.last_save = time.monotonic()
@@ -194,7 +206,9 @@ class Driver:
         if stopped:
             logger.info("stopped after %d steps: %s", self.number, reason)
         history, reason = list(self.history), reason if stopped else ""
-        return Result(self.state, self.number, history, self.evaluations, self.resizes, self.resumed, stopped, reason)
+        return Result(
+            self.state, self.number, history, self.evaluations, self.resizes, self.resumed, stopped, reason, self.best
+        )
 
     def advance(self) -> None:
         """One step, and what is due after it."""
@@ -207,9 +221,12 @@ class Driver:
             return
         batch = self.feed.get(self.number, self.step.placement)
         self.identify(batch)
+        if self.options.writers:
+            self.speed.launch(self.number, batch)
+            self.batch = shapes_of(batch)
         began = time.perf_counter()
         results = self.step(self.state, batch)
-        check_results(results, self.shapes)
+        check_results(results, self.state)
         self.state, metrics = results[0], whole_everywhere(results[1])
         if self.resized is not None:
             returned = time.perf_counter()
@@ -223,10 +240,12 @@ class Driver:
         self.sum_up()
         if due(self.number, self.options.keep_every):
             self.keep()
-        if self.save_is_due() and self.good():
+        if self.options.best_metric is None and self.save_is_due() and self.good():
             self.save()
         if due(self.number, self.options.evaluate_every):
             self.evaluate()
+        if self.options.best_metric is not None and self.save_is_due() and self.good():  # knows what is best by then
+            self.save()
 
     def save_is_due(self) -> bool:
         """Whether it is time for a checkpoint."""
@@ -295,7 +314,7 @@ class Driver:
         if self.checkpoints is None or self.facts is not None:
             return
         this = identity(self.step, self.data, self.shapes, batch)
-        if self.resumed is not None:
+        if self.resumed:  # before its first step, no run has computed anything
             where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(self.resumed), this, where):
                 self.say(warning, logging.WARNING)
@@ -343,6 +362,7 @@ class Driver:
     def changed(self, step: Any, change: Resize) -> None:
         """Takes note of a change of devices; the next step tells how long it took."""
         self.step = step
+        self.speed.again()
         self.resizes.append(change)
         self.resized = change
 
@@ -363,11 +383,12 @@ class Driver:
         """Passes the metrics of a step on."""
         self.history.append(number, values)
         named = by_name(values)
-        self.write(number, named)
+        writing = self.options.writers and jax.process_index() == 0
+        self.write(number, named | (self.speed.told(number, self.step, self.state, self.batch) if writing else {}))
         self.look(number, named)
-        if self.options.callback is not None:
-            end = number + 1 + (0 if self.exact else AHEAD)
-            self.ask(self.options.callback, self.exact, number, values, end)
+        end = number + 1 + (0 if self.exact else AHEAD)
+        for callback in self.options.callbacks:
+            self.ask(callback, takes(callback, 3), number, values, end)
 
     def write(self, number: int, named: dict[str, Any]) -> None:
         """Gives metrics to the writers."""
@@ -426,7 +447,11 @@ class Driver:
         assert self.checkpoints is not None
         try:
             with self.stop.sheltered():
-                self.checkpoints.save(number, state, self.facts or {})
+                # Before its first step a run has computed nothing that another step could change.
+                facts = dict((self.facts if number > self.options.start else None) or {})
+                if self.best is not None:
+                    facts["best"] = [*self.best, self.options.best_metric]
+                self.checkpoints.save(number, state, facts)
                 self.recovery.saved = number
         except CheckpointError as error:
             error.step, error.state = number, state
@@ -443,16 +468,43 @@ class Driver:
         evaluate = self.options.evaluate
         if evaluate is None or not self.good():
             return
-        values = evaluate(self.state, self.step.placement) if takes(evaluate, 2) else evaluate(self.state)
+        with_placement = isinstance(evaluate, Evaluation)
+        values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
         values = jax.tree.map(on_host, values)
         check_kept(self.state)
         self.told = self.number
         self.evaluations.append((self.number, values))
         self.write(self.number, by_name(values, "evaluate/"))
         logger.info("evaluated after %d steps: %s", self.number, scalars(values))
-        callback = self.options.evaluate_callback
-        if callback is not None:
+        if self.options.best_metric is not None:
+            self.rank(by_name(values, "evaluate/"), self.options.best_metric)
+        for callback in self.options.evaluate_callbacks:
             self.ask(callback, takes(callback, 3), self.number, values, self.number)
+
+    def rank(self, named: dict[str, Any], metric: str) -> None:
+        """Saves the state if it is the best so far, as the checkpoint that stays.
+
+        Raises:
+          VnodeError: the evaluation has no such metric.
+        """
+        name = metric if metric.startswith("evaluate/") else f"evaluate/{metric}"
+        value = named.get(name)
+        if not isinstance(value, bool | int | float):
+            raise VnodeError(
+                layout_message(
+                    f"best_metric={metric!r} is no number among the metrics of an evaluation.",
+                    facts=[f"there are {', '.join(each.removeprefix('evaluate/') for each in named) or 'none'}"],
+                    remedies=["name one of them that is a number"],
+                )
+            )
+        assert self.checkpoints is not None
+        better = self.best is None or (
+            value < self.best[1] if self.options.best_mode == "min" else value > self.best[1]
+        )
+        if better and value == value and self.number > self.options.start:
+            self.best = self.number, float(value)
+            self.checkpoints.best = self.number
+            self.save()
 
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
@@ -469,9 +521,11 @@ class Driver:
         good = self.good()
         if not good:
             self.last_good()
-        self.save()
+        if self.options.best_metric is None:
+            self.save()
         if good and self.told < self.number and not (self.stopping or self.asked_to_stop()):
             self.evaluate()
+        self.save()
         self.display.update(self.number, "")
 
     def last_batch(self) -> Any:
@@ -550,6 +604,8 @@ class Driver:
             return
         try:
             found = self.recovery.last_state(self.number, self.state, self.step.placement)
+            if found is not None and found[1] is self.state and self.resumed is None and self.number == self.first:
+                return  # no step was made, and the caller has the state
             if found is not None:
                 self.write_checkpoint(*found)
                 error.add_note(f"The state after {found[0]} steps was saved before; the same call goes on from there.")

@@ -5,6 +5,7 @@ Knows steps as callables with placements, and batches by number. Must not know t
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +14,15 @@ import jax
 import numpy as np
 
 from vnode.data.source import loader
+from vnode.elastic.checks import check_step, form, name_of
 from vnode.elastic.options import whole
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.host import on_host
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import is_sharded_batch
 from vnode.placement.waiting import ready
+from vnode.step.protocol import Step
+from vnode.tracebacks import api_boundary
 
 
 class Evaluation:
@@ -33,7 +37,8 @@ class Evaluation:
         weighted by examples, in float64. So metrics should be means over examples, or `combine` must be given.
 
     Raises:
-      VnodeError: it is not known how many batches there are, or these would not hold each example once.
+      VnodeError: the step is not virtualized, or takes nnx objects; it is not known how many batches there are, or
+        these would not hold each example once.
 
     Example:
       >>> import jax.numpy as jnp, vnode
@@ -53,11 +58,13 @@ class Evaluation:
         batches: int | None = None,
         combine: Callable[[Sequence[Any], Sequence[int]], Any] | None = None,
     ) -> None:
+        check_evaluating_step(step)
         self.step = step
         self.batches = batches_in(data) if batches is None else whole("batches", batches, 1)
         self.load = loader(data, self.batches)
         self.combine = combine or weighted_mean
 
+    @api_boundary
     def __call__(self, state: Any, placement: Placement) -> Any:
         """The metrics of a state, on the host.
 
@@ -71,6 +78,7 @@ class Evaluation:
             batch = self.load(number, step.placement)
             examples.append(size_of(batch))
             metrics.append(step(state, batch))  # all are under way before the first is waited for
+            check_metrics(metrics[-1], state)
         return self.combine([jax.tree.map(on_host, ready(each, "an evaluation")) for each in metrics], examples)
 
     def on(self, placement: Placement) -> Any:
@@ -111,3 +119,77 @@ def size_of(batch: Any) -> int:
 def weighted_mean(metrics: Sequence[Any], examples: Sequence[int]) -> Any:
     """The mean of the metrics of several batches, weighted by their examples, in float64."""
     return jax.tree.map(lambda *leaves: np.average(np.stack(leaves).astype(np.float64), 0, examples), *metrics)
+
+
+def check_evaluation(evaluate: Any) -> None:
+    """Refuses what a run cannot evaluate its state with, before its first step.
+
+    Args:
+      evaluate: an option of a run: takes the state alone, or is an `Evaluation`.
+
+    Raises:
+      VnodeError: it is a virtualized step.
+      ValueError: it cannot be called with the state alone.
+    """
+    if evaluate is None or isinstance(evaluate, Evaluation):
+        return
+    if isinstance(evaluate, Step):
+        raise VnodeError(
+            layout_message(
+                f"evaluate={name_of(evaluate)} is a virtualized step, which has no batches to evaluate the state on.",
+                remedies=["evaluate=vnode.elastic.Evaluation(step, held_out_data)"],
+            )
+        )
+    try:
+        inspect.signature(evaluate).bind(None)
+    except ValueError:  # a built-in that does not tell
+        return
+    except TypeError as error:
+        raise ValueError(
+            layout_message(
+                f"evaluate={name_of(evaluate)} cannot be called with the state alone: {error}.",
+                remedies=[
+                    "evaluate=lambda state: ..., which returns metrics",
+                    "evaluate=vnode.elastic.Evaluation(step, held_out_data) for a step that takes (state, batch)",
+                ],
+            )
+        ) from None
+
+
+def check_evaluating_step(step: Any) -> None:
+    """Refuses a step that an `Evaluation` cannot run.
+
+    Raises:
+      VnodeError: it is not virtualized, or takes objects of a framework.
+    """
+    check_step(step)
+    if hasattr(step, "functional"):
+        raise VnodeError(
+            layout_message(
+                f"an Evaluation takes a step on arrays, and {name_of(step)} takes objects of flax.nnx.",
+                remedies=[
+                    "a step on the state of the run: vnode.virtualize(step, virtual_nodes=8), with (state, batch)"
+                ],
+            )
+        )
+
+
+def check_metrics(results: Any, state: Any) -> None:
+    """Refuses a training step in the place of one that evaluates.
+
+    Args:
+      results: what an evaluating step returned.
+      state: that it was given.
+
+    Raises:
+      VnodeError: the results hold a state.
+    """
+    if isinstance(results, tuple) and results and jax.tree.leaves(state) and form(results[0]) == form(state):
+        raise VnodeError(
+            layout_message(
+                "the step of an Evaluation must return metrics alone, and returns a state first, as training does.",
+                remedies=[
+                    "a step that returns metrics: vnode.virtualize(lambda state, batch: {'loss': ...}, virtual_nodes=8)"
+                ],
+            )
+        )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 
 from vnode.analysis.fingerprint import Fingerprint, fingerprint
-from vnode.data.source import description
+from vnode.data.source import description, same_examples
 from vnode.data.source import fingerprint as data_fingerprint
 from vnode.elastic.options import RunOptions
 from vnode.errors import CheckpointError, layout_message
@@ -183,7 +183,7 @@ def compare(before: dict[str, Any], run: Identity, where: str) -> list[str]:
     if before.get("devices") and before["devices"] != now["devices"]:
         kinds = f"{before['devices']} then, {now['devices']} now"
         warnings.append(f"{where} was written on another kind of device, whose bits may differ: {kinds}")
-    if before.get("examples") != now["examples"] and None not in (before.get("examples"), now["examples"]):
+    if not same_examples(before.get("examples"), now["examples"]):
         warnings.append(f"{where} was made with other examples: a sample of their values has another checksum")
     if (before.get("data") is None) != (now["data"] is None) and "data" in before:
         whose = "the checkpoint's" if before["data"] is None else "this run's"

@@ -40,12 +40,15 @@ class RunOptions:
     checkpoint_every: int | None
     checkpoint_seconds: float | None
     checkpoints_kept: int | None
-    callback: Callable[..., Any] | None
+    callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None
     metrics_every: int
     history_kept: int
     evaluate: Callable[..., Any] | None
     evaluate_every: int | None
-    evaluate_callback: Callable[..., Any] | None
+    evaluate_callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None
+    best_metric: str | None
+    best_mode: Literal["min", "max"]
+    peak_flops: float | None
     writers: Sequence[Callable[[int, dict[str, Any]], Any]]
     on_nan: Literal["continue", "stop"]
     stop_signals: Iterable[signal.Signals]
@@ -68,10 +71,21 @@ class RunOptions:
         self._one_of("on_nan", ("continue", "stop"), '"continue" or "stop"')
         self._one_of("progress", (None, False, True), "None, False or True")
         self._needs("checkpoint", "checkpoint_every", "checkpoint_seconds", "checkpoints_kept")
-        self._needs("evaluate", "evaluate_every", "evaluate_callback")
+        self._needs("evaluate", "evaluate_every", "evaluate_callback", "best_metric")
+        self._needs("checkpoint", "best_metric")
+        self._one_of("best_mode", ("min", "max"), '"min" or "max"')
+        if self.best_metric is not None and not isinstance(self.best_metric, str):
+            raise ValueError(f"best_metric must be the name of a metric of evaluations, not {self.best_metric!r}")
+        peak = self.peak_flops
+        if peak is not None and not (isinstance(peak, numbers.Real) and 0 < peak < math.inf):
+            raise ValueError(f"peak_flops must be operations a second of one device, or None, not {peak!r}")
+        for name in ("callback", "evaluate_callback"):
+            value = getattr(self, name)
+            if not all(map(callable, callables(value))):
+                raise ValueError(f"{name} must be callable, or several of them, not {value!r}")
         if self.on_nan == "stop" and self.keep_every is None and self.checkpoint is None:
             raise ValueError('on_nan="stop" goes back to a good state: it needs keep_every, or checkpoint')
-        for name in ("callback", "evaluate", "evaluate_callback", "alive"):
+        for name in ("evaluate", "alive"):
             value = getattr(self, name)
             if value is not None and not callable(value):
                 raise ValueError(f"{name} must be callable, not {value!r}")
@@ -84,6 +98,16 @@ class RunOptions:
         if self.checkpoint_seconds is not None:
             return self.checkpoint_seconds
         return CHECKPOINT_SECONDS if self.checkpoint_every is None else math.inf
+
+    @property
+    def callbacks(self) -> tuple[Callable[..., Any], ...]:
+        """Those of steps."""
+        return callables(self.callback)
+
+    @property
+    def evaluate_callbacks(self) -> tuple[Callable[..., Any], ...]:
+        """Those of evaluations."""
+        return callables(self.evaluate_callback)
 
     def _one_of(self, name: str, allowed: tuple[Any, ...], words: str) -> None:
         value = getattr(self, name)
@@ -135,6 +159,13 @@ def whole(name: str, value: Any, least: int) -> int:
         none = ", or None" if name in MAY_BE_NONE else ""
         raise ValueError(f"{name} must be a whole number, at least {least}{none}, not {value!r}")
     return number
+
+
+def callables(given: Callable[..., Any] | Sequence[Callable[..., Any]] | None) -> tuple[Callable[..., Any], ...]:
+    """One callable, several or none, as several."""
+    if given is None or callable(given):
+        return () if given is None else (given,)
+    return tuple(given) if isinstance(given, list | tuple) else (given,)  # pyright: ignore[reportReturnType]
 
 
 def takes(function: Callable[..., Any], arguments: int) -> bool:

@@ -89,11 +89,12 @@ class Reader:
       path: the folder; any that `etils.epath` knows (``gs://...``).
 
     Raises:
-      CheckpointError: it cannot be looked into.
+      CheckpointError: it is one checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.folder = located(path)
+        check_folder(self.folder)
         self.damaged: dict[int, str] = {}
 
     @property
@@ -323,15 +324,39 @@ class Reader:
         )
 
 
+def check_folder(folder: epath.Path) -> None:
+    """Refuses a checkpoint, or a part of one, in the place of the folder that holds checkpoints.
+
+    Raises:
+      CheckpointError: it is one.
+    """
+    for here in (folder, folder.parent):
+        try:
+            found = (here / METADATA).is_file()
+        except Exception:  # of an object store; what cannot be looked into is told of later
+            continue
+        if not found:
+            continue
+        number = re.search(r"\d+$", here.name)
+        only = f"vnode.elastic.restore({str(here.parent)!r}, step={number[0]})" if number else None
+        raise CheckpointError(
+            layout_message(
+                f"{folder} is {'' if here == folder else 'part of '}one checkpoint, not a folder of checkpoints.",
+                remedies=[f"name the folder that it is in: {str(here.parent)!r}"]
+                + ([f"to read this one: {only}"] if only else []),
+            )
+        )
+
+
 def located(path: str | os.PathLike[str]) -> epath.Path:
-    """A folder as `etils.epath` has it; one of this machine's file systems with its whole path.
+    """A folder as `etils.epath` has it; one of this machine's file systems with its whole path, ``~`` as the home.
 
     Raises:
       CheckpointError: there is no such kind of path.
     """
     said = os.fspath(path)
     try:
-        return epath.Path(path if "://" in said else os.path.abspath(said))
+        return epath.Path(path if "://" in said else os.path.abspath(os.path.expanduser(said)))
     except KeyError as error:
         raise CheckpointError(
             layout_message(

@@ -11,10 +11,19 @@ from typing import TYPE_CHECKING, Any
 import jax.numpy as jnp
 from jax.sharding import Sharding, SingleDeviceSharding
 
+from vnode.errors import VnodeError, layout_message
+from vnode.placement.statics import array_leaves
+from vnode.tracebacks import api_boundary
+
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 
+NNX = "flax.nnx.pytreelib"
+"""Where flax defines what its modules, optimizers and metrics inherit from."""
+
+
+@api_boundary
 def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = None, step: int | None = None) -> Any:
     """Restores the state of a checkpoint, of `vnode.elastic.run` or of an `orbax.checkpoint.CheckpointManager`.
 
@@ -35,6 +44,7 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
 
     Raises:
       CheckpointError: there is no such checkpoint, or it is of a state of another structure, shapes or dtypes.
+      VnodeError: `like` holds no arrays, or objects of flax.nnx.
       DamagedCheckpointError: it cannot be read, or is not what was saved.
       ImportError: orbax is not installed.
 
@@ -53,11 +63,13 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
     """
     try:
         from vnode.elastic.contents import filled, named, nested
+        from vnode.elastic.logs import Quiet
         from vnode.elastic.reader import Reader
         from vnode.elastic.shared_reader import SharedReader
-        from vnode.errors import CheckpointError, layout_message
+        from vnode.errors import CheckpointError
     except ImportError as error:
         raise ImportError("checkpoints need orbax: pip install 'vnode[elastic]'") from error
+    check_like(like)
     leaves = None if like is None else named(like)
     goals = [getattr(leaf.value, "sharding", None) for leaf in (leaves or {}).values()]
     shared = any(goal is not None and not goal.is_fully_addressable for goal in goals)
@@ -72,11 +84,58 @@ def restore(folder: str | os.PathLike[str] | ocp.CheckpointManager, like: Any = 
         arrays = reader.read(number, leaves, where)
         return nested(arrays) if like is None else filled(like, arrays)
 
-    if step is not None:
-        return read(step)
-    found = reader.newest(read)
+    with Quiet():
+        if step is not None:
+            return read(step)
+        found = reader.newest(read)
     if found is None:
         raise CheckpointError(
             layout_message(f"there are no checkpoints in {reader.path}.", remedies=["check the path"])
         )
     return found[1]
+
+
+def check_like(like: Any) -> None:
+    """Refuses what is no state.
+
+    Args:
+      like: what a checkpoint is to be restored like; None for anything.
+
+    Raises:
+      VnodeError: it holds no arrays, or objects of flax.nnx.
+    """
+    entries = like if isinstance(like, tuple | list) else (like,)
+    objects = [
+        entry
+        for entry in entries
+        if not isinstance(entry, type) and any(base.__module__ == NNX for base in type(entry).__mro__)
+    ]
+    if objects:
+        name = "objects" if isinstance(like, tuple | list) else "model"
+        raise VnodeError(
+            layout_message(
+                f"like holds objects of flax.nnx ({type(objects[0]).__name__}), and a checkpoint holds arrays.",
+                remedies=[
+                    "to go on training, call vnode.elastic.run again with the same folder: it fills the objects",
+                    "to get them filled here: "
+                    f"arrays = vnode.elastic.restore(folder, like=nnx.to_pure_dict(nnx.state({tuple_of(name)}))); "
+                    f"state = nnx.state({tuple_of(name)}); nnx.replace_by_pure_dict(state, arrays); "
+                    f"nnx.update({tuple_of(name)}, state)",
+                ],
+            )
+        )
+    if like is not None and not any(array_leaves(like)):
+        raise VnodeError(
+            layout_message(
+                f"like={like!r:.80} holds no arrays: it is a {type(like).__name__}.",
+                remedies=[
+                    "give a state, as the run was given: like={'params': params, 'opt_state': opt_state}",
+                    "of a flax.linen module that is model.init(key, x); shapes will do: jax.eval_shape(init, ...)",
+                ],
+            )
+        )
+
+
+def tuple_of(name: str) -> str:
+    """The objects of a run in a message: a tuple, also of one."""
+    return name if name == "objects" else f"({name},)"

@@ -97,6 +97,8 @@ class Result:
       resumed: the step number of the checkpoint that this run began with, if it did.
       stopped: whether the run ended before `steps`.
       reason: why it did; empty if it did not.
+      best: the step number and the metric of the best state, if `best_metric` was asked for; its checkpoint stays:
+        ``vnode.elastic.restore(folder, step=result.best[0])``.
     """
 
     state: Any
@@ -107,11 +109,13 @@ class Result:
     resumed: int | None
     stopped: bool
     reason: str = ""
+    best: tuple[int, float] | None = None
 
     def __repr__(self) -> str:
         parts = [f"step={self.step}"]
         parts += [] if self.resumed is None else [f"resumed={self.resumed}"]
         parts += [f"stopped: {self.reason}"] if self.stopped else []
+        parts += [] if self.best is None else [f"best={self.best[0]}"]
         parts += [f"{len(entries)} {name}" for name, entries in self._lists() if entries]
         return f"Result({', '.join(parts)})"
 

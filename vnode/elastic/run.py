@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
+import numbers
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from vnode.data.prefetch import Prefetch
-from vnode.data.source import loader
-from vnode.elastic.checks import check_step
+from vnode.data.source import Cycle, loader
+from vnode.elastic.checks import check_step, check_takes
 from vnode.elastic.devices import responds
 from vnode.elastic.driver import Driver
+from vnode.elastic.evaluation import check_evaluation
 from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
@@ -27,6 +30,7 @@ from vnode.placement.records import check_same
 from vnode.placement.world import world
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
+from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -34,12 +38,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger("vnode")
 
 
+@api_boundary
 def run(
     step: Any,
     state: Any,
     data: Any,
     *,
-    steps: int,
+    steps: int | None = None,
+    epochs: float | None = None,
     start: int = 0,
     devices: Any = None,
     compile_ahead: bool | Literal["warm_up"] = False,
@@ -49,12 +55,15 @@ def run(
     checkpoint_every: int | None = None,
     checkpoint_seconds: float | None = None,
     checkpoints_kept: int | None = None,
-    callback: Callable[..., Any] | None = None,
+    callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
     metrics_every: int = 1,
     history_kept: int = 10_000,
     evaluate: Callable[..., Any] | None = None,
     evaluate_every: int | None = None,
-    evaluate_callback: Callable[..., Any] | None = None,
+    evaluate_callback: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+    best_metric: str | None = None,
+    best_mode: Literal["min", "max"] = "min",
+    peak_flops: float | None = None,
     writers: Sequence[Callable[[int, dict[str, Any]], Any]] = (),
     on_nan: Literal["continue", "stop"] = "continue",
     stop_signals: Iterable[signal.Signals] = (signal.SIGINT, signal.SIGTERM),
@@ -76,10 +85,12 @@ def run(
         ``batch(step)``. Must depend on nothing else: a step may be asked for again. Arrays on the host are copied, so
         one buffer may be filled again and again.
       steps: how many steps in all, those before `start` or a checkpoint that is resumed from included.
+      epochs: in place of `steps`: how often each example is read, for data that say how many batches that is:
+        `vnode.data.Batches`, lists, what has a length. Batches of a list are then read again in the same order.
       start: how many steps `state` has behind it, to go on with a loop that began elsewhere. A checkpoint in the folder
         that has more goes before it.
-      devices: a sequence of devices, a `Placement`, a `Devices`, or a function of the step number that returns one of
-        the first two, or None for no change. The step's own placement by default.
+      devices: a sequence of devices, a number for the first so many, a `Placement`, a `Devices`, or a function of the
+        step number that returns one of the first three, or None for no change. The step's own placement by default.
       compile_ahead: whether to go on on the devices that there are until the step is compiled for those that are asked
         for, in a background thread; with "warm_up" until it has also run there once, with copies
         (`VirtualStep.warm_up`). Otherwise they are changed before the next step, which waits for its program.
@@ -87,7 +98,8 @@ def run(
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
       checkpoint: a folder for checkpoints. If it has one, the run resumes from it, on whatever devices. Needs
-        `orbax-checkpoint`. There is always one of the last step, and of the last state before an error.
+        `orbax-checkpoint`. There is always one of the last step, and of the last state before an error, if a step was
+        made.
       checkpoint_every: further checkpoints after so many steps, written in the background.
       checkpoint_seconds: further checkpoints after so many seconds; by default ten minutes, if `checkpoint_every` is
         not given.
@@ -95,16 +107,24 @@ def run(
       callback: ``callback(step, metrics)`` is called with a step's number and its metrics on the host, in order, up to
         4 steps late; again for steps that are run again. If it returns True, the run ends 4 steps after that step, on
         any devices. ``callback(step, metrics, state)`` is called before the next step begins, for which the loop waits;
-        the state is that after the step, to be read only, and True ends the run at once.
+        the state is that after the step, to be read only, and True ends the run at once. Several callbacks may be given
+        in a list: they are called in its order.
       metrics_every: fetch the metrics of every so many steps.
       history_kept: the last so many metrics are in the result, as far as they take no more than 64 MiB.
       evaluate: a `vnode.elastic.Evaluation`, or a function of the state that returns metrics. Called at the end, unless
-        a signal came.
+        a signal came. The state is to be read only.
       evaluate_every: evaluate after so many steps too.
       evaluate_callback: as `callback`, with how many steps the state has behind it and the metrics of an evaluation;
         True ends the run at once.
+      best_metric: the name of a metric of evaluations. The state with the best is a checkpoint that stays, besides the
+        last ones; `Result.best` says which it is, also of earlier runs in the folder.
+      best_mode: whether ``"min"`` or ``"max"`` is the best.
+      peak_flops: operations a second of one device at its best, for the utilization; by default what makers say of
+        TPUs and GPUs that `vnode.partition` knows, in bfloat16.
       writers: called with a step number and metrics by name: `vnode.elastic.JsonLines`, `vnode.elastic.TensorBoard`, or
-        any function. Names of evaluations begin with ``evaluate/``.
+        any function. Names of evaluations begin with ``evaluate/``; ``time/seconds`` since the run began,
+        ``time/examples_per_second`` and, where the peak is known, ``time/utilization`` (scalar operations of the step
+        as written) are added to those of steps.
       on_nan: what to do when the loss is not finite (the metric named ``"loss"``, or any if none is): ``"continue"``
         logs a warning once; ``"stop"`` ends the run with the last good state: the steps behind it had finite losses,
         and it holds no NaN.
@@ -118,9 +138,11 @@ def run(
       The final state, and what happened.
 
     Raises:
-      ValueError: an option is not what it must be, or has no effect without another one.
+      ValueError: an option is not what it must be, or has no effect without another one; or nobody knows how many steps
+        `epochs` are.
       VnodeError: no device is left; a device failed and there is nothing to fall back to; the step is not virtualized,
-        or does not return a state and metrics; or the data have no batches by step number.
+        does not return a state and metrics, or returns a state of other types than it was given; or the data have no
+        batches by step number.
       CheckpointError: the folder holds checkpoints of another state, of other data, or of another number of nodes; or
         the state, which the error has as `state`, cannot be saved.
       Exception: what the step, the data, a writer or a callback raises, after the state was saved. An error of jax's
@@ -138,7 +160,7 @@ def run(
     """
     with world().run():  # all processes learn of its error
         options = RunOptions(
-            steps=steps,
+            steps=number_of_steps(steps, epochs, data),
             start=start,
             devices=devices,
             compile_ahead=compile_ahead,
@@ -154,22 +176,54 @@ def run(
             evaluate=evaluate,
             evaluate_every=evaluate_every,
             evaluate_callback=evaluate_callback,
+            best_metric=best_metric,
+            best_mode=best_mode,
+            peak_flops=peak_flops,
             writers=writers,
             on_nan=on_nan,
             stop_signals=stop_signals,
             alive=alive,
             progress=progress,
         )
-        return begin(step, state, data, options)
+        return begin(step, state, data if epochs is None else repeated(data), options)
 
 
 def begin(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` with options that are checked."""
+    check_evaluation(options.evaluate)
     check_there({"state": state}, returned="result.state")
     if hasattr(step, "functional"):
+        check_takes(step, len(state) if isinstance(state, tuple) else 1)
         return run_objects(step, state, data, options)
     check_step(step)
+    check_takes(step)
     return run_step(step, state, data, options)
+
+
+def number_of_steps(steps: int | None, epochs: float | None, data: Any) -> Any:
+    """How many steps a run has, given one of two ways to say it.
+
+    Raises:
+      ValueError: both are given, or neither; or nobody knows how many steps an epoch has.
+    """
+    if epochs is None:
+        if steps is None:
+            raise ValueError("say how long to run: steps=..., or epochs=... for data that have a length")
+        return steps
+    if steps is not None:
+        raise ValueError(f"give steps={steps!r} or epochs={epochs!r}, not both")
+    if isinstance(epochs, bool) or not isinstance(epochs, numbers.Real) or not 0 <= epochs < math.inf:
+        raise ValueError(f"epochs must be a number, at least 0, not {epochs!r}")
+    order = getattr(data, "order", None)
+    length = order.steps_per_epoch if order is not None else len(data) if hasattr(data, "__len__") else None
+    if length is None:
+        raise ValueError(f"epochs={epochs!r}: nobody knows how many batches {type(data).__name__} has; give steps=...")
+    return math.ceil(epochs * length)
+
+
+def repeated(data: Any) -> Any:
+    """Data that are read in every epoch: the batches of a list again and again, others as they are."""
+    return Cycle(data) if isinstance(data, Sequence) and not isinstance(data, str | tuple) else data
 
 
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:

@@ -41,7 +41,7 @@ class JsonLines:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "ab+") as file:
             file.seek(0)
@@ -90,7 +90,7 @@ class TensorBoard:
             tensorboard = importlib.import_module("tensorboardX")
         except ImportError as error:
             raise ImportError("TensorBoard needs tensorboardX: pip install 'vnode[tensorboard]'") from error
-        self._writer = tensorboard.SummaryWriter(os.fspath(folder))
+        self._writer = tensorboard.SummaryWriter(os.path.expanduser(folder))
 
     def __call__(self, step: int, metrics: dict[str, Any]) -> None:
         for name, value in metrics.items():

@@ -16,6 +16,7 @@ from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, prepared
+from vnode.tracebacks import remove_frames
 from vnode.transform import virtualize as virtualize_pure
 
 try:
@@ -23,6 +24,12 @@ try:
     from flax.nnx import extract
 except ImportError as error:
     raise ImportError("vnode.nnx needs flax: pip install 'vnode[flax]'") from error
+
+__all__ = ["ObjectStep", "virtualize"]
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 class ObjectStep(Step[P, R]):
@@ -49,10 +56,14 @@ class ObjectStep(Step[P, R]):
         return self._step.put(tree)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        with nnx.update_context(self._tag):
-            pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
-            pure = self._step(*pure_args, **pure_kwargs)
-            return nnx.from_tree(pure, ctxtag=self._tag, is_inner=False)[2]
+        try:
+            with nnx.update_context(self._tag):
+                pure_args, pure_kwargs = nnx.to_tree((args, kwargs), ctxtag=self._tag)
+                pure = self._step(*pure_args, **pure_kwargs)
+                return nnx.from_tree(pure, ctxtag=self._tag, is_inner=False)[2]
+        except Exception as error:
+            remove_frames(error)
+            raise
 
     def __repr__(self) -> str:
         return f"ObjectStep({self._step!r})"

@@ -62,3 +62,7 @@ __all__ = [
     "kind_to_keep",
     "register",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -61,7 +61,10 @@ DESCRIPTIONS = Remembered[OperatorDescription](256)
 def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
     plan = split_axes(call)
     f = Factors()
-    factor = {axis.axis: f.new(axis.size, Reduced(Monoid.SUM) if axis.adds else FREE) for axis in plan.axes}
+    factor = {
+        axis.axis: f.new(axis.size, Reduced(Monoid.SUM) if axis.adds and axis.linear is None else FREE)
+        for axis in plan.axes
+    }
 
     def dims(shape: Sequence[int], leading: Sequence[Axis | None]) -> Dims:
         made: list[Dim] = []
@@ -87,10 +90,19 @@ def described(eqn: JaxprEqn, call: Call) -> OperatorDescription:
     ) -> list[Any]:
         return evaluate_copy(e, plan, {axis: sizes[own] for axis, own in factor.items()}, operands)
 
+    results, first = made[len(eqn.invars) :], call.sizes_given + call.scalars
+    mixed = {factor[axis.axis]: first + axis.linear for axis in plan.axes if axis.linear is not None}
+    summed = {
+        k: frozenset({operand})
+        for own, operand in mixed.items()
+        for k, dims in enumerate(results)
+        if not any(own in dim for dim in dims)
+    }
     return OperatorDescription(
         factors=f.all,
         operands=tuple(made[: len(eqn.invars)]),
-        results=tuple(made[len(eqn.invars) :]),
+        results=tuple(results),
+        summed=summed,
         work=Work(-(-operations // max(count, 1)), -(-transcendental // max(count, 1))),
         opaque=True,
         whole_because="; ".join(f"along axis {axis} of its grid, {why}" for axis, why in plan.whole.items()),

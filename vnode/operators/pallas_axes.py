@@ -32,7 +32,8 @@ class Axis:
       size: indices of the factor: blocks, or rows.
       within: steps of the grid per index: the minor part of an axis that index maps divide.
       block: rows of a block, where the factor's indices are rows; else 0.
-      adds: whether the results are sums over it.
+      adds: whether results are sums over it.
+      linear: if others are not: in which of the arrays the sums are linear.
     """
 
     axis: int
@@ -40,6 +41,7 @@ class Axis:
     within: int = 1
     block: int = 0
     adds: bool = False
+    linear: int | None = None
 
     def steps(self, size: int) -> int:
         """The size of the grid's axis for a copy."""
@@ -330,10 +332,14 @@ def summed(
             if line is None or digit is None or digit.axis != axis or line.ragged or first + k in having:
                 return {}
             having.add(first + k)
-    size = call.grid[axis]
-    if not having or having & outputs or not adds_up(kernel, users.index(axis), size, state, outputs, having):
-        return {}
-    return {axis: Axis(axis, size, adds=True)}
+    size, number, free = call.grid[axis], users.index(axis), having & outputs
+    if not free and having and adds_up(kernel, number, size, state, outputs, having):
+        return {axis: Axis(axis, size, adds=True)}
+    kept = [k for k in state if k not in free]
+    for operand in sorted(having - outputs) if free and outputs - free else ():
+        if adds_up(kernel, number, size, kept, outputs - free, {operand}, free):
+            return {axis: Axis(axis, size, adds=True, linear=operand - first)}
+    return {}
 
 
 def rows_of(

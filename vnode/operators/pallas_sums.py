@@ -82,18 +82,27 @@ class Stage(enum.IntEnum):
     UNTOUCHED, ZEROED, FINAL = range(3)
 
 
-def adds_up(kernel: Jaxpr, axis: int, size: int, state: Sequence[int], outputs: Set[int], having: Set[int]) -> bool:
-    """Whether the results of a call are sums over an axis, of terms that are zero where its operands are.
+def adds_up(
+    kernel: Jaxpr,
+    axis: int,
+    size: int,
+    state: Sequence[int],
+    outputs: Set[int],
+    having: Set[int],
+    free: Set[int] = frozenset(),
+) -> bool:
+    """Whether results of a call are sums over an axis, of terms that are zero where its operands are.
 
     Args:
       kernel: the kernel.
       axis: the axis, as the kernel counts axes.
       size: its size.
       state: inputs that are scratch, or results.
-      outputs: those that are results.
-      having: inputs that have blocks along the axis.
+      outputs: those that are sums.
+      having: operands that have blocks along the axis.
+      free: results that have; if there are any, the terms are linear in `having`.
     """
-    sums = Sums(axis, size, dict.fromkeys(state, Stage.UNTOUCHED), outputs, having)
+    sums = Sums(axis, size, dict.fromkeys(state, Stage.UNTOUCHED), outputs, having, free)
     try:
         sums.body(kernel, list(range(len(kernel.invars))))
     except Unknown:
@@ -104,8 +113,11 @@ def adds_up(kernel: Jaxpr, axis: int, size: int, state: Sequence[int], outputs: 
 class Sums:
     """Follows sums through a kernel; arguments as those of `adds_up`."""
 
-    def __init__(self, axis: int, size: int, stages: dict[int, Stage], outputs: Set[int], having: Set[int]) -> None:
+    def __init__(
+        self, axis: int, size: int, stages: dict[int, Stage], outputs: Set[int], having: Set[int], free: Set[int]
+    ) -> None:
         self.axis, self.size, self.stages, self.outputs, self.having = axis, size, stages, outputs, having
+        self.free = free
         self.done = False  # totals have been handed on
         self.level = 0  # of programs in one another: `with_size` rewrites the outermost
         self.depth = 0  # of branches that are not taken at every step
@@ -155,7 +167,8 @@ class Sums:
             return [dataclasses.replace(totals[0], cast=totals[0].cast or not added)]
         if any(isinstance(value, int) for value in operands) or eqn.effects or self.axis in has_program_id(eqn):
             raise Unknown
-        return [term(eqn, [value for value in operands if isinstance(value, Term)])] * len(eqn.outvars)
+        terms = [value for value in operands if isinstance(value, Term)]
+        return [term(eqn, terms, linear=bool(self.free))] * len(eqn.outvars)
 
     def test(self, eqn: JaxprEqn, operands: list[Value]) -> Test:
         """What an equation asks of the program id."""
@@ -178,6 +191,8 @@ class Sums:
         if any(isinstance(value, Test) for value in given):
             raise Unknown
         if isinstance(chosen, Term):
+            if self.free and chosen is not Term.SAME:
+                raise Unknown
             self.depth += 1
             made = [self.body(body.jaxpr, given) for body in region.bodies]
             self.depth -= 1
@@ -219,6 +234,8 @@ class Sums:
         reference = operands[0]
         if not isinstance(reference, int) or any(value not in (Term.SAME, Term.ZERO) for value in operands[1:]):
             raise Unknown
+        if reference in self.free:
+            return Term.ANY
         if reference not in self.stages:
             return Term.ZERO if reference in self.having else Term.SAME
         if self.stages[reference] != Stage.ZEROED:
@@ -229,6 +246,8 @@ class Sums:
         reference, value = operands[0], operands[1]
         if not isinstance(reference, int) or any(i not in (Term.SAME, Term.ZERO) for i in operands[2:]):
             raise Unknown
+        if reference in self.free and isinstance(value, Term):
+            return
         stage, adds = self.stages.get(reference), eqn.primitive.name == "addupdate"
         if stage == Stage.UNTOUCHED and reference in self.outputs:
             handed_on = isinstance(value, Total) and value.place is None and takes_all(eqn, eqn.invars[2:])
@@ -254,8 +273,8 @@ def is_zero(atom: Any) -> bool:
     return isinstance(atom, Literal) and np.ndim(atom.val) == 0 and atom.val == 0
 
 
-def term(eqn: JaxprEqn, operands: Sequence[Term]) -> Term:
-    """What becomes of the result of an equation without references."""
+def term(eqn: JaxprEqn, operands: Sequence[Term], linear: bool) -> Term:
+    """What becomes of the result of an equation without references; `linear`: zero is said of what is linear, too."""
     name = eqn.primitive.name
     if all(value is Term.SAME for value in operands):
         return Term.SAME
@@ -263,9 +282,9 @@ def term(eqn: JaxprEqn, operands: Sequence[Term]) -> Term:
     if name in LINEAR or name in SUMS:
         return Term.ZERO if zeros == len(operands) else Term.ANY
     if name in PRODUCTS:
-        return Term.ZERO if zeros and Term.ANY not in operands else Term.ANY
+        return Term.ZERO if Term.ANY not in operands and (zeros == 1 if linear else zeros) else Term.ANY
     if name == "select_n" and all(value is Term.ZERO for value in operands[1:]):
-        return Term.ZERO
+        return Term.ZERO if not linear or operands[0] is Term.SAME else Term.ANY
     return Term.ANY
 
 

@@ -34,3 +34,7 @@ __all__ = [
     "search",
     "uneven",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,7 +10,6 @@ looks only at a list in its own memory. As long as nobody fails nothing is writt
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -156,8 +155,7 @@ class Board:
 
     def close(self) -> None:
         """Has nothing more said to the service, whose client is about to end."""
-        with contextlib.suppress(Exception):
-            self.closed = True
+        self.closed = True
 
 
 GONE = "its service does not answer; it was killed, or its host has failed"

@@ -1,16 +1,17 @@
 """Devices by kind.
 
-Knows devices. Must not know steps, times or placements.
+Knows devices. Must not know steps or times.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.placement import device_list
 from vnode.show.units import several
 
 
@@ -18,8 +19,9 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
     """Groups devices by kind, kinds and devices in order of appearance.
 
     Args:
-      devices: a sequence, grouped by ``device_kind``; a mapping from names of kinds to devices, which is taken as it
-        is (devices of one model may differ in what else they do); all of ``jax.devices()`` by default.
+      devices: a sequence (or a number: the first so many), grouped by ``device_kind``; a mapping from names of kinds to
+        devices, which is taken as it is (devices of one model may differ in what else they do); all of
+        ``jax.devices()`` by default.
 
     Returns:
       The devices of every kind.
@@ -35,11 +37,9 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
     devices = jax.devices() if devices is None else devices
     if isinstance(devices, Mapping):
         groups = {str(kind): list(group) for kind, group in devices.items()}
-    elif isinstance(devices, str) or not isinstance(devices, Iterable):
-        raise PlacementError(f"devices must be a sequence of devices, or map names of kinds to some, not {devices!r}")
     else:
         groups = {}
-        for device in devices:
+        for device in device_list(devices):
             groups.setdefault(getattr(device, "device_kind", ""), []).append(device)
     named = [device for group in groups.values() for device in group]
     for device in named:

@@ -32,8 +32,8 @@ class Placement(Drawn, Bound):
 
     Args:
       virtual_nodes: V, at least 1.
-      devices: the devices, in order; all of ``jax.devices()`` by default. More devices than nodes is allowed: the
-        last ones then hold no node.
+      devices: the devices, in order, or a number for the first so many; all of ``jax.devices()`` by default. More
+        devices than nodes is allowed: the last ones then hold no node.
       counts: nodes on each device; must add up to V.
       mesh: spread the nodes over one axis of this mesh instead; over its other axes parameters may be sharded, and
         what a node computes is divided. Explicit axes (sharding in types) are treated as automatic.
@@ -57,7 +57,7 @@ class Placement(Drawn, Bound):
     def __init__(
         self,
         virtual_nodes: int,
-        devices: Sequence[Any] | None = None,
+        devices: Sequence[Any] | int | None = None,
         *,
         counts: Sequence[int] | None = None,
         mesh: Mesh | None = None,
@@ -319,17 +319,32 @@ class Placement(Drawn, Bound):
 
 
 def device_list(devices: Any) -> list[Any]:
-    """A list of devices, by default all.
+    """A list of devices, by default all; of a number, the first so many of ``jax.devices()``.
 
     Raises:
       PlacementError: it holds something else.
     """
+    if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
+        there = jax.devices()
+        if not 1 <= devices <= len(there):
+            raise PlacementError(f"there are {len(there)} devices, not {devices}: jax.devices()")
+        devices = there[:devices]
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         raise PlacementError(
-            f"devices must be a sequence of devices, such as jax.devices()[:2], not {devices!r}; "
+            f"devices must be a number or a sequence of devices, such as jax.devices()[:2], not {devices!r}; "
             "groups=[...] takes several such sequences"
         )
     devices = list(jax.devices() if devices is None else devices)
+    if devices and all(isinstance(each, int | np.integer) for each in devices):
+        raise PlacementError(
+            layout_message(
+                f"devices={devices} are numbers, and a step is put on devices.",
+                remedies=[
+                    f"by number in jax.devices(): [jax.devices()[i] for i in {devices}]",
+                    f"or a number alone for the first so many: {max(int(each) for each in devices)}",
+                ],
+            )
+        )
     for device in devices:
         if not hasattr(device, "platform"):
             nested = isinstance(device, Iterable) and not isinstance(device, str)

@@ -44,7 +44,8 @@ def check_same(
 
     Args:
       what: as for `vnode.placement.waiting.meet`.
-      facts: by name, fit for JSON; those of dictionaries are compared one by one. One that is None is not compared.
+      facts: by name, fit for JSON; those of dictionaries are compared one by one. One that is None is not known, and
+        not compared.
       processes: which; by default all there are.
       shows: for long facts, by name: says how two of them differ, a line each, given that of a process that differs and
         that of another one.
@@ -68,17 +69,12 @@ def check_same(
     if long:  # all know that, and come to tell
         tells = world().index in {process for name in long for process in odd[name]}
         word = json.dumps({name: mine.get(name) for name in long} if tells else {})
-        full = {
-            process: json.loads(text) for process, text in exchange_words(f"{what}, {long}", word, processes).items()
-        }
+        words = exchange_words(f"{what}, {long}", word, processes)
+        full = {process: json.loads(text) for process, text in words.items()}
     lines = []
     for name, (one, other) in list(odd.items())[:SHOWN]:
-        if (
-            shows
-            and name in shows
-            and name in long
-            and None not in (values := [full[p].get(name) for p in (one, other)])
-        ):
+        values = [full[process].get(name) for process in (one, other)] if name in long else [None]
+        if shows and name in shows and None not in values:
             lines += [f"{name}, process {one} (now) and process {other} (then):"]
             lines += [f"  {line}" for line in shows[name](*values)]
         else:
@@ -117,13 +113,13 @@ def differing(name: str, everyones: Mapping[int, Mapping[str, str]]) -> tuple[in
 def flat(facts: Mapping[str, Any], whole: Collection[str] = ()) -> dict[str, Any]:
     """Facts of dictionaries one by one, but for those that are one fact.
 
-    >>> flat({"data": {"seed": 1, "size": 8}, "reduction": "fast"})
-    {'data.seed': 1, 'data.size': 8, 'reduction': 'fast'}
+    >>> flat({"data": {"seed": 1, "size": None}, "examples": None})
+    {'data.seed': 1, 'data.size': 'None', 'examples': None}
     """
     found: dict[str, Any] = {}
     for name, value in facts.items():
         if isinstance(value, Mapping) and name not in whole:
-            found |= {f"{name}.{key}": entry for key, entry in value.items()}
+            found |= {f"{name}.{key}": "None" if entry is None else entry for key, entry in value.items()}
         else:
             found[name] = value
     return found

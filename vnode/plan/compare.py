@@ -26,6 +26,7 @@ from vnode.show.page import Cell, Column, Fact, Facts, Page, Picture, Table
 from vnode.show.units import number, several, size, spread
 from vnode.step.explain import layout, reports, temporary
 from vnode.step.protocol import Resolved, step_and_arguments
+from vnode.tracebacks import api_boundary
 
 MOST_DEVICES = 1 << 16
 """Beyond which a number of devices is taken for a mistake."""
@@ -180,12 +181,17 @@ def inputs(report: Report) -> str:
     return size(report.of_device(report.inputs))
 
 
-def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, **kwargs: Any) -> Report | Comparison:
+@api_boundary
+def explain(
+    step: Any, args: Any = (), *others: Any, devices: Any = None, compile: bool = False, **kwargs: Any
+) -> Report | Comparison:
     """Says what becomes of a step, or what would change on other devices.
 
     Args:
       step: a virtualized step.
-      *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+      args: a tuple of its arguments, arrays or `jax.ShapeDtypeStruct`s; by default of the shapes of the last ones for
+        which the step was compiled.
+      *others: arguments one by one, of which `args` is the first, as `step.explain` takes them.
       devices: where the step might run: a number of devices, a sequence of such numbers (an answer for each), devices,
         a mesh, or a `Placement`. More devices than there are may be asked for. Without it, the step where it is.
       compile: also compile the step and say how much temporary memory a device needs, where there are such devices.
@@ -205,13 +211,14 @@ def explain(step: Any, *args: Any, devices: Any = None, compile: bool = False, *
       ... def step(w, x):
       ...     return w - 0.1 * jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
       >>> here = step.on(jax.devices()[:1])
-      >>> answer = vnode.explain(here, jnp.ones(3), jnp.ones((128, 3)), devices=[24, 64])
+      >>> answer = vnode.explain(here, (jnp.ones(3), jnp.ones((128, 3))), devices=[24, 64])
       >>> [report.waves for report in answer.reports]
       [64, 3, 1]
     """
-    remedy = "vnode.explain(vnode.virtualize(step, virtual_nodes=32), state, batch)"
-    step, args = step_and_arguments(step, args, "explain", remedy)
-    with step.resolved(args, kwargs) as here:
+    remedy = "vnode.explain(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
+    given = tuple(args) if not others and isinstance(args, tuple | list) else (args, *others)
+    step, given = step_and_arguments(step, given, "explain", remedy)
+    with step.resolved(given, kwargs) as here:
         places = [here.step.placement, *([] if devices is None else places_of(here, devices))]
         found = reports(here, places)
         if compile:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from vnode.analysis.tracing import with_trees
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
@@ -125,12 +126,13 @@ def shortened(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def wrap(tree: Any, *place: Any) -> Any:
+def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
     """A pytree with its leaves that are no arrays as structure; the pytree itself if all are.
 
     Args:
       tree: the pytree.
       *place: what leads to it in ``(args, kwargs, results)``; for messages.
+      names: of the positional arguments; for messages.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
     arrays = array_leaves(tree)
@@ -139,7 +141,7 @@ def wrap(tree: Any, *place: Any) -> Any:
 
     def name(i: int) -> str:
         paths = jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)
-        return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]))
+        return argument_name((*map(jax.tree_util.SequenceKey, place), *paths[i][0]), names)
 
     kept = [
         leaf if array else StaticLeaf(leaf, functools.partial(name, i))
@@ -148,18 +150,27 @@ def wrap(tree: Any, *place: Any) -> Any:
     return jax.tree.unflatten(treedef, kept)
 
 
-def argument_name(path: Sequence[Any]) -> str:
-    """What a leaf of ``(args, kwargs, results)`` is called, by its path.
+def argument_name(path: Sequence[Any], names: Sequence[str] = ()) -> str:
+    """What a leaf of ``(args, kwargs, results)`` is called, by its path, as jax calls it.
+
+    Args:
+      path: its path.
+      names: of the positional arguments, as far as they are known.
 
     Example:
       >>> (first, _), (second, _) = jax.tree.leaves_with_path((({"w": 1},), {"rate": 2}))
-      >>> argument_name(first), argument_name(second)
-      ("argument 0['w']", "argument 'rate'")
+      >>> argument_name(first), argument_name(first, ["state"]), argument_name(second)
+      ("argument 0['w']", "state['w']", 'rate')
     """
     if path[0].idx == 2:
         return f"result{jax.tree_util.keystr(tuple(path[1:]))}"
-    which = path[1].idx if path[0].idx == 0 else repr(path[1].key)
-    return f"argument {which}{jax.tree_util.keystr(tuple(path[2:]))}"
+    which = positional_name(path[1].idx, names) if path[0].idx == 0 else path[1].key
+    return f"{which}{jax.tree_util.keystr(tuple(path[2:]))}"
+
+
+def positional_name(i: int, names: Sequence[str]) -> str:
+    """What an argument is called, by its position."""
+    return names[i] if i < len(names) else f"argument {i}"
 
 
 def unwrap(tree: Any) -> Any:
@@ -174,15 +185,27 @@ def is_static(leaf: Any) -> bool:
 
 
 def with_static(
-    args: Sequence[Any], kwargs: Mapping[str, Any], positions: Collection[int], names: Collection[str]
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    positions: Collection[int],
+    names: Collection[str],
+    called: Sequence[str] = (),
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments of which some, whole, count as structure: those at some positions, and of some names."""
+    """Arguments of which some, whole, count as structure: those at some positions, and of some names.
 
-    def static(key: int | str, value: Any) -> Any:
-        return value if is_static(value) else StaticLeaf(value, functools.partial("argument {!r}".format, key))
+    Args:
+      args: positional arguments.
+      kwargs: keyword arguments.
+      positions: of those that count as structure.
+      names: of those that do by keyword.
+      called: what positional arguments are called; for messages.
+    """
+
+    def static(name: str, value: Any) -> Any:
+        return value if is_static(value) else StaticLeaf(value, lambda: name)
 
     return (
-        tuple(static(i, arg) if i in positions else arg for i, arg in enumerate(args)),
+        tuple(static(positional_name(i, called), arg) if i in positions else arg for i, arg in enumerate(args)),
         {name: static(name, arg) if name in names else arg for name, arg in kwargs.items()},
     )
 
@@ -199,6 +222,7 @@ class Call:
       batches: the sizes of the batches, ascending.
       parts: into how many parts the examples of each array are divided, those of batches that follow each other into
         as many; None for those that carry none.
+      names: of the positional arguments, as far as they are known.
     """
 
     leaves: list[Any]
@@ -207,6 +231,7 @@ class Call:
     size: int
     batches: tuple[int, ...]
     parts: list[int | None]
+    names: Sequence[str] = ()
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any], in_axes: Any, names: Sequence[str], nodes: int) -> Call:
@@ -222,15 +247,15 @@ class Call:
         Raises:
           BatchError: `in_axes` is no prefix of the arguments, or these do not make up a batch.
         """
-        tree = wrap((tuple(args), kwargs))
+        tree = wrap((tuple(args), kwargs), names=names)
         paths, treedef = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_sharded_batch)
         leaves = [leaf for _, leaf in paths]
         axes = batch_axes(in_axes, tree[0], tree[1], names)
-        sizes = batch_sizes(leaves, axes, paths, in_axes)
+        sizes = batch_sizes(leaves, axes, paths, in_axes, names)
         batches = tuple(sorted({size for size in sizes if size is not None}))
         found = common_parts(batches, nodes)
         parts = [None if size is None else found[size] for size in sizes]
-        return cls(leaves, treedef, axes, found[batches[-1]], batches, parts)
+        return cls(leaves, treedef, axes, found[batches[-1]], batches, parts, names)
 
     def arguments(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with other arrays in place of its own; static leaves are leaves again."""
@@ -239,15 +264,18 @@ class Call:
     def flat(self, fun: Callable[..., Any], output: OutputTree) -> Callable[..., list[Any]]:
         """A step as a function of the arrays that returns arrays; `output` is told what else there is."""
 
-        @functools.wraps(fun)  # for jax's messages
-        def run(*leaves: Any) -> list[Any]:
-            args, kwargs = self.arguments(leaves)
-            watch = Watch(args, kwargs)
+        def on_trees(*args: Any, **kwargs: Any) -> list[Any]:
+            args, kwargs = unwrap((args, kwargs))
+            watch = Watch(args, kwargs, self.names)
             out = fun(*args, **kwargs)
             watch.check(out)
             return output.take(out)
 
-        return run
+        def run(*leaves: Any) -> list[Any]:
+            args, kwargs = jax.tree.unflatten(self.treedef, leaves)
+            return on_trees(*args, **kwargs)
+
+        return with_trees(run, functools.update_wrapper(on_trees, fun), self.treedef)
 
 
 class OutputTree:
@@ -347,9 +375,9 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
     """
     positional, named = axes_by_argument(in_axes, args, kwargs, names)
     axes: list[int | None] = []
-    every = [(f"argument {i}", f"in_axes[{i}]", arg, positional[i]) for i, arg in enumerate(args)]
+    every = [(positional_name(i, names), f"in_axes[{i}]", arg, positional[i]) for i, arg in enumerate(args)]
     in_order = sorted(kwargs)  # as pytrees have them
-    every += [(f"argument {k!r}", f"in_axes[{k!r}]", kwargs[k], named.get(k)) for k in in_order]
+    every += [(k, f"in_axes[{k!r}]", kwargs[k], named.get(k)) for k in in_order]
     for name, called, arg, entry in every:
 
         def spread(axis: Any, subtree: Any) -> list[int | None]:
@@ -372,12 +400,30 @@ def batch_axes(in_axes: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
     return axes
 
 
+def usual(in_axes: Any, paths: Sequence[Any], names: Sequence[str]) -> list[str]:
+    """What most steps mean that do not say `in_axes` and should: the last argument is the batch, or the first of two.
+
+    Args:
+      in_axes: the default, or something else, to which there is nothing to say.
+      paths: of all leaves of ``(args, kwargs)``.
+      names: of the positional arguments.
+    """
+    count = max((path[1].idx + 1 for path, _ in paths if path[0].idx == 0), default=0)
+    if in_axes not in ((None, 0), [None, 0]) or count < 2:
+        return []
+    if count == 2:
+        return [f"in_axes=(0, None) if {positional_name(0, names)} holds the examples: by default the second one does"]
+    called = ", ".join(positional_name(i, names) for i in range(count))
+    axes = (*[None] * (count - 1), 0)
+    return [f"in_axes={axes} for {called}: by default the second argument holds the examples, and no other"]
+
+
 def leaf_name(entry: tuple[Any, Any]) -> str:
     return jax.tree_util.keystr(entry[0]) or "itself"
 
 
 def batch_sizes(
-    leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any
+    leaves: Sequence[Any], axes: Sequence[int | None], paths: Sequence[Any], in_axes: Any, names: Sequence[str]
 ) -> list[int | None]:
     """How many examples each array carries, None for those that carry none.
 
@@ -390,7 +436,7 @@ def batch_sizes(
         if axis is None:
             found.append(None)
             continue
-        name, shape = argument_name(path), np.shape(leaf)
+        name, shape = argument_name(path, names), np.shape(leaf)
         listed = isinstance(path[-1], jax.tree_util.SequenceKey) and len(path) > 2
         if not isinstance(axis, int) or isinstance(axis, bool) or not -len(shape) <= axis < len(shape):
             raise BatchError(
@@ -403,6 +449,7 @@ def batch_sizes(
                             if listed
                             else []
                         ),
+                        *usual(in_axes, paths, names),
                         "use None for arguments that are not split, such as in_axes=(None, None, 0)",
                         "or for a part of one, such as in_axes=(None, {'x': 0, 'rate': None})",
                     ],

@@ -20,10 +20,12 @@ from vnode.analysis.choice import FOR_BUDGET
 from vnode.analysis.couplings import Kind, kinds_of, remedies_of
 from vnode.analysis.passes import Schedule, nbytes
 from vnode.analysis.program import scope, where
+from vnode.analysis.schedule import FORWARD
 from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
 from vnode.report.couplings import coupling_text, module
 from vnode.report.lines import SHOWN
+from vnode.show.units import several
 
 Option = str | Mapping[str, str]
 """What the user gives as ``coupling``."""
@@ -83,9 +85,9 @@ def check_couplings(
         causes = [coupling for coupling in couplings if cost.get((coupling.flow, coupling.level))]
         raise CouplingError(
             layout_message(
-                f"exactness would recompute {share:.0%} of the step "
-                f"({len(made.passes)} passes), more than recompute_budget={budget}.",
-                facts=[*facts(made, couplings), memory(made)],
+                f"exactness would recompute {share:.0%} of the step, about {share / FORWARD:.1f} forward passes "
+                f"({len(made.passes)} passes in all), more than recompute_budget={budget}.",
+                facts=[*facts(made, couplings), memory(made, budget)],
                 remedies=[
                     f"recompute_budget={math.ceil(100 * share) / 100} to pay for it",
                     *locally(made, couplings, option, budget, again),
@@ -162,11 +164,12 @@ def paths_once(lines: Iterable[str]) -> Iterator[str]:
         yield re.sub(r"(\S*[/\\])([^/\\\s]+)(?=:\d+ )", brief, line)
 
 
-def memory(made: Schedule) -> str:
+def memory(made: Schedule, budget: float) -> str:
     """Why passes do not keep what later ones compute again."""
     kept = sum(sum(map(nbytes, inner.between)) for inner, _ in schedules(made))
     held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
-    worth = f"fewer than {FOR_BUDGET[-1].price} operations saved per byte"
+    least = FOR_BUDGET[-1 if budget >= FORWARD else -2].price
+    worth = f"fewer than {several(int(least), 'operation')} saved per byte"
     return f"to keep what passes compute again{held} is not worth its memory: {worth}"
 
 

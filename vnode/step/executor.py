@@ -153,7 +153,7 @@ class StepSpec:
 
     def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments, those that are compile-time constants as structure."""
-        return with_static(args, kwargs, self.static_argnums, self.static_argnames)
+        return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.positional)
 
     def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
         """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
@@ -267,9 +267,9 @@ class Executor:
             self._in_place.clear()
             if given_away((args, kwargs), ""):
                 if type(error) is RuntimeError:  # so says jax that an array is no more, but of no failed program
-                    check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums)
+                    check_arguments(dict(enumerate(args)), kwargs, self.spec.donate_argnums, self.spec.positional)
                 raise  # given to this very call
-            check_donated_once(args, kwargs, self.spec.donate_argnums)
+            check_donated_once(args, kwargs, self.spec.donate_argnums, self.spec.positional)
             if self._across and all(self._is_there(args[i]) for i in trusted):
                 raise  # the other processes may know of no error, and would not come to place arguments again
             again = self._arguments(args, kwargs)
@@ -345,7 +345,7 @@ class Executor:
             )
         args, kwargs = self.spec.with_static(args, kwargs)
         mesh, wholes = current_mesh(), self._wholes(len(args))
-        wrapped = wrap(args, 0)
+        wrapped = wrap(args, 0, names=self.spec.positional)
         led = [any(jax.tree.leaves(wrapped[k]) for k in wholes if k < i) for i in range(len(args) + 1)]
         given = tuple(
             jax.tree.map(
@@ -404,7 +404,7 @@ class Executor:
         placed = [
             jax.tree.map(
                 functools.partial(arrive, whole=i in wholes, split=i not in wholes),
-                wrap(arg, 0, i),
+                wrap(arg, 0, i, names=self.spec.positional),
                 is_leaf=is_sharded_batch,
             )
             for i, arg in enumerate(args)
@@ -489,17 +489,17 @@ class Executor:
         args, kwargs = self.spec.with_static(args, kwargs)
         if tracing():
             check_known(args, self._wholes(len(args)), self.spec.options.patterns)
-            return wrap(args, 0), wrap(kwargs, 1)
+            return wrap(args, 0, names=self.spec.positional), wrap(kwargs, 1)
         wholes = self._wholes(len(args))
         moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self._in_place}
-        check_arguments(moving, kwargs, self.spec.donate_argnums)
+        check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.positional)
         placed = tuple(self._in_turn(args, wholes, moving))
         named_ones = (
             self._placed(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), 1) if kwargs else kwargs
         )
         donated = self.spec.donate_argnums if self._several else ()
         if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, named_ones))):
-            check_donated_once(placed, named_ones, donated)
+            check_donated_once(placed, named_ones, donated, self.spec.positional)
         return placed, named_ones
 
     def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
@@ -518,7 +518,7 @@ class Executor:
 
     def _placed(self, tree: Any, whole: bool, led: bool, *place: int) -> Any:
         """An argument, of which nothing is split or all may be, where programs want it; `led` as for `stays`."""
-        wrapped = wrap(tree, *place)
+        wrapped = wrap(tree, *place, names=self.spec.positional)
         if whole and (self.spec.options.patterns or self.spec.options.host):
             wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
         leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
@@ -628,7 +628,7 @@ class Executor:
                 )
             )
         spec = self.spec
-        check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums)
+        check_arguments(dict(enumerate(args)), kwargs, spec.donate_argnums, spec.positional)
         call = spec.call(args, kwargs)
         leaves = self._batches(call)
         key = (mesh, call.treedef, tuple((shape_of(leaf), getattr(leaf, "placement", None)) for leaf in leaves))

@@ -23,7 +23,7 @@ from vnode.report.describe import report
 from vnode.report.names import Names, argument_paths, paths_of
 from vnode.report.reduction import Reduction
 from vnode.report.report import Report
-from vnode.step.call import OutputTree
+from vnode.step.call import OutputTree, positional_name
 from vnode.step.pipeline import Analysis, analyse, emitted_schedule
 from vnode.step.protocol import Resolved
 
@@ -102,7 +102,7 @@ def sharded_over_nodes(here: Resolved) -> tuple[str, ...]:
     """Leaves of arguments that are not split, but sharded over the axis of the nodes."""
     axis = here.step.placement.axis
     return tuple(
-        f"argument {i}{jax.tree_util.keystr(path)}"
+        f"{positional_name(i, here.step.spec.positional)}{jax.tree_util.keystr(path)}"
         for i in here.step.spec.wholes(len(here.args))
         for path, leaf in jax.tree.leaves_with_path(here.args[i])
         if isinstance(sharding := getattr(leaf, "sharding", None), NamedSharding)

@@ -54,12 +54,22 @@ def takes_any(fun: Callable[..., Any]) -> bool:
         return True
 
 
-def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+def by_argument(args: Mapping[int, Any], kwargs: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Arguments by what they are called.
+
+    >>> by_argument({0: 1.0, 1: 2.0}, {"rate": 0.1}, ["state"])
+    {'state': 1.0, 'argument 1': 2.0, 'rate': 0.1}
+    """
+    return {**{names[i] if i < len(names) else f"argument {i}": arg for i, arg in args.items()}, **kwargs}
+
+
+def check_values(args: Sequence[Any], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
     """Refuses shapes without values where the step is run.
 
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
+      names: of the positional arguments, as far as they are known.
 
     Raises:
       VnodeError: there are some.
@@ -68,7 +78,7 @@ def check_values(args: Sequence[Any], kwargs: dict[str, Any]) -> None:
       >>> import jax.numpy as jnp
       >>> check_values([jnp.ones(3), 1.0], {})
     """
-    named = {**{f"argument {i}": arg for i, arg in enumerate(args)}, "argument ": kwargs}
+    named = by_argument(dict(enumerate(args)), kwargs, names)
     ask = "or ask what needs shapes only: step.explain(...), step.lower(...)"
     no_shapes(named, "the step is to be run on shapes without values (jax.ShapeDtypeStruct).", ["give arrays", ask])
 
@@ -110,13 +120,16 @@ def no_shapes(named: Mapping[str, Any], said: str, remedies: Sequence[str]) -> N
         )
 
 
-def check_arguments(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = ()) -> None:
+def check_arguments(
+    args: Mapping[int, Any], kwargs: dict[str, Any], donated: Sequence[int] = (), names: Sequence[str] = ()
+) -> None:
     """Refuses arguments with arrays that are gone.
 
     Args:
       args: arguments by position.
       kwargs: keyword arguments.
       donated: positions of those that the step donates.
+      names: of the positional arguments, as far as they are known.
 
     Raises:
       VnodeError: there are some.
@@ -124,23 +137,30 @@ def check_arguments(args: Mapping[int, Any], kwargs: dict[str, Any], donated: Se
     if not given_away((tuple(args.values()), kwargs), ""):
         return  # before any names are made: every call asks
     check_there(
-        {**{f"argument {i}": arg for i, arg in args.items()}, "argument ": kwargs},
-        {f"argument {i}": f"the step donates argument {i}: donate_argnums={tuple(donated)}" for i in donated},
+        by_argument(args, kwargs, names),
+        {
+            name: f"the step donates {name}: donate_argnums={tuple(donated)}"
+            for name in by_argument(dict.fromkeys(donated), {}, names)
+        },
     )
 
 
-def check_donated_once(args: Sequence[Any], kwargs: dict[str, Any], donated: Sequence[int]) -> None:
+def check_donated_once(
+    args: Sequence[Any], kwargs: dict[str, Any], donated: Sequence[int], names: Sequence[str] = ()
+) -> None:
     """Refuses memory that is donated and given in another place too; jaxlib 0.10 crashes on several devices.
 
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
       donated: positions of those that the step donates.
+      names: of the positional arguments, as far as they are known.
 
     Raises:
       VnodeError: there is some.
     """
-    named = [(f"argument {i}", arg, i in donated) for i, arg in enumerate(args)] + [("argument ", kwargs, False)]
+    called = by_argument(dict(enumerate(args)), kwargs, names)
+    named = [(name, arg, i in donated) for i, (name, arg) in enumerate(called.items())]
     places: dict[Any, list[str]] = {}
     given: set[Any] = set()
     for name, tree, gone in named:

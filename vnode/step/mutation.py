@@ -8,7 +8,7 @@ with attributes (modules, optimizers, metrics) are changed because somebody want
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -25,11 +25,13 @@ class Watch:
     Args:
       args: positional arguments.
       kwargs: keyword arguments.
+      names: of the positional arguments, as far as they are known.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = (entry for i, arg in enumerate(args) for entry in objects(arg, f"argument {i}"))
-        named = (entry for name, arg in kwargs.items() for entry in objects(arg, f"argument {name!r}"))
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str] = ()) -> None:
+        called = [*names[: len(args)], *(f"argument {i}" for i in range(len(names), len(args)))]
+        found = (entry for name, arg in zip(called, args, strict=True) for entry in objects(arg, name))
+        named = (entry for name, arg in kwargs.items() for entry in objects(arg, name))
         self._before = [(path, node, children_of(node)) for path, node in (*found, *named)]
 
     def check(self, outputs: Any) -> None:

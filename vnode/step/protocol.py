@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Self, Ty
 
 from vnode.errors import Bound, VnodeError, layout_message
 from vnode.placement.placement import Placement
+from vnode.tracebacks import api_boundary
 
 if TYPE_CHECKING:
     from vnode.report.report import Report
@@ -91,6 +92,7 @@ class Step(Bound, abc.ABC, Generic[P, R]):
           choose: whether a step whose number of nodes is still to be found finds it for these arguments.
         """
 
+    @api_boundary
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Lowers the step without running it, as ``jax.jit(f).lower``.
 
@@ -108,6 +110,7 @@ class Step(Bound, abc.ABC, Generic[P, R]):
             lower = executor.lower if args or kwargs else executor.lower_for  # the last ones may live elsewhere
             return lower(here.args, here.kwargs)
 
+    @api_boundary
     def explain(self, *args: Any, **kwargs: Any) -> Report:
         """Says what becomes of the step: what is split, hoisted and accumulated, its passes and couplings.
 

@@ -27,9 +27,11 @@ from vnode.placement.world import world
 from vnode.step.ahead import Preparation, warm_ups
 from vnode.step.executor import Executor, StepSpec
 from vnode.step.given import check_placed, check_values
+from vnode.step.mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.rooms import leaving, put_by_name, taken_back
+from vnode.tracebacks import api_boundary, remove_frames
 
 REMEMBERED = 16
 """Placements whose programs are kept; those that were asked for longest ago are compiled again."""
@@ -87,8 +89,8 @@ class VirtualStep(Step[P, R]):
         """The same step on other devices.
 
         Args:
-          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices, on which
-            the other axes of the placement's mesh stay as long as they are.
+          devices: a `Placement`, a `jax.sharding.Mesh` with the placement's axis, or a sequence of devices (a number
+            for the first so many), on which the other axes of the placement's mesh stay as long as they are.
           counts: nodes on each device; as even as possible by default.
 
         Returns:
@@ -108,6 +110,7 @@ class VirtualStep(Step[P, R]):
             placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
         return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
 
+    @api_boundary
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
 
@@ -143,6 +146,7 @@ class VirtualStep(Step[P, R]):
             steps, [functools.partial(under, mesh, step.executor.compile_for, args, kwargs) for step in steps]
         )
 
+    @api_boundary
     def warm_up(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """As `prepare`, and runs each program once in the background, with a copy of the arguments.
 
@@ -232,9 +236,13 @@ class VirtualStep(Step[P, R]):
         yield Resolved(self, *self.or_last(args, kwargs))
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        if kwargs or isinstance(self.spec.in_axes, Mapping):
-            return self._call(*self.spec.bound(args, kwargs))
-        return self._call(args, kwargs)
+        try:
+            if kwargs or isinstance(self.spec.in_axes, Mapping):
+                return self._call(*self.spec.bound(args, kwargs))
+            return self._call(args, kwargs)
+        except Exception as error:
+            remove_frames(error)
+            raise
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, with arguments in their place."""
@@ -246,11 +254,16 @@ class VirtualStep(Step[P, R]):
             self._await()
         try:
             results = executor(args, kwargs)
-        except TypeError:
-            check_values(args, kwargs)
+        except (TypeError, ValueError, LookupError, AttributeError, BatchError) as error:
+            check_values(args, kwargs, self.spec.positional)
+            if not tracing():
+                explain_failure(error, self.spec.fun, self.spec.in_axes, args, kwargs, self.spec.positional)
             raise
         if executor.traced:
             executor.traced = False
+            if not self.family.warned:
+                self.family.warned = True
+                warn_of_waste(self.placement, self.options.lane, self.spec.call(args, kwargs).size, self.spec.name)
             if not tracing():
                 self.family.last = shapes_of((args, kwargs), sharding="committed")
         return results
@@ -339,11 +352,13 @@ class Family:
 
     Attributes:
       last: shapes of the arguments for which one of them was traced last.
+      warned: whether it was looked whether devices are idle, for the first batch.
     """
 
     def __init__(self, patterns: Patterns = ()) -> None:
         self.unmet = patterns
         self._members: collections.OrderedDict[Placement, VirtualStep] = collections.OrderedDict()
+        self.warned = False
         self.last: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def member(self, placement: Placement) -> VirtualStep | None:

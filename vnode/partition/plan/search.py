@@ -35,6 +35,7 @@ from vnode.plan.nodes.memory import byte_count
 from vnode.show.progress import display
 from vnode.show.units import several
 from vnode.step.virtual import VirtualStep
+from vnode.tracebacks import api_boundary
 
 BISECTIONS = 4
 """How often at most another level of how little is kept is tried."""
@@ -49,10 +50,11 @@ Ways = Generator[tuple[Subject, list[Candidate]], None, T]
 
 
 @with_jit
+@api_boundary
 def search(
     step: Callable[..., Any],
     args: Sequence[Any],
-    machine: Machine,
+    machine: Machine | str,
     *,
     virtual_nodes: int | str = "auto",
     memory: int | str | None = None,
@@ -75,7 +77,7 @@ def search(
     Args:
       step: a train step as `vnode.virtualize` takes it, or a `VirtualStep`.
       args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      machine: what it shall run on.
+      machine: what it shall run on; of a TPU slice its name will do, ``"v5e:2x4"``.
       virtual_nodes: V; ``"auto"`` for the fewest nodes with which something fits. Of a `VirtualStep`, its own.
       memory: what one device may hold: bytes, or a string such as ``"12GiB"``; by default what its kind has.
       budget: seconds after which it ends. Nothing is begun that would take longer, by what went before.
@@ -111,8 +113,18 @@ def search(
       >>> plan.figures.memory <= plan.memory, sorted(plan.specs)
       (True, ['down', 'up'])
     """
+    machine = Machine.tpu(machine) if isinstance(machine, str) else machine
     if not isinstance(machine, Machine):
-        raise PartitionError(f"a plan is searched for a vnode.partition.Machine, not {machine!r}")
+        raise PartitionError(
+            layout_message(
+                f"a plan is searched for a vnode.partition.Machine, not for {machine!r:.80}.",
+                remedies=[
+                    "Machine.here(devices) for devices that are there, all by default",
+                    "Machine.tpu('v5e:2x4'), or that name alone",
+                    "Machine.gpus(...), Machine.load('machine.json')",
+                ],
+            )
+        )
     if isinstance(budget, str | bool) or not isinstance(budget, SupportsFloat) or not budget > 0:
         raise PartitionError(f"budget: expected seconds, not {budget!r}")
     budget = float(min(budget, LONGEST))

@@ -31,6 +31,7 @@ from vnode.placement.placement import Placement, even_counts, node_count
 from vnode.plan.balance.profiles import Profile, Profiles
 from vnode.plan.nodes.memory import byte_count
 from vnode.show.units import several
+from vnode.tracebacks import api_boundary
 
 Counts = dict[str, tuple[int, ...]]
 """Of each kind in use, the nodes of each of its devices that has some."""
@@ -160,6 +161,7 @@ class Balance:
         return "\n".join(lines)
 
 
+@api_boundary
 def balance(
     profiles: Profiles, virtual_nodes: int, *, memory: int | str | Mapping[str, int | str] | None = None
 ) -> Balance:
@@ -178,7 +180,7 @@ def balance(
 
     Raises:
       PlacementError: the devices cannot hold the nodes.
-      ProfileError: there is a limit of memory for a kind whose need is not known.
+      ProfileError: `profiles` are none, or there is a limit of memory for a kind whose need is not known.
 
     Example:
       >>> from vnode import Measurement, Profile, Profiles
@@ -198,6 +200,16 @@ def balance(
         slow alone   slow 5 5          1.6 s
         all, evenly  fast 4, slow 3 3    1 s
     """
+    if not isinstance(profiles, Profiles) or not profiles.kinds:
+        raise ProfileError(
+            layout_message(
+                f"balance takes measured times, a vnode.Profiles, not {profiles!r:.80}.",
+                remedies=[
+                    "profiles = vnode.profile(step, (state, batch)), and vnode.balance(profiles, virtual_nodes=32)",
+                    "or those of a file: vnode.Profiles.load('times.json')",
+                ],
+            )
+        )
     virtual_nodes = node_count(virtual_nodes)
     lane = profiles.lane
     search = CountSearch(

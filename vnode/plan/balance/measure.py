@@ -33,8 +33,10 @@ from vnode.step.explain import analysis
 from vnode.step.given import check_values
 from vnode.step.protocol import Resolved, Step
 from vnode.step.virtual import VirtualStep, first_nodes
+from vnode.tracebacks import api_boundary
 
 
+@api_boundary
 def profile(
     step: Step,
     args: Sequence[Any],
@@ -88,7 +90,8 @@ def profile(
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive integer, not {steps!r}")
     groups = by_kind(devices)
-    if path is None or not Path(path).exists():
+    file = None if path is None else Path(path).expanduser()
+    if file is None or not file.exists():
         check_own(
             "vnode.profile",
             (device for group in groups.values() for device in group),
@@ -99,8 +102,8 @@ def profile(
             ],
         )
     with step.resolved(args, {}) as here:
-        check_values(here.args, here.kwargs)
-        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, None if path is None else Path(path))
+        check_values(here.args, here.kwargs, here.step.spec.positional)
+        return measured(here.step, here.args, groups, nodes, steps, memory, mixed, file)
 
 
 def measured(

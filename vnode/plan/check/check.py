@@ -23,8 +23,10 @@ from vnode.plan.check.plain import Reference
 from vnode.show.units import several
 from vnode.step.given import check_arguments, check_values
 from vnode.step.protocol import step_and_arguments
+from vnode.tracebacks import api_boundary
 
 
+@api_boundary
 def check(
     step: Any,
     args: Sequence[Any],
@@ -71,8 +73,8 @@ def check(
     remedy = "vnode.check(vnode.virtualize(step, virtual_nodes=32), (state, batch))"
     step, args = step_and_arguments(step, args, "check", remedy)
     with step.resolved(args, kwargs or {}) as here:
-        check_values(here.args, here.kwargs)
-        check_arguments(dict(enumerate(here.args)), here.kwargs)
+        check_values(here.args, here.kwargs, here.step.spec.positional)
+        check_arguments(dict(enumerate(here.args)), here.kwargs, names=here.step.spec.positional)
         virtual = here.step
         places = places_of(virtual, devices)
         check_own(

@@ -22,6 +22,7 @@ from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.virtual import VirtualStep, with_nodes
+from vnode.tracebacks import remove_frames
 
 REMEDIES = (
     "give activations away: jax.checkpoint (remat) around the layers",
@@ -152,8 +153,12 @@ class AutoStep(Step[P, R]):
         return self._least().get(tree)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        step = self._step
-        return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
+        try:
+            step = self._step
+            return (self._chosen(args, kwargs) if step is None else step)(*args, **kwargs)
+        except Exception as error:
+            remove_frames(error)
+            raise
 
     @contextlib.contextmanager
     def resolved(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, choose: bool = True) -> Iterator[Resolved]:

@@ -16,11 +16,12 @@ from typing import Any
 import jax
 
 from vnode.errors import PlacementError, VnodeError, layout_message
-from vnode.placement.placement import Placement
+from vnode.placement.placement import Placement, device_list
 from vnode.plan.nodes.memory import byte_count, device_memory
 from vnode.plan.nodes.search import NodeSearch, Trial, search, trial
 from vnode.step.protocol import Step
 from vnode.step.virtual import with_nodes
+from vnode.tracebacks import api_boundary
 
 TOPOLOGIES = ("v3:2x2", "v4:2x2x2", "v5e:2x4", "v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1")
 """Eight devices of each kind of TPU."""
@@ -91,17 +92,22 @@ class Fit(Mapping[str, KindFit]):
         return f"Fit({', '.join(found)})"
 
 
-def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | str | None = None) -> Fit:
+@api_boundary
+def fit(
+    step: Step, args: Sequence[Any], *, devices: Any = None, memory: int | str | None = None, topology: Any = None
+) -> Fit:
     """Says which numbers of virtual nodes fit in the memory of devices, by compiling for them; nothing is run.
 
     Args:
       step: what `virtualize` returned. Where it has a number of nodes already, that is reported too.
       args: a tuple of the step's arguments, arrays or `jax.ShapeDtypeStruct`s.
-      topology: the name of a TPU topology, such as ``"v5e:2x4"``, or several; by default eight devices of every kind of
+      devices: the name of a TPU topology, such as ``"v5e:2x4"``, or several; by default eight devices of every kind of
         TPU. These need the TPU compiler (the extra ``tpu-aot``), and no TPU: the environment variables with which it
-        runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices, or a `Placement`
+        runs alone are set, where they are not set yet and there is no TPU. Or a sequence of devices (a number for the
+        first so many), or a `Placement`
         on some, for the fewest nodes there may be: with a mesh of more axes, over which the state is sharded.
       memory: what a device may hold, bytes or such as ``"16GiB"``; by default what it has.
+      topology: the former name of `devices`.
 
     Returns:
       A `Fit`; print it, or ask ``fit(...).smallest``.
@@ -109,13 +115,13 @@ def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | 
     Raises:
       VnodeError: the TPU compiler is not installed.
       MemoryLimitError: `memory` is not given, and is not known of the devices.
-      PlacementError: `topology` is none.
+      PlacementError: `devices` are none.
 
     Example:
       >>> import jax, jax.numpy as jnp, vnode
       >>> step = vnode.virtualize(lambda w, x: w - (jnp.tanh(x) @ w).mean(), virtual_nodes=4)
       >>> args = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((64, 3), jnp.float32)
-      >>> vnode.fit(step, args, topology=jax.devices()[:1], memory="1MiB").smallest
+      >>> vnode.fit(step, args, devices=1, memory="1MiB").smallest
       {'cpu:1': 1}
     """
     if not isinstance(args, tuple | list):
@@ -124,9 +130,9 @@ def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | 
     entries = []
     with step.resolved(args, {}, choose=False) as here:
         pattern, given = here.step, here.step.options.virtual_nodes if here.chosen else None
-        for name, template in groups(topology, pattern.placement.axis):
-            devices = template.devices
-            allowed = device_memory(devices) if limit is None else limit
+        for name, template in groups(devices if topology is None else topology, pattern.placement.axis):
+            those = template.devices
+            allowed = device_memory(those) if limit is None else limit
             found, _ = search(pattern, template, allowed, here.args, here.kwargs)
             own = None
             if given is not None:
@@ -137,7 +143,7 @@ def fit(step: Step, args: Sequence[Any], *, topology: Any = None, memory: int | 
                     if same
                     else trial(with_nodes(pattern, given, template), batch, allowed, here.args, here.kwargs)
                 )
-            entries.append(KindFit(name, devices[0].device_kind, len(devices), found, own))
+            entries.append(KindFit(name, those[0].device_kind, len(those), found, own))
     return Fit(entries)
 
 
@@ -151,6 +157,8 @@ def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
         return [(f"{topology.devices[0].platform}:{len(topology.devices)}", topology)]
     if topology is None:
         topology = TOPOLOGIES
+    if isinstance(topology, int):
+        topology = device_list(topology)
     if isinstance(topology, str):
         topology = [topology]
     entries = list(topology) if isinstance(topology, Sequence) else []
@@ -160,7 +168,7 @@ def groups(topology: Any, axis: str) -> list[tuple[str, Placement]]:
     if entries and all(hasattr(entry, "platform") for entry in entries):
         return [(f"{entries[0].platform}:{len(entries)}", Placement(len(entries), entries, axis=axis))]
     raise PlacementError(
-        f"topology must be a name such as 'v5e:2x4', names, a sequence of devices or a Placement, not {topology!r}"
+        f"devices must be a name such as 'v5e:2x4', names, a sequence of devices or a Placement, not {topology!r}"
     )
 
 

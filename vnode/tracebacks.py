@@ -1,0 +1,116 @@
+"""Tracebacks of errors without vnode's own frames, as jax shows them without jax's.
+
+Knows frames and where this package lies. Must not know who raises what.
+
+    File "train.py", line 9, in <module>                        File "train.py", line 9, in <module>
+      step(state, batch)                                          step(state, batch)
+    File ".../vnode/step/virtual.py", line 239, in __call__  ->  File "train.py", line 5, in loss_fn
+    File ".../vnode/step/executor.py", line 173, in _run           return jnp.mean(x @ w)
+    File "train.py", line 5, in loss_fn
+      return jnp.mean(x @ w)
+
+It follows ``jax_traceback_filtering`` (environment: ``JAX_TRACEBACK_FILTERING``): ``"off"`` and ``"remove_frames"``
+leave all frames, ``"tracebackhide"`` (in IPython the default) marks them for it to hide, else they are taken out.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import functools
+import os
+import sys
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from typing import ParamSpec, TypeVar
+
+import jax
+
+from vnode.errors import VnodeError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+PACKAGE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "")
+BETWEEN = contextlib.__file__
+"""A file whose frames are between vnode's: those of context managers that are decorators."""
+
+NOTE = (
+    "--------------------\n"
+    "For simplicity, vnode has removed its internal frames from this traceback. "
+    "Set JAX_TRACEBACK_FILTERING=off to include these."
+)
+
+
+def api_boundary(fun: Callable[P, R]) -> Callable[P, R]:
+    """A function of users, below which vnode's frames are taken out of the tracebacks of errors."""
+
+    @functools.wraps(fun)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            remove_frames(error)
+            raise
+
+    return call
+
+
+def remove_frames(error: BaseException) -> None:
+    """Takes vnode's frames out of an error's traceback, and of those of its causes.
+
+    Args:
+      error: that is being handled, and is raised again.
+    """
+    mode = filtering()
+    for each in (error, *causes(error)) if mode else ():
+        frames = list(traceback.walk_tb(each.__traceback__))
+        hidden = [is_own(frame) for frame, _ in frames]
+        if not any(hidden):
+            continue
+        if mode == "tracebackhide":
+            for (frame, _), own in zip(frames, hidden, strict=True):
+                if own:
+                    frame.f_locals["__tracebackhide__"] = True
+            continue
+        kept = None
+        for (frame, line), own in zip(reversed(frames), reversed(hidden), strict=True):
+            if not own and frame.f_code.co_filename != BETWEEN:
+                kept = types.TracebackType(kept, frame, frame.f_lasti, line)
+        each.__traceback__ = kept
+        noted = any("JAX_TRACEBACK_FILTERING" in note for note in getattr(each, "__notes__", ()))
+        if each is error and not noted and not isinstance(error, VnodeError):  # whose message says all
+            error.add_note(NOTE)
+
+
+def filtering() -> str:
+    """What jax does to tracebacks: ``"tracebackhide"``, ``"remove"`` or nothing."""
+    mode = jax.config.jax_traceback_filtering
+    if mode == "auto" or mode is None:
+        return "tracebackhide" if hasattr(builtins, "get_ipython") else "remove"
+    return {"tracebackhide": "tracebackhide", "quiet_remove_frames": "remove"}.get(mode, "")
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """What an error was raised from, and while handling what."""
+    seen, left = {id(error)}, [error.__cause__, error.__context__]
+    while left:
+        found = left.pop()
+        if found is not None and id(found) not in seen:
+            seen.add(id(found))
+            left += [found.__cause__, found.__context__]
+            yield found
+
+
+def level_of_caller() -> int:
+    """How many frames above the caller of this function the user's code is: a ``stacklevel`` for `warnings.warn`."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and (is_own(frame) or frame.f_code.co_filename == BETWEEN):
+        frame, level = frame.f_back, level + 1
+    return level
+
+
+def is_own(frame: types.FrameType) -> bool:
+    """Whether a frame is of a function of vnode."""
+    return frame.f_code.co_filename.startswith(PACKAGE)
