@@ -484,8 +484,9 @@ def batch_sizes(
 def common_parts(sizes: Sequence[int], nodes: int) -> dict[int, int]:
     """Into how many parts batches are divided, by their sizes.
 
-    Batches follow each other, in as many parts, where half of the nodes then have some, and they are not padded to more
-    than twice what they would be alone. The largest is asked first.
+    Two batches follow each other, in as many parts, where half of the nodes then have some, and they are not padded to
+    more than twice what they would be alone. The largest is asked first. A third joins them only where all nodes, or as
+    many as it has examples, then have some.
 
     Args:
       sizes: of the batches, different ones, ascending.
@@ -503,7 +504,7 @@ def common_parts(sizes: Sequence[int], nodes: int) -> dict[int, int]:
             parts = math.gcd(*several)
             together = sum(-(-parts // nodes) * nodes * (each // parts) for each in several)
             alone = sum(-(-each // nodes) * nodes for each in several)
-            enough = parts >= min(nodes, size) or 2 * parts >= max(nodes, 4)
+            enough = parts >= min(nodes, size) or (len(group) == 1 and 2 * parts >= max(nodes, 4))
             if enough and together <= 2 * alone:
                 group = several
                 left.remove(size)
