@@ -101,7 +101,7 @@ def test_names_that_are_not_there() -> None:
     any_names = vnode.virtualize(lambda state, **rest: state, virtual_nodes=4, in_axes={"batch": 0})
     with pytest.raises(vnode.BatchError, match="names 'batch', which the call does not have"):
         any_names(W, other=X)
-    with pytest.raises(vnode.BatchError, match=r"in_axes\['batch'\] does not fit argument 'batch'"):
+    with pytest.raises(vnode.BatchError, match=r"in_axes\['batch'\] does not fit batch"):
         vnode.virtualize(by_keyword, virtual_nodes=4, in_axes={"batch": {"y": 0}})(W, batch={"x": X})
 
 

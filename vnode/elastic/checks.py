@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -52,6 +52,16 @@ def name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
+def named_batches(step: Any) -> list[str]:
+    """The arguments of a step that its `in_axes` names; none if it says them by position."""
+    for each in (step, getattr(step, "pattern", None), getattr(step, "_step", None)):
+        axes = getattr(getattr(each, "spec", None), "in_axes", None)
+        if isinstance(axes, Mapping):
+            known = inspect.signature(step).parameters
+            return [name for name in axes if name in known]
+    return []
+
+
 def check_takes(step: Any, objects: int = 1) -> None:
     """Refuses a step that cannot be called with a state and a batch alone.
 
@@ -64,7 +74,9 @@ def check_takes(step: Any, objects: int = 1) -> None:
     """
     try:
         signature = inspect.signature(step)
-        signature.bind(*[None] * (objects + 1))
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        named = [name for name in named_batches(step) if kinds[name] is inspect.Parameter.KEYWORD_ONLY]
+        signature.bind(*[None] * (objects + (len(named) != 1)), **(dict.fromkeys(named) if len(named) == 1 else {}))
     except ValueError:  # a callable that does not tell
         return
     except TypeError as error:
