@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.partition.search.test_steps import STEPS
-from tests.partition.search.test_unequal import twice_the_speed
 from tests.rounding import assert_same
 from tests.spmd.reference import mesh_of
+from tests.unit.test_unequal_searches import twice_the_speed
 from vnode.analysis.program import inline
 from vnode.errors import SearchError
 from vnode.partition.machine.table import kind_named
