@@ -268,6 +268,6 @@ def test_sets_of_steps_are_those_of_a_walk(seed: int) -> None:
     makes, _ = ancestry.given(choice.is_leaf)
     for var in flow.position:
         if isinstance(flow.states[var].form, Slice | Partial):
-            made = recipe(flow, [(var, flow.states[var].form)], flow.node_size, is_leaf=choice.is_leaf)
+            made = recipe(flow, [(var, flow.states[var].form)], flow.node_sizes, is_leaf=choice.is_leaf)
             divided = {step for step in evaluated(made) if step.location is not None}  # no clones of what is whole
             assert divided == {s for s in flow.steps if s.location is not None and ancestry.has(makes[var], s)}

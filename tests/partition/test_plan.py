@@ -888,8 +888,10 @@ def test_a_file_may_be_written_by_several_threads_at_once(tmp_path: Path) -> Non
 
 def test_wrong_use_reads_well() -> None:
     step, args = example("mlp")
-    with pytest.raises(vnode.PartitionError, match=r"a vnode\.partition\.Machine, not 'v5e'"):
-        search(step, args, "v5e", virtual_nodes=8)  # type: ignore[arg-type]
+    with pytest.raises(vnode.VnodeError, match=r"no TPU slice is known as 'v5e'(.|\n)*'v5e:4x4'"):
+        search(step, args, "v5e", virtual_nodes=8)
+    with pytest.raises(vnode.PartitionError, match=r"a vnode\.partition\.Machine, not for 8"):
+        search(step, args, cast(Any, 8), virtual_nodes=8)
     for budget in (0, -1, float("nan"), "60", None, True):
         with pytest.raises(vnode.PartitionError, match="budget: expected seconds"):
             search(step, args, V5E, virtual_nodes=8, budget=cast(Any, budget))

@@ -61,6 +61,7 @@ class Division:
       specs: how a program's inputs are sharded over all axes; None, or fewer, where nobody says.
       rooms: which inputs are given in blocks, and which outputs are wanted so; None if none are.
       ends: how a program's outputs shall lie, those that are sharded; nothing if nobody says.
+      planned: a plan predicts what devices exchange: every sum goes over them by itself, as one block.
     """
 
     layouts: Sequence[Layout | None] = ()
@@ -70,6 +71,7 @@ class Division:
     specs: Sequence[PartitionSpec | None] = ()
     rooms: Rooms | None = None
     ends: Sequence[Layout | None] = ()
+    planned: bool = False
 
 
 class Divided:

@@ -265,6 +265,7 @@ class PassEmission(Values):
     def stores_pieces(self, sums: Sequence[loops.Sum], parts: Sequence[int | None]) -> bool:
         """Whether nodes store their pieces of sums side by side: small ones that all devices are given whole."""
         alone = self.alone and self.one_axis and not self.far and self.platform not in loops.KEEP_BARRIERS
+        alone = alone and not self.division.planned
         whole = all(part is None for part in parts)
         return alone and whole and small_sums.are_small(sums, self.placement.virtual_nodes)
 

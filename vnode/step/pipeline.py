@@ -57,7 +57,11 @@ from vnode.step.rooms import InRooms
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the user asked of `virtualize`."""
+    """What the user asked of `virtualize`, and what a plan decides.
+
+    Attributes:
+      planned: a plan predicts the passes of the step, which stay as they are.
+    """
 
     virtual_nodes: int
     coupling: Option
@@ -72,6 +76,7 @@ class Options:
     away: tuple[Made, ...] = ()
     far: int = 0
     records: Records | None = None
+    planned: bool = False
 
     @property
     def lane(self) -> int:
@@ -218,8 +223,8 @@ def emitted_schedule(made: Schedule, options: Options) -> Schedule:
 
     The result depends on the number of nodes, and not on their placement. A plan's schedule stays as it was planned.
     """
-    planned = options.records is not None or options.again or options.away or options.far
-    if options.reduction != "invariant" or planned:
+    decided = options.planned or options.again or options.away or options.far
+    if options.reduction != "invariant" or decided:
         return made
     tree = Tree.over(options.virtual_nodes, options.lane)
     return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth)
@@ -247,7 +252,12 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
     over_nodes = any(placement.axis in names(spec) for spec in flat.specs)
     axes = once_axes(placement, over_nodes and not options.automatic)
     division = Division(
-        layouts_of(flat, made.traced.captured, axes), over_nodes, options.automatic, options.records, flat.specs
+        layouts_of(flat, made.traced.captured, axes),
+        over_nodes,
+        options.automatic,
+        options.records,
+        flat.specs,
+        planned=options.planned,
     )
     types = [jax.ShapeDtypeStruct(a.aval.shape, a.aval.dtype) for a in made.program.outputs]
     if flat.specs_after is not None and axes:

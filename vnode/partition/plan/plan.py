@@ -200,6 +200,7 @@ class Plan(Drawn, Bound):
             host=tuple(map(Exactly, self.host)),
             far=self.far,
             records=dict(self.records) or None,
+            planned=True,
         )
         placement = Placement(self.virtual_nodes, mesh=mesh, counts=self.counts, axis=NODES)
         made = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), placement)
@@ -319,7 +320,9 @@ class Plan(Drawn, Bound):
           The plan beside what `VirtualStep.explain` says; print it.
         """
         together = len(self.machine.devices) // len(self.counts)
-        with self.pattern.resolved(self.args, {}) as here:
+        options = dataclasses.replace(self.pattern.options, planned=True)
+        planned = VirtualStep(dataclasses.replace(self.pattern.spec, options=options), None)
+        with planned.resolved(self.args, {}) as here:
             (report,) = reports(here, [Grouped(self.counts, together)], self._parts_of_sums)
         sent = None if self.prediction is None else self.figures.sent
         return Explanation(self, dataclasses.replace(report, planned=sent))
