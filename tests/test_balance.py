@@ -386,8 +386,8 @@ def test_leaves_that_are_no_arrays() -> None:
 
 @pytest.mark.parametrize(
     "devices",
-    [{}, {"a": []}, {"a": jax.devices()[:1], "b": jax.devices()[:1]}, {"a": [3]}, "cpu", 3],
-    ids=["none", "none of a kind", "twice", "a number", "a name", "no sequence"],
+    [{}, {"a": []}, {"a": jax.devices()[:1], "b": jax.devices()[:1]}, {"a": [3]}, "cpu", 2.5, 0],
+    ids=["none", "none of a kind", "twice", "a number of a kind", "a name", "no sequence", "no device"],
 )
 def test_devices_that_are_none(devices: Any) -> None:
     step = vnode.virtualize(regression, virtual_nodes=8)
