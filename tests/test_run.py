@@ -28,7 +28,6 @@ from flax import nnx
 from jax.errors import JaxRuntimeError
 
 import vnode
-from tests import chaos
 from tests.rounding import assert_same
 from tests.test_elastic import BATCHES, DATA, STEPS, check, initial, interrupt, step
 from vnode import threads
@@ -728,12 +727,3 @@ def test_objects(tmp_path: Path) -> None:
     losses = [np.float32(m["loss"]) for _, m in result.history]
     assert_same((losses, trained[0].hidden.kernel[...]), as_written, [BATCHES.batch(number) for number in range(6)])
     assert int(trained[1].step[...]) == 6
-
-
-# All of it.
-
-
-@pytest.mark.thorough
-def test_chaos() -> None:
-    """A training killed, interrupted, damaged and moved; ``python -m tests.chaos`` is the larger one."""
-    chaos.chaos(4 if "VNODE_TEST_ALL" not in os.environ else 40, 0, chaos.undisturbed())
