@@ -214,16 +214,22 @@ def batch_norm_mapped_by_scope() -> Program:
 DEEP = 4
 
 
+@case(item=7)
+def batch_norm_deep() -> Program:
+    """Four narrow layers: their activations are kept from pass to pass."""
+    return _program(Net(DEEP), _batch(16))
+
+
 @case(item=7, expect=("CouplingError", r"(?s)BatchNorm_0.*BatchNorm_1.*BatchNorm_2.*BatchNorm_3.*recompute_budget="))
 def batch_norm_deep_is_refused() -> Program:
-    """The error lists every layer."""
-    return _program(Net(DEEP), _batch(16))
+    """With a budget of less than a forward pass. The error lists every layer."""
+    return _program(Net(DEEP), _batch(16), recompute_budget=0.2)
 
 
 @case(item=7, expect=("CouplingError", r"(?s)batchnorm\.py:\d+.*\d%"))
 def batch_norm_deep_is_refused_with_lines_and_costs() -> Program:
     """The error names the user's own lines, with the cost of each coupling."""
-    return _program(Net(DEEP), _batch(16))
+    return _program(Net(DEEP), _batch(16), recompute_budget=0.2)
 
 
 @case(item=7, expect=("CouplingError", r"(?s)coupling='error'.*BatchNorm_0"))
