@@ -120,7 +120,7 @@ def test_processes_agree_or_say_why_not(tmp_path):
         ("unknown_memory", {"size": 16}),
         ("plans", {"folder": str(tmp_path)}),
         ("slow_process", {"seconds": 7, "patience": 60}),
-        ("slow_process", {"seconds": 3, "patience": 1}),
+        ("slow_process", {"seconds": 10, "patience": 1}),
         ("stuck_run", {"seconds": 4, "patience": 2}),  # the last: they have lost one another
     ]
     found = processes.run_all(cases, tmp_path, processes=2, deadline=300.0)
