@@ -109,6 +109,7 @@ Returns:
 """
 
 
+@pytest.mark.thorough
 def test_sentences_with_colons_are_sentences_in_the_reference() -> None:
     """What stands before a colon is no type, which is what napoleon makes of it."""
     napoleon = pytest.importorskip("sphinx.ext.napoleon")

@@ -310,7 +310,7 @@ def test_numbers_of_lanes_that_make_no_sense(lanes: Any) -> None:
         vnode.virtualize(lambda w, x: w, virtual_nodes=8, lanes=lanes)
 
 
-@pytest.mark.sampled(4, thorough=3)
+@pytest.mark.sampled(2, thorough=4)
 @pytest.mark.parametrize("batch", [8, 13, pytest.param(16, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("place", ["even", "uneven", "idle", "mesh", "groups"])
 def test_the_sign_of_zero(place: str, batch: int) -> None:

@@ -162,6 +162,7 @@ def kernel_parameters(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", [0, 1], ids=["heads last", "heads first"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_attention_is_split_over_examples_and_heads(layout: int, groups: int) -> None:

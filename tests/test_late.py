@@ -107,7 +107,7 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.repeatable)
 
 
-@pytest.mark.sampled(3, thorough=3)
+@pytest.mark.sampled(2, thorough=4)
 @pytest.mark.parametrize(("share", "seed"), [(1.0, 0), (0.5, 1)])
 @pytest.mark.parametrize(("shape", "split"), [((1,), False), ((2,), False), ((2, 4), True)], ids=str)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
@@ -133,6 +133,7 @@ def subject(layers: int, width: int, examples: int) -> tuple[Any, Subject]:
     return step, subject_of(step, args)
 
 
+@pytest.mark.thorough
 def test_less_memory_is_taken() -> None:
     """Of the compiled programs: half of what it was at most, with half or all of what need not be kept computed again.
 

@@ -463,6 +463,7 @@ def test_json_lines(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_tensorboard(tmp_path: Path) -> None:
     """The file has the records of TensorBoard: lengths, and events with the values."""
     pytest.importorskip("tensorboardX")

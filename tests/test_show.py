@@ -421,6 +421,7 @@ def test_what_is_shown_of_a_run_does_not_end_it(wanted: bool | None, stream: str
     assert (ran.stdout, ran.stderr, ran.returncode) == ("done\n", "", 0)
 
 
+@pytest.mark.thorough
 def test_progress_in_a_notebook_needs_no_package() -> None:
     """One output that changes; without rich and ipywidgets, and without a warning. IPython's capture is the witness."""
     code = (

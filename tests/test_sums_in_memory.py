@@ -67,6 +67,7 @@ def arguments(nodes: int) -> Any:
     return params, (jax.random.normal(keys[2], (2 * nodes, 8)), jax.random.normal(keys[3], (2 * nodes, 1)))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [8, 7])
 def test_small_updates_in_a_loop(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bits on any devices, and as with a stack of sums that wait; as the plain step up to rounding."""
@@ -125,6 +126,7 @@ def test_few_examples_and_many_parameters_take_one_gradient_more_than_by_hand(de
     assert temporary(step.lower(params, x).compile()) <= temporary(hand) + gradients
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [16, 12])
 def test_passes_for_parts_of_the_sums_give_the_same_bits(nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params, x = layers(nodes)

@@ -25,6 +25,7 @@ from vnode.transform import StepOptions
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.thorough
 def test_pyright_agrees_with_the_examples() -> None:
     """That each wrong call is one, too: an ignored error that is none is an error."""
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "--outputjson"]

@@ -135,7 +135,7 @@ def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_ro
     return plan_of(subject, made, V5E, 2**30, {})
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 2, "model": 4}, {"vnode": 1, "model": 4, "model2": 2}], ids=str)
 @pytest.mark.parametrize("name", CASES)
@@ -186,6 +186,7 @@ def test_a_state_sharded_over_the_nodes_is_carried_out() -> None:
     assert up.addressable_shards[0].data.size == up.size // 8
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("machine", [V5E, Machine.gpus("P100", hosts=1, per_host=8)], ids=["tpu", "gpu"])
 def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp_path: Path) -> None:
@@ -213,6 +214,7 @@ def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None
         jax.tree.map(np.testing.assert_array_equal, got[0][1], without(without.put(state), batch)[0][1])
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly
 def test_what_fits_only_with_its_state_sharded_over_all_axes() -> None:
     """A quarter of the state on each of four rows; and as little as any candidate takes is found a plan for."""
@@ -247,6 +249,7 @@ def test_no_plan_is_worse_than_what_experts_do() -> None:
         assert plan.figures.memory <= plan.memory
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
     _, (state, batch) = example("layers")
     plan = planned("layers", {"vnode": 2, "model": 4}, 4)
@@ -258,6 +261,7 @@ def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("budget", [float("inf"), 10**400, np.float32(1e30)], ids=str)
 def test_a_budget_without_end(budget: Any) -> None:
     step, args = example("mlp")
@@ -277,6 +281,7 @@ def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
     assert "the smallest found takes" in str(caught.value) and "devices with more memory" in str(caught.value)
 
 
+@pytest.mark.thorough
 def test_as_few_nodes_as_fit() -> None:
     step, args = example("layers")
     eight = search(step, args, V5E, virtual_nodes="auto")
@@ -291,6 +296,7 @@ def test_as_few_nodes_as_fit() -> None:
     assert more.virtual_nodes == fewest
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("around", ["mesh", "explicit mesh", "leaks", "nans", "no jit"])
 def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
@@ -310,6 +316,7 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
     assert_same(got, step, *args)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly  # the programs are the same: so are the bits, however they are compiled
 @pytest.mark.parametrize("around", ["explicit mesh", "no jit"])
 @pytest.mark.parametrize("name", CASES)
@@ -409,6 +416,7 @@ SMALL: dict[str, tuple[Any, Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.quickly
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("machine", [V5E, Machine.gpus("a100-80gb", hosts=1, per_host=8)], ids=lambda m: m.name)
@@ -516,6 +524,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     assert run.budget.cut_short == (left < 0)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("seconds", [26.0, 40.0, 60.0, 90.0])
 @pytest.mark.parametrize("memory", [None, "100KiB"], ids=["roomy", "narrow"])
 @pytest.mark.parametrize("slow", [None, 0, 1], ids=["steady", "slow first", "slow second"])

@@ -201,6 +201,7 @@ def test_random_choices(name: str, where: tuple[str, str], seed: int, stages: in
     assert_same(run(plan, name), jax.jit(step), *args)
 
 
+@pytest.mark.thorough
 def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
     _, (params, batch) = example("towers")
     wide = planned("towers", "2x2x2", 3).step()

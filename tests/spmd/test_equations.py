@@ -173,6 +173,7 @@ def runs(few: int) -> list[Any]:
     ]
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize(("example", "shape"), runs(10))
 def test_equation(example: Example, shape: str) -> None:
     checked: dict[str, int] = {}
