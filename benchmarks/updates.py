@@ -1,4 +1,4 @@
-"""What many small updates inside a step cost: a scan of six updates, with bodies from microseconds to milliseconds.
+"""The cost of many small updates inside a step: a scan of six updates, with bodies from microseconds to milliseconds.
 
     python -m benchmarks.updates                      on one CPU device and on three
     python -m benchmarks.updates --devices 1 --seconds 20

@@ -148,8 +148,8 @@ def world() -> World:
     """The processes that run this program together.
 
     jax shows no way to the service by which they find one another: what it has for waiting
-    (`jax.experimental.multihost_utils`) are collective operations. So one of its inner modules is asked here, in this
-    function alone, and only where there are several processes.
+    (`jax.experimental.multihost_utils`) are collective operations. So one of its inner modules is asked, in this file
+    alone (here and in `abandon`), and only where there are several processes.
     """
     if not jax.distributed.is_initialized():
         return ALONE
