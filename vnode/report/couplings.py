@@ -21,11 +21,18 @@ TRANSFORMATIONS = re.compile(r"\w+\(|\)")
 REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
 
 
-def coupling_line(coupling: Coupling) -> Line:
-    """A coupling in one line: what reads what, and where the user wrote it."""
+def coupling_line(coupling: Coupling, number: int, inside: bool) -> Line:
+    """A coupling in one line: which pass needs it, what reads what, and where the user wrote it.
+
+    Args:
+      coupling: what is described.
+      number: of the pass.
+      inside: whether that is a pass of a loop or branch within the step.
+    """
     source = coupling.source or coupling.eqn
     name = module(source)
-    return Line(f"pass {coupling.level}: {coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
+    needed = "" if coupling.kind == "loop" else f"pass {number}{' inside' * inside}: "
+    return Line(f"{needed}{coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
 
 
 def coupling_text(coupling: Coupling) -> str:
