@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from vnode.report.sources import short
+
 SHOWN = 12
 """So many lines are shown, the largest; the others are counted."""
 
@@ -26,6 +28,9 @@ class Line:
     where: str
     bytes: int = 0
     name: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}, {short(self.where)}"
 
 
 @dataclasses.dataclass(frozen=True)
