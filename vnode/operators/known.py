@@ -146,13 +146,13 @@ def known_value(
     return visit(atom, DEPTH)
 
 
-def divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+def truncated_division(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Division of integers towards zero, anything where the divisor is zero."""
     safe = np.where(y == 0, 1, y)
     return np.sign(x) * np.sign(safe) * (np.abs(x) // np.abs(safe))
 
 
-OF_INTEGERS = {**ELEMENTWISE, "div": divided}
+OF_INTEGERS = {**ELEMENTWISE, "div": truncated_division}
 """Equations that NumPy evaluates."""
 
 

@@ -46,7 +46,7 @@ def coupling_text(coupling: Coupling) -> str:
             return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
         case "materialize":
             said = coupling.why if coupling.why in (Why.PAIRS, Why.UNDESCRIBED) else Why.WHOLE
-            return f"{name} {said.value}{because(coupling)}"
+            return f"{name} {said.value}{whole_reason(coupling)}"
     if coupling.source is None:
         return f"{name} reads what was made of the whole batch"
     form = coupling.flow.states[source.outvars[0]].form
@@ -54,7 +54,7 @@ def coupling_text(coupling: Coupling) -> str:
     return f"{name} reads a {reduction} over the batch"
 
 
-def because(coupling: Coupling) -> str:
+def whole_reason(coupling: Coupling) -> str:
     """Why an equation is not split, where that is said."""
     description = coupling.flow.program.describe(coupling.eqn)
     return f": {description.whole_because}" if description is not None and description.whole_because else ""

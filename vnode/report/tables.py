@@ -99,10 +99,10 @@ def passed(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int,
     figures = (Cell(f"{once:,}"), Cell(f"{number(others)}flop"), share_of(others))
     last = (Cell("once"), *((empty,) * several_passes), *figures, empty, empty)
     note = f"share: of {of}'s work; equations: of a node; sent: by each device"
-    return Table("Passes", columns, (*rows, last), note, separated([p for p in passes if p.adds_only]))
+    return Table("Passes", columns, (*rows, last), note, separate_sums_note([p for p in passes if p.adds_only]))
 
 
-def separated(adding: Sequence[PassReport]) -> str:
+def separate_sums_note(adding: Sequence[PassReport]) -> str:
     """Which passes only form sums, and why."""
     if not adding:
         return ""
