@@ -159,10 +159,10 @@ def paths_once(lines: Iterable[str]) -> Iterator[str]:
 def memory(made: Schedule, budget: float) -> str:
     """Why passes do not keep what later ones compute again."""
     kept = sum(sum(map(nbytes, inner.between)) for inner, _ in made.with_inner())
-    held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
+    held = f", beside the {kept / 2**20:,.1f} MiB that are kept already," if kept else ""
     least = FOR_BUDGET[-1 if budget >= FORWARD else -2].price
-    worth = f"fewer than {several(int(least), 'operation')} saved per byte"
-    return f"to keep what passes compute again{held} is not worth its memory: {worth}"
+    saved = f"fewer than {several(int(least), 'operation')} per byte"
+    return f"keeping more values from pass to pass{held} would save {saved}"
 
 
 def place(eqn: JaxprEqn) -> str:
