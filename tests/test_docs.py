@@ -36,12 +36,20 @@ def modules() -> list[str]:
 
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCK = re.compile(r"(?P<reason><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
-"""A page's code. What cannot run here says why in a comment before it."""
+BLOCK = re.compile(
+    r"(?P<reason><!-- not run: [^>]+ -->\n)?^```python\n(?P<code>.*?)^```$(\n\n```(text)?\n(?P<shown>.*?)^```$)?",
+    re.MULTILINE | re.DOTALL,
+)
+"""A page's code, with the block right behind it, if there is one: what the code prints.
+
+What cannot run here says why in a comment before it.
+"""
 
 
-SEVERAL = re.compile(r'jax_num_cpu_devices", \d+\)|^os.environ.*xla_force_host_platform_device_count', re.MULTILINE)
-"""How a page gets several devices."""
+SEVERAL = re.compile(
+    r'jax_num_cpu_devices", (\d+)\)|^os.environ.*xla_force_host_platform_device_count=(\d+)', re.MULTILINE
+)
+"""How a page gets several devices, and how many."""
 
 
 def updated(update: Callable[[str, Any], None], name: str, value: Any) -> None:
@@ -50,48 +58,62 @@ def updated(update: Callable[[str, Any], None], name: str, value: Any) -> None:
         update(name, value)
 
 
+def give_devices(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many devices as the page asks for, or one: what its readers have."""
+    asked = SEVERAL.search(page.read_text(encoding="utf-8"))
+    here = jax.devices()[: int(asked[1] or asked[2]) if asked else 1]
+    monkeypatch.setattr(jax, "devices", lambda backend=None: here)
+    monkeypatch.setattr(jax, "device_count", lambda backend=None: len(here))
+    monkeypatch.setattr(jax, "make_mesh", functools.partial(jax.make_mesh, devices=here))
+    monkeypatch.setattr(jax.config, "update", functools.partial(updated, jax.config.update))
+
+
 def name_of(page: Path) -> str:
     return str(page.relative_to(ROOT))
 
 
-def blocks(page: Path) -> list[tuple[int, str]]:
-    """The blocks of a page that are to run, each with the line that it begins at."""
+def blocks(page: Path) -> list[tuple[int, str, str | None]]:
+    """The blocks of a page that are to run, each with the line that it begins at, and with what it is said to print."""
     text = page.read_text(encoding="utf-8")
     found = [(text.count("\n", 0, m.start("code")), m) for m in BLOCK.finditer(text)]
-    return [(line, m["code"]) for line, m in found if not m["reason"] and ">>> " not in m["code"]]
+    return [(line, m["code"], m["shown"]) for line, m in found if not m["reason"] and ">>> " not in m["code"]]
 
 
 @pytest.mark.newest
 @pytest.mark.parametrize("page", [p for p in PAGES if ">>>" in p.read_text(encoding="utf-8")], ids=name_of)
 def test_doctests(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not SEVERAL.search(page.read_text(encoding="utf-8")):
-        one = jax.devices()[:1]
-        monkeypatch.setattr(jax, "devices", lambda backend=None: one)
-    monkeypatch.setattr(jax.config, "update", functools.partial(updated, jax.config.update))
-    failed, tried = doctest.testfile(str(page), module_relative=False)
+    give_devices(page, monkeypatch)
+    failed, tried = doctest.testfile(str(page), module_relative=False, optionflags=doctest.ELLIPSIS)
     assert tried
     assert not failed
 
 
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=name_of)
-def test_blocks(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's blocks run from top to bottom, as a reader would paste them into one session, on one device.
+def test_blocks(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A page's blocks run from top to bottom, as a reader would paste them into one session, and print what it shows.
 
-    A page that needs more says in the first line of a block how to get them, which was done here before.
+    They run on one device. A page that needs more says in the first line of a block how to get them, which was done
+    here before. Each block is the file ``train.py`` to those that name its lines. In what is shown, `...` stands for
+    what differs from machine to machine.
     """
-    text = page.read_text(encoding="utf-8")
-    if not SEVERAL.search(text):
-        one = jax.devices()[:1]
-        monkeypatch.setattr(jax, "devices", lambda backend=None: one)
-        monkeypatch.setattr(jax, "device_count", lambda backend=None: 1)
-        monkeypatch.setattr(jax, "make_mesh", functools.partial(jax.make_mesh, devices=one))
-    monkeypatch.setattr(jax.config, "update", functools.partial(updated, jax.config.update))
+    give_devices(page, monkeypatch)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "environ", dict(os.environ))
     session = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", session)
-    for line, code in blocks(page):
-        exec(compile("\n" * line + code, str(page), "exec"), vars(session))
+    checker = doctest.OutputChecker()
+    for line, code, shown in blocks(page):
+        capsys.readouterr()
+        try:
+            exec(compile(code, "train.py", "exec"), vars(session))
+        except Exception as error:
+            error.add_note(f"in the block of {name_of(page)} that begins at line {line}")
+            raise
+        printed = "".join(f"{text.rstrip()}\n" for text in capsys.readouterr().out.splitlines())
+        if shown is not None and not checker.check_output(shown, printed, doctest.ELLIPSIS):
+            pytest.fail(f"{name_of(page)}, line {line}, shows\n\n{shown}\nbut it is\n\n{printed}")
 
 
 @pytest.mark.parametrize("name", modules())

@@ -327,7 +327,8 @@ def test_the_text_says_what_the_report_holds() -> None:
     text = str(report)
     assert text.startswith("batch_norm   16 examples on 4 virtual nodes of 4, 4 devices, 1 wave\n")
     for p in report.passes:
-        assert re.search(rf"^ +{p.level} +{p.equations} .*{p.sent} B$|^ +{p.level} +{p.equations} ", text, re.MULTILINE)
+        reads = f"pass {p.number - 1}" if p.number else ""
+        assert re.search(rf"^ +{p.number} +{reads} +{p.equations} .* K?i?B$", text, re.MULTILINE)
     assert "Couplings where one example influences another" in words(report)
     assert re.search(r"sum f32\[(32,8|8,32)\] +1\.0 KiB +w +tests/test_explain\.py:\d+$", text, re.MULTILINE)
     assert f"{report.recomputed / report.flops:.1%} of it computed again" in words(report)

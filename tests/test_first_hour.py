@@ -58,50 +58,28 @@ def same(state: Any, steps: int) -> None:
 # A run that has made no step.
 
 
+def train(folder: Path, steps: int, **options: Any) -> Any:
+    step = vnode.virtualize(normalized, **{"virtual_nodes": 2, "recompute_budget": 1, **options}).on(ONE)
+    return run(step, STATE, DATA, steps=steps, checkpoint=folder)
+
+
 @pytest.mark.parametrize("donated", [(), (0,)])
 def test_the_remedy_of_a_refused_first_step_works_in_the_same_folder(tmp_path: Path, donated: Any) -> None:
-    options: dict[str, Any] = {"virtual_nodes": 2, "donate_argnums": donated}
     with pytest.raises(vnode.CouplingError):
-        run(
-            vnode.virtualize(normalized, coupling="error", **options).on(ONE), STATE, DATA, steps=4, checkpoint=tmp_path
-        )
-    result = run(
-        vnode.virtualize(normalized, coupling={"BatchNorm": "exact"}, recompute_budget=1, **options).on(ONE),
-        STATE,
-        DATA,
-        steps=4,
-        checkpoint=tmp_path,
-    )
+        train(tmp_path, 4, coupling="error", donate_argnums=donated)
+    result = train(tmp_path, 4, coupling={"BatchNorm": "exact"}, donate_argnums=donated)
     assert result.step == 4
     same(result.state, 4)
 
 
 def test_a_checkpoint_from_before_the_first_step_is_of_no_kind_of_step(tmp_path: Path) -> None:
     """With ``steps=0`` there is a checkpoint; another number of nodes or another step may begin with it."""
-    run(
-        vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE),
-        STATE,
-        DATA,
-        steps=0,
-        checkpoint=tmp_path,
-    )
-    result = run(
-        vnode.virtualize(normalized, virtual_nodes=4, recompute_budget=1).on(ONE),
-        STATE,
-        DATA,
-        steps=2,
-        checkpoint=tmp_path,
-    )
+    train(tmp_path, 0)
+    result = train(tmp_path, 2, virtual_nodes=4)
     assert (result.resumed, result.step) == (0, 2)
     same(result.state, 2)
     with pytest.raises(vnode.elastic.CheckpointError, match="virtual_nodes: 4 then, 2 now"):
-        run(
-            vnode.virtualize(normalized, virtual_nodes=2, recompute_budget=1).on(ONE),
-            STATE,
-            DATA,
-            steps=3,
-            checkpoint=tmp_path,
-        )
+        train(tmp_path, 3)
 
 
 # Paths.
@@ -119,6 +97,7 @@ def test_a_tilde_is_the_home_in_every_path(tmp_path: Path, monkeypatch: pytest.M
     assert vnode.profile(step, (STATE, DATA[0]), ONE, path="~/times.json") == profiles
     profiles.save("~/again.json")
     assert profiles.load("~/again.json") == profiles
+    assert vnode.partition.Cache("~/kernels").folder == tmp_path / "kernels"
     assert {"runs", "logs", "times.json", "again.json"} == set(os.listdir(tmp_path))
 
 

@@ -167,9 +167,9 @@ def test_refused_batches(wrong: dict[str, Any], error: type[Exception], message:
     [
         ({"step": SMALL.__wrapped__}, "descend is not virtualized"),
         ({"step": jax.jit(SMALL.__wrapped__)}, "not virtualized"),
-        ({"data": DATA}, r"dict is a data set.*\n.*\['x'\]: shape \(37, 4\)"),
-        ({"data": DATA["x"]}, "ndarray is a data set"),
-        ({"data": [BATCHES.batch(0)]}, "the data have 1 batches, and the run has 3 steps"),
+        ({"data": DATA}, r"not one dict.*\n.*\['x'\]: shape \(37, 4\)"),
+        ({"data": DATA["x"]}, "not one ndarray"),
+        ({"data": [BATCHES.batch(0)]}, "batches for 1 of 3 steps"),
         ({"data": iter([])}, "no batches by step number"),
         (
             {"data": lambda n: {"x": np.array([[1], [1, 2]], object)}},

@@ -251,7 +251,7 @@ def test_reports_show_what_they_hold(report: Any, draw: Any) -> None:
     assert f"test_show.py:{at}" in text
     count, model = report.passes
     assert re.search(rf"0\s*{count.equations}\s*{B} flop", text)  # one addition per element of the mask
-    assert re.search(rf"1\s*{model.equations}\s*\d\.\d kflop\s*\d\d\.\d%\s*2, {sums} B", text)
+    assert re.search(rf"1\s*pass 0\s*{model.equations}\s*\d\.\d kflop\s*\d\d\.\d%\s*2, {sums} B", text)
     assert f"{sum(p.sent for p in report.passes)} B sent per device and step" in text
     assert "4 idle slots" in text and "masked" in text
 

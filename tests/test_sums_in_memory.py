@@ -133,6 +133,8 @@ def test_passes_for_parts_of_the_sums_give_the_same_bits(nodes: int, monkeypatch
     step = functools.partial(vnode.virtualize, clipped, virtual_nodes=nodes)
     report = step().on(jax.devices()[:1]).explain(params, x)
     assert [len(p.accumulators) for p in report.passes] == [1] * (1 + LAYERS)
+    assert [(p.number, p.reads) for p in report.passes] == [(0, ()), *((1 + k, (0,)) for k in range(LAYERS))]
+    assert f"passes 1 to {LAYERS} only form large sums, of operands that pass 0 kept" in " ".join(str(report).split())
     found: dict[Any, Any] = {d: compare.host(step().on(jax.devices()[:d])(params, x)) for d in (1, 3, 8)}
     monkeypatch.setattr(pipeline, "separate_sums", lambda made, pending: made)
     found["one pass"] = compare.host(step().on(jax.devices()[:1])(params, x))

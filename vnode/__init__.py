@@ -21,8 +21,6 @@ from vnode.errors import (
 )
 from vnode.placement.placement import Placement
 from vnode.placement.uneven import UnevenSpec
-from vnode.plan.nodes.auto import AutoStep
-from vnode.plan.nodes.fit import Fit, fit
 from vnode.step.virtual import VirtualStep
 from vnode.transform import virtualize
 
@@ -71,6 +69,8 @@ if _typing.TYPE_CHECKING:
     from vnode.plan.check.answer import Check
     from vnode.plan.check.check import check
     from vnode.plan.compare import explain
+    from vnode.plan.nodes.auto import AutoStep
+    from vnode.plan.nodes.fit import Fit, fit
 
     __version__: str
 
@@ -84,17 +84,20 @@ _LAZY = {
 """Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
 
 _HOMES = {
+    "AutoStep": "vnode.plan.nodes.auto",
     "Balance": "vnode.plan.balance.balance",
     "Check": "vnode.plan.check.answer",
+    "Fit": "vnode.plan.nodes.fit",
     "Measurement": "vnode.plan.balance.profiles",
     "Profile": "vnode.plan.balance.profiles",
     "Profiles": "vnode.plan.balance.profiles",
     "balance": "vnode.plan.balance.balance",
     "check": "vnode.plan.check.check",
     "explain": "vnode.plan.compare",
+    "fit": "vnode.plan.nodes.fit",
     "profile": "vnode.plan.balance.measure",
 }
-"""Where names are that no step needs; imported when they are asked for."""
+"""Where names are that not every step needs; imported when they are asked for."""
 
 
 if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there

@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,15 @@ from vnode.errors import PlacementError
 from vnode.placement.patterns import check_axes, patterns_of
 from vnode.placement.placement import Placement, node_count
 from vnode.placement.uneven import UnevenSpec
-from vnode.plan.nodes.auto import AutoStep
-from vnode.plan.nodes.memory import byte_count
 from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.rooms import share_of
 from vnode.step.virtual import Family, VirtualStep
 from vnode.tracebacks import api_boundary
+
+if TYPE_CHECKING:
+    from vnode.plan.nodes.auto import AutoStep
 
 COUPLINGS = ("exact", "local", "error")
 REDUCTIONS = ("invariant", "fast")
@@ -187,7 +188,6 @@ def virtualize(
     nodes = 1 if auto else node_count(virtual_nodes)
     if memory is not None and not auto:
         raise ValueError("memory is for virtual_nodes='auto': a fixed number of nodes takes what it takes")
-    limit = None if memory is None else byte_count(memory)
     if not isinstance(coupling, str | Mapping):
         raise ValueError(f"coupling must be one of {', '.join(COUPLINGS)}, or map patterns to them, not {coupling!r}")
     modes = [coupling] if isinstance(coupling, str) else list(coupling.values())
@@ -229,10 +229,13 @@ def virtualize(
     check_axes_named(in_axes, fun)
     spec = StepSpec(fun, options, in_axes, donated, *static_arguments(static_argnums, static_argnames, fun))
     if auto:
+        from vnode.plan.nodes.auto import AutoStep
+        from vnode.plan.nodes.memory import byte_count
+
         return AutoStep(
             VirtualStep(spec, None, Family(patterns)),
             placement,
-            limit,
+            None if memory is None else byte_count(memory),
             fewer_lanes=lanes == "auto" and reduction == "invariant",
         )
     return VirtualStep(spec, placement, Family(patterns))

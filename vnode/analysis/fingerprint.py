@@ -25,7 +25,6 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
-from vnode.operators.exported import program_text
 
 SHOWN = 1000
 """Different operations that are kept for naming differences; the digest is of all."""
@@ -253,6 +252,8 @@ def _(value: Any) -> str:
 
 @value_text.register
 def _(value: export.Exported) -> str:
+    from vnode.operators.exported import program_text  # rarely met, as its description is
+
     return hashlib.sha256(program_text(value).encode()).hexdigest()[:12]
 
 

@@ -240,9 +240,9 @@ class Follower:
             raise UnsupportedPrimitiveError(
                 message_about(
                     eqn,
-                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; vnode has no description "
-                    "that says how it splits.",
-                    facts=[f"effect: {effect}" for effect in eqn.effects],
+                    f"{eqn.primitive.name!r} is applied to a batched value and has an effect; no description of it "
+                    "says how often that happens if each virtual node has a part of the batch.",
+                    facts=[f"effects: {', '.join(sorted(map(str, eqn.effects)))}"],
                     remedies=[*advice(eqn), "or apply it to values that are reduced over the batch"],
                 )
             )

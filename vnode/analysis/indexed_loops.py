@@ -24,7 +24,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators.control import Loop, region_of, scan_like
-from vnode.operators.pallas_index_maps import tabulated
+from vnode.operators.known import tabulated
 
 if TYPE_CHECKING:
     from vnode.analysis.program import Atom, Program

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -133,14 +134,15 @@ class Schedule:
 
         A pass holds what it was given while it writes what it keeps.
         """
-        made = {var: nodes.level for nodes in self.passes for var, _ in nodes.collected}
+        passes = list(enumerate(self.passes))
+        made = {var: number for number, nodes in passes for var, _ in nodes.collected}
         last = {
-            var: nodes.level
-            for nodes in self.passes
+            var: number
+            for number, nodes in passes
             for var, form in nodes.recipe.leaves
             if isinstance(form, Slice) and var in made
         }
-        held = [tuple(var for var in last if made[var] <= nodes.level <= last[var]) for nodes in self.passes]
+        held = [tuple(var for var in last if made[var] <= number <= last[var]) for number, _ in passes]
         return max(held, key=lambda several: sum(map(nbytes, several)), default=())
 
     @functools.cached_property
@@ -179,6 +181,18 @@ class Schedule:
     @property
     def passes(self) -> list[Pass]:
         return [stage.nodes for stage in self.stages if stage.nodes is not None]
+
+    def number_of(self, level: int) -> int:
+        """The place of the first pass of a level among the passes: levels may have none, or several."""
+        return sum(nodes.level < level for nodes in self.passes)
+
+    def with_inner(self, times: int = 1) -> Iterator[tuple[Schedule, int]]:
+        """This schedule and those within it, each with how many times it runs (a ``while`` counts as one iteration)."""
+        yield self, times
+        for stage in self.stages:
+            for action in stage.once:
+                for inner in action.schedules:
+                    yield from inner.with_inner(times * action.times)
 
 
 def accumulator_dtype(dtype: Any, monoid: Monoid, wanted: Any) -> Any:

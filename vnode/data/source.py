@@ -37,18 +37,23 @@ def loader(data: Any, steps: int) -> Callable[[int, Placement], Any]:
     if callable(data):
         return lambda step, placement: owned(data(step), f"the batch of step {step}")
     if isinstance(data, Mapping | tuple | np.ndarray | jax.Array):
+        kind = "jax.Array" if isinstance(data, jax.Array) else type(data).__name__
         raise VnodeError(
             layout_message(
-                f"{type(data).__name__} is a data set, not batches by step number.",
+                f"the data of a run are batches by step number, not one {kind}.",
                 facts=[f"it has the arrays {', '.join(sizes(data)[:8])}"],
-                remedies=["vnode.data.Batches(data, batch_size=...)", "a list, or a function of the step number"],
+                remedies=[
+                    "vnode.data.Batches(data, batch_size=...)",
+                    "a list, or a function of the step number",
+                    "if that is the state: the order is run(step, state, data)",
+                ],
             )
         )
     if hasattr(data, "__getitem__"):  # before `batch`, which a `grain.MapDataset` has for something else
         if isinstance(data, Sequence) and len(data) < steps:
             raise VnodeError(
                 layout_message(
-                    f"the data have {len(data)} batches, and the run has {steps} steps.",
+                    f"the data are too short: they have batches for {len(data)} of {steps} steps.",
                     remedies=[f"steps={len(data)}", "lambda step: data[step % len(data)] to use them again"],
                 )
             )

@@ -84,7 +84,7 @@ class Checkpoints(SharedReader):
                 self.lock = FolderLock(self.folder)
         try:
             self.check_shared()
-            self.manager = path if given else self.together(self.opened, "to open the folder of checkpoints")
+            self.manager = path if given else self.unless_peer_fails(self.opened, "to open the folder of checkpoints")
         except VnodeError:
             self.release()
             raise
@@ -177,7 +177,7 @@ class Checkpoints(SharedReader):
             sums = checksums({path: leaf.value for path, leaf in leaves.items()})
             header = Header(number, {path: Entry.of(leaf, sums[path]) for path, leaf in leaves.items()}, facts)
             self.make_way(number)
-            self.together(lambda: self.write(number, stored(state), header), "to save a checkpoint")
+            self.unless_peer_fails(lambda: self.write(number, stored(state), header), "to save a checkpoint")
         except CheckpointError as error:
             error.state, error.step = state, number
             raise
@@ -214,7 +214,7 @@ class Checkpoints(SharedReader):
         if folder is not None and world().index == 0:
             aside = (folder.parent / f"{number}.damaged-{i}" for i in itertools.count(1))
             folder.rename(next(path for path in aside if not path.exists()))
-        self.together(self.manager.reload, "to save a checkpoint")
+        self.unless_peer_fails(self.manager.reload, "to save a checkpoint")
         del self.damaged[number]
 
     def restore(self, number: int, like: Any, placement: Placement) -> Any:
@@ -247,7 +247,7 @@ class Checkpoints(SharedReader):
           CheckpointError: it could not be; it carries the state that is there now.
         """
         try:
-            self.together(self.manager.wait_until_finished, "to finish a checkpoint")
+            self.unless_peer_fails(self.manager.wait_until_finished, "to finish a checkpoint")
         except ProcessError:
             raise
         except Exception as error:
@@ -264,7 +264,7 @@ class Checkpoints(SharedReader):
         finally:
             try:
                 if not self.given:
-                    self.together(self.manager.close, "to close the folder of checkpoints")
+                    self.unless_peer_fails(self.manager.close, "to close the folder of checkpoints")
             finally:
                 self.release()
 

@@ -362,7 +362,7 @@ class Driver:
     def changed(self, step: Any, change: Resize) -> None:
         """Takes note of a change of devices; the next step tells how long it took."""
         self.step = step
-        self.speed.again()
+        self.speed.restart()
         self.resizes.append(change)
         self.resized = change
 
@@ -384,7 +384,7 @@ class Driver:
         self.history.append(number, values)
         named = by_name(values)
         writing = self.options.writers and jax.process_index() == 0
-        self.write(number, named | (self.speed.told(number, self.step, self.state, self.batch) if writing else {}))
+        self.write(number, named | (self.speed.metrics(number, self.step, self.state, self.batch) if writing else {}))
         self.look(number, named)
         end = number + 1 + (0 if self.exact else AHEAD)
         for callback in self.options.callbacks:

@@ -71,7 +71,7 @@ class SharedReader(Reader):
                 )
             )
 
-    def together(self, work: Callable[[], T], what: str) -> T:
+    def unless_peer_fails(self, work: Callable[[], T], what: str) -> T:
         """Does something in which orbax waits for the other processes; no longer than these are there.
 
         Raises:
@@ -145,7 +145,8 @@ class SharedReader(Reader):
         with self.agreed(f"to restore checkpoint {number}"):
             try:
                 load = super().load
-                return self.together(lambda: load(number, header, where, name), f"to restore checkpoint {number}")
+                what = f"to restore checkpoint {number}"
+                return self.unless_peer_fails(lambda: load(number, header, where, name), what)
             except (VnodeError, JaxRuntimeError, MemoryError):
                 raise
             except Exception as error:  # orbax, tensorstore and JSON have many

@@ -34,12 +34,12 @@ class Speed:
         """Takes note of a step's batch."""
         self.sizes[number] = size_of(batch)
 
-    def again(self) -> None:
+    def restart(self) -> None:
         """Takes note that what comes next is not the pace of a run: it compiles, or steps are run again."""
         self.last = None
         self.sizes.clear()
 
-    def told(self, number: int, step: Any, state: Any, batch: Any) -> dict[str, float]:
+    def metrics(self, number: int, step: Any, state: Any, batch: Any) -> dict[str, float]:
         """Metrics of the pace up to a step whose result is there.
 
         Args:

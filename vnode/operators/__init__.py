@@ -1,26 +1,21 @@
 """One description per operator: `describe` reads them, `register` adds a user's own.
 
-Knows jax only. Importing this package fills the registry from the families beside this file.
+Knows jax only. Importing this package fills the registry from the families beside this file, but for those in `RARE`.
 """
 
 from vnode.operators import (  # noqa: F401
     aside,
-    attention,
     contraction,
-    custom_partitioning,
     elementwise,
-    exported,
     host,
     indexing,
     linalg,
     order,
-    pallas,
     postponed,
     random,
     reduce,
     shape,
     sharding,
-    sparse,
     structure,
     windows,
 )
@@ -34,7 +29,7 @@ from vnode.operators.description import (
 )
 from vnode.operators.evaluate import cast, evaluate, evaluate_wide
 from vnode.operators.monoid import Monoid
-from vnode.operators.registry import advice, describe, kind, kind_to_keep, register
+from vnode.operators.registry import advice, describe, import_when_met, kind, kind_to_keep, register
 from vnode.operators.splits import Free, LookedUp, Move, Prefix, Reduced, Shifted, Whole, Windowed
 
 __all__ = [
@@ -62,6 +57,17 @@ __all__ = [
     "kind_to_keep",
     "register",
 ]
+
+RARE = {
+    "jax._src.cudnn": "vnode.operators.attention",
+    "jax._src.custom_partitioning": "vnode.operators.custom_partitioning",
+    "jax._src.export": "vnode.operators.exported",
+    "jax._src.pallas.pallas_call": "vnode.operators.pallas",
+    "jax.experimental.sparse": "vnode.operators.sparse",
+}
+"""Families of kernels that few programs have, by the part of jax that makes their primitives."""
+
+import_when_met(RARE)
 
 
 def __dir__() -> list[str]:

@@ -46,7 +46,7 @@ def attention(eqn: JaxprEqn) -> OperatorDescription | None:
     def array(sequence: int, heads: tuple[int, ...], last: int) -> Dims:
         return ((b,), heads, (sequence,), (last,)) if heads_first else ((b,), (sequence,), heads, (last,))
 
-    def spread(dims: Dims, shape: tuple[int, ...]) -> Dims:
+    def broadcast_dims(dims: Dims, shape: tuple[int, ...]) -> Dims:
         """Dimensions of size one, along which the kernel repeats an operand, have no factor."""
         return tuple(() if m == 1 and f_size(dim) != 1 else dim for dim, m in zip(dims, shape, strict=True))
 
@@ -55,7 +55,7 @@ def attention(eqn: JaxprEqn) -> OperatorDescription | None:
 
     q, k, v = array(t, (n, *shared), width), array(s, (n,), width), array(s, (n,), depth)
     out, scores = array(t, (n, *shared), depth), ((b,), (n, *shared), (t,))
-    biased = spread(((b,), (n, *shared), (t,), (s,)), bias) if has_bias else f.dims(bias, WHOLE)
+    biased = broadcast_dims(((b,), (n, *shared), (t,), (s,)), bias) if has_bias else f.dims(bias, WHOLE)
     lengths = [((b,),) if shape == query[:1] else f.dims(shape, WHOLE) for shape in shapes[4:6]]
     unused = [f.dims(shape, WHOLE) for shape in shapes[6:10]]
     operands = (q, k, v, biased, *lengths, *unused)

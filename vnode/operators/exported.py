@@ -279,7 +279,7 @@ def by_type(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     return True
 
 
-def joined(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+def concatenated(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     return integer(op, "dimension") != row and all(each == row for each in rows_in)
 
 
@@ -304,7 +304,7 @@ def product(sizes: Sequence[int | None]) -> int:
     return math.prod(n for n in sizes if n is not None)
 
 
-def looked_up(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+def gathered(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     """Rows of indices in what has none itself; or the same places in every row."""
     if rows_in[0] is None:
         return rows_in[1] is not None
@@ -317,7 +317,7 @@ def looked_up(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     return at and len(op.operands) == 3 and is_count(op.operands[2], rows_in[0], counts)
 
 
-def cut_out(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+def sliced(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     """All rows, one after another."""
     _, start, limit, stride = op.operands
     whole = is_number(start, row, 0) and is_number(stride, row, 1) and is_count(limit, row, counts)
@@ -336,7 +336,7 @@ def convolved(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     return batch and groups == 1 and rows_in[1] is None
 
 
-def counted_along(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
+def iota(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
     return integer(op, "iota_dimension") != row
 
 
@@ -350,16 +350,16 @@ def sorted_along(op: Any, rows_in: Rows, row: int, counts: Counts) -> bool:
 
 KEEPS: dict[str, Callable[[Any, Rows, int, Counts], bool]] = {
     "stablehlo.broadcast_in_dim": broadcast,
-    "stablehlo.concatenate": joined,
+    "stablehlo.concatenate": concatenated,
     "stablehlo.convolution": convolved,
     "stablehlo.dot_general": by_type,
     "stablehlo.dynamic_broadcast_in_dim": broadcast,
-    "stablehlo.dynamic_gather": looked_up,
-    "stablehlo.dynamic_iota": counted_along,
+    "stablehlo.dynamic_gather": gathered,
+    "stablehlo.dynamic_iota": iota,
     "stablehlo.dynamic_reshape": reshaped,
-    "stablehlo.gather": looked_up,
+    "stablehlo.gather": gathered,
     "stablehlo.pad": padded,
-    "stablehlo.real_dynamic_slice": cut_out,
+    "stablehlo.real_dynamic_slice": sliced,
     "stablehlo.reduce": by_type,
     "stablehlo.reshape": reshaped,
     "stablehlo.reverse": reversed_along,

@@ -144,3 +144,37 @@ def known_value(
             return None if result is None else np.asarray(result).astype(dtype)
 
     return visit(atom, DEPTH)
+
+
+def truncated_division(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """Division of integers towards zero, anything where the divisor is zero."""
+    safe = np.where(y == 0, 1, y)
+    return np.sign(x) * np.sign(safe) * (np.abs(x) // np.abs(safe))
+
+
+OF_INTEGERS = {**ELEMENTWISE, "div": truncated_division}
+"""Equations that NumPy evaluates."""
+
+
+def tabulated(
+    atom: Any, equations: Sequence[JaxprEqn], program_ids: Sequence[Var], axes: Sequence[int], grid: Sequence[int]
+) -> np.ndarray | None:
+    """The value of an atom for all program ids of some axes, int64 ``[size of each axis]``; None if it is not known."""
+    shape = tuple(grid[axis] for axis in axes)
+    known: dict[Var, np.ndarray] = {}
+    for k, axis in enumerate(axes):
+        along = np.arange(grid[axis], dtype=np.int32)
+        known[program_ids[axis]] = along.reshape(tuple(-1 if d == k else 1 for d in range(len(axes))))
+
+    def read(i: Any) -> np.ndarray | None:
+        return np.asarray(i.val, i.aval.dtype) if isinstance(i, Literal) else known.get(i)
+
+    for eqn in equations:
+        operands = [read(i) for i in eqn.invars]
+        if eqn.primitive.name not in OF_INTEGERS or any(value is None for value in operands) or len(eqn.outvars) != 1:
+            continue
+        with np.errstate(all="ignore"):
+            value = OF_INTEGERS[eqn.primitive.name](*operands)
+        known[eqn.outvars[0]] = np.asarray(value).astype(eqn.outvars[0].aval.dtype)
+    found = read(atom)
+    return None if found is None else np.broadcast_to(found, shape).astype(np.int64)

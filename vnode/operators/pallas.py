@@ -37,7 +37,7 @@ from vnode.operators.remembered import Remembered
 from vnode.operators.splits import FREE, WHOLE, Reduced
 
 ADVICE = (
-    "interpret the kernel with interpret=True, which has no effects, and not with InterpretParams",
+    "where it says interpret=InterpretParams(...), write interpret=True: the simulation of a TPU is what has effects",
     "or describe a primitive of your own around it with vnode.operators.register (docs/registering-a-primitive.md)",
 )
 

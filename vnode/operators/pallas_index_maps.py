@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend.core import JaxprEqn, Literal, Var
 
 from vnode.operators.control import Body, body_of, call_of
-from vnode.operators.known import ELEMENTWISE
+from vnode.operators.known import OF_INTEGERS, tabulated
 
 MOST = 1 << 16
 """Block indices that are looked at; a map of more axes together counts as unknown."""
@@ -100,7 +100,7 @@ def components(index_map: Any, grid: Sequence[int]) -> tuple[list[Component], li
             unknown.update(eqn.outvars)
         else:
             loose = [i for i in eqn.invars if isinstance(i, Var)]
-            if unknown.intersection(loose) or eqn.primitive.name not in FOLDED or any(i in scalars for i in loose):
+            if unknown.intersection(loose) or eqn.primitive.name not in OF_INTEGERS or any(i in scalars for i in loose):
                 unknown.update(eqn.outvars)
         depends.update(dict.fromkeys(eqn.outvars, frozenset().union(*(depends.get(i, frozenset()) for i in loose))))
     made: list[Component] = []
@@ -147,40 +147,6 @@ def read_indices(eqn: JaxprEqn) -> list[Any] | None:
         return None
     indices = list(transforms[0].indices)
     return indices if all(isinstance(i, Var | Literal) and i.aval.shape == () for i in indices) else None
-
-
-def divided(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Division of integers towards zero, anything where the divisor is zero."""
-    safe = np.where(y == 0, 1, y)
-    return np.sign(x) * np.sign(safe) * (np.abs(x) // np.abs(safe))
-
-
-FOLDED = {**ELEMENTWISE, "div": divided}
-"""Equations that NumPy evaluates."""
-
-
-def tabulated(
-    atom: Any, equations: Sequence[JaxprEqn], program_ids: Sequence[Var], axes: Sequence[int], grid: Sequence[int]
-) -> np.ndarray | None:
-    """The value of an atom for all program ids of some axes, int64 ``[size of each axis]``; None if it is not known."""
-    shape = tuple(grid[axis] for axis in axes)
-    known: dict[Var, np.ndarray] = {}
-    for k, axis in enumerate(axes):
-        along = np.arange(grid[axis], dtype=np.int32)
-        known[program_ids[axis]] = along.reshape(tuple(-1 if d == k else 1 for d in range(len(axes))))
-
-    def read(i: Any) -> np.ndarray | None:
-        return np.asarray(i.val, i.aval.dtype) if isinstance(i, Literal) else known.get(i)
-
-    for eqn in equations:
-        operands = [read(i) for i in eqn.invars]
-        if eqn.primitive.name not in FOLDED or any(value is None for value in operands) or len(eqn.outvars) != 1:
-            continue
-        with np.errstate(all="ignore"):
-            value = FOLDED[eqn.primitive.name](*operands)
-        known[eqn.outvars[0]] = np.asarray(value).astype(eqn.outvars[0].aval.dtype)
-    found = read(atom)
-    return None if found is None else np.broadcast_to(found, shape).astype(np.int64)
 
 
 def divisors(found: Sequence[Component], grid: Sequence[int]) -> dict[int, int]:

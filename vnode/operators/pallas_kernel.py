@@ -24,7 +24,8 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
 from vnode.operators.control import Body, Branches, Loop, Region, call_of, region_of
-from vnode.operators.pallas_index_maps import FOLDED, Read, read_indices
+from vnode.operators.known import OF_INTEGERS
+from vnode.operators.pallas_index_maps import Read, read_indices
 
 PROGRAM_ID = "program_id"
 
@@ -182,10 +183,10 @@ def overwrites(kernel: Jaxpr, state: Sequence[int], zeros: frozenset[int], sizes
                     done.add(held[0])
             elif not done.issuperset(held.values()) or any(runs_random(eqn)):
                 raise Exposed
-            elif name in FOLDED and len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == ():
+            elif name in OF_INTEGERS and len(eqn.outvars) == 1 and eqn.outvars[0].aval.shape == ():
                 operands = [value(i) for i in eqn.invars]
                 if all(each is not None for each in operands):
-                    result = np.asarray(FOLDED[name](*operands))
+                    result = np.asarray(OF_INTEGERS[name](*operands))
                     known[eqn.outvars[0]] = result.astype(eqn.outvars[0].aval.dtype)
 
     def enter(

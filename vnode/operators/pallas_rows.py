@@ -98,9 +98,9 @@ class Walk:
         if bodies:
             return self.nested(eqn, region, bodies, operands)
         if name == "get":
-            return [self.held_at(operands[0], *self.place(eqn, operands[1:], eqn.invars[1:]))]
+            return [self.held_at(operands[0], *self.named_dims(eqn, operands[1:], eqn.invars[1:]))]
         if name in ("swap", "addupdate"):
-            dims, cut = self.place(eqn, operands[2:], eqn.invars[2:])
+            dims, cut = self.named_dims(eqn, operands[2:], eqn.invars[2:])
             self.put(operands[0], dims, cut, operands[1])
             return [self.held_at(operands[0], dims, cut)] * len(eqn.outvars)
         if any(isinstance(value, tuple) for value in operands) or self._axis in has_program_id(eqn):
@@ -114,10 +114,10 @@ class Walk:
             uniform = not positional and all(value == UNIFORM for value in values)
             return [UNIFORM if uniform or var.aval.shape == () else SHARED for var in eqn.outvars]
         assert description is not None
-        return [*along(description, values)]
+        return [*row_dims(description, values)]
 
     @staticmethod
-    def place(eqn: JaxprEqn, indices: Sequence[Value], atoms: Sequence[Any]) -> tuple[list[int], frozenset[int]]:
+    def named_dims(eqn: JaxprEqn, indices: Sequence[Value], atoms: Sequence[Any]) -> tuple[list[int], frozenset[int]]:
         """What an access names: the reference's dimensions that the value has, and those of which it has a part."""
         if any(not isinstance(i, int) or i >= 0 for i in indices):
             raise Dependent
@@ -158,7 +158,7 @@ class Walk:
         if value >= 0 and dims[value] in cut:
             raise Dependent
         held = dims[value] if value >= 0 else SHARED if cut and self._held[number] < 0 else value
-        self._held[number] = joined(self._held[number], held)
+        self._held[number] = merged(self._held[number], held)
         self.held_at(reference, dims, cut)
 
     def nested(self, eqn: JaxprEqn, region: Any, bodies: Sequence[Any], operands: list[Value]) -> list[Value]:
@@ -188,16 +188,16 @@ class Walk:
                     value + 1 if region.stacks and j >= carried and isinstance(value, int) and value >= 0 else value
                     for j, value in enumerate(made)
                 ]
-                results = [joined(a, b) for a, b in zip(results, stacked, strict=True)]
+                results = [merged(a, b) for a, b in zip(results, stacked, strict=True)]
             before = list(inputs)
             for i, k in enumerate(region.carried):
-                inputs[k] = joined(inputs[k], results[i])
+                inputs[k] = merged(inputs[k], results[i])
                 results[i] = inputs[k]
             if inputs == before:
                 return results
 
 
-def along(description: OperatorDescription, values: Sequence[int]) -> list[int]:
+def row_dims(description: OperatorDescription, values: Sequence[int]) -> list[int]:
     """The dimension along which each result has rows, given that of each operand."""
     found: set[int] = set()
     for dims, rows in zip(description.operands, values, strict=True):
@@ -223,7 +223,7 @@ def along(description: OperatorDescription, values: Sequence[int]) -> list[int]:
     return made
 
 
-def joined(a: T, b: T) -> T:
+def merged(a: T, b: T) -> T:
     """What is one value or another."""
     if a == b or b == UNIFORM:
         return a

@@ -7,7 +7,9 @@ file do, each for its own primitives.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable
+import importlib
+import sys
+from collections.abc import Callable, Hashable, Mapping
 
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Primitive
 
@@ -21,6 +23,27 @@ _unshared: set[str] = set()
 _users: set[str] = set()
 """Primitives that users describe, of which no more is known than they say."""
 _advice: dict[str, tuple[str, ...]] = {}
+_rare: dict[str, str] = {}
+"""Families that are not imported yet, by the module of jax that makes their primitives."""
+
+
+def import_when_met(families: Mapping[str, str]) -> None:
+    """Families whose rules are registered once a primitive without a rule is met, if jax's part of them is imported.
+
+    Args:
+      families: modules of descriptions, by the modules of jax without which there are no such primitives.
+    """
+    _rare.update(families)
+
+
+def rule_of(name: str) -> Rule | None:
+    """The rule for the primitives of a name."""
+    if name not in _rules:
+        for origin, family in tuple(_rare.items()):
+            if origin in sys.modules:
+                importlib.import_module(family)
+                _rare.pop(origin, None)
+    return _rules.get(name)
 
 
 def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Callable[[Rule], Rule]:
@@ -39,6 +62,8 @@ def rule(*names: str, alike: bool = True, advice: tuple[str, ...] = ()) -> Calla
 
     def add(fun: Rule) -> Rule:
         for name in names:
+            if name in _users:  # described before this family was met
+                continue
             if name in _rules:
                 raise ValueError(f"two descriptions of primitive {name!r}")
             _rules[name] = fun
@@ -100,7 +125,7 @@ def describe(eqn: JaxprEqn) -> OperatorDescription | None:
     Returns:
       The description.
     """
-    fun = _rules.get(eqn.primitive.name)
+    fun = rule_of(eqn.primitive.name)
     if fun is None:
         return None
     of = kind_to_keep(eqn)
@@ -115,7 +140,7 @@ _known = Remembered[OperatorDescription | None](20_000)
 
 def described(eqn: JaxprEqn) -> bool:
     """Whether there is a rule for an equation's primitive."""
-    return eqn.primitive.name in _rules
+    return rule_of(eqn.primitive.name) is not None
 
 
 def is_users(eqn: JaxprEqn) -> bool:
@@ -142,7 +167,7 @@ def kind(eqn: JaxprEqn) -> Hashable | None:
       cannot be hashed.
     """
     name = eqn.primitive.name
-    if name in _unshared:
+    if rule_of(name) is not None and name in _unshared:
         return None
     types = [(getattr(a.aval, "shape", None), getattr(a.aval, "dtype", None)) for a in (*eqn.invars, *eqn.outvars)]
     made = (name, eqn.ctx.threefry_partitionable, tuple(eqn.params.items()), tuple(types))

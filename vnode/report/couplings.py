@@ -21,11 +21,18 @@ TRANSFORMATIONS = re.compile(r"\w+\(|\)")
 REDUCTIONS = {Monoid.PROD: "product", Monoid.MAX: "maximum", Monoid.MIN: "minimum"}
 
 
-def coupling_line(coupling: Coupling) -> Line:
-    """A coupling in one line: what reads what, and where the user wrote it."""
+def coupling_line(coupling: Coupling, number: int, inside: bool) -> Line:
+    """A coupling in one line: which pass needs it, what reads what, and where the user wrote it.
+
+    Args:
+      coupling: what is described.
+      number: of the pass.
+      inside: whether that is a pass of a loop or branch within the step.
+    """
     source = coupling.source or coupling.eqn
     name = module(source)
-    return Line(f"pass {coupling.level}: {coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
+    needed = "" if coupling.kind == "loop" else f"pass {number}{' inside' * inside}: "
+    return Line(f"{needed}{coupling_text(coupling)}", where(source) + (f" in {name}" if name else ""))
 
 
 def coupling_text(coupling: Coupling) -> str:
@@ -39,7 +46,7 @@ def coupling_text(coupling: Coupling) -> str:
             return f"{coupling.eqn.primitive.name} has passes of its own: {name} {coupling.why and coupling.why.value}"
         case "materialize":
             said = coupling.why if coupling.why in (Why.PAIRS, Why.UNDESCRIBED) else Why.WHOLE
-            return f"{name} {said.value}{because(coupling)}"
+            return f"{name} {said.value}{whole_reason(coupling)}"
     if coupling.source is None:
         return f"{name} reads what was made of the whole batch"
     form = coupling.flow.states[source.outvars[0]].form
@@ -47,7 +54,7 @@ def coupling_text(coupling: Coupling) -> str:
     return f"{name} reads a {reduction} over the batch"
 
 
-def because(coupling: Coupling) -> str:
+def whole_reason(coupling: Coupling) -> str:
     """Why an equation is not split, where that is said."""
     description = coupling.flow.program.describe(coupling.eqn)
     return f": {description.whole_because}" if description is not None and description.whole_because else ""

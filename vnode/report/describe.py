@@ -78,7 +78,7 @@ def report(
             for var in flow.program.inputs
             if isinstance(flow.states[var].form, Slice)
         ),
-        passes=tuple(pass_report(flow, p, placement, reduction, names) for p in made.passes),
+        passes=tuple(pass_report(made, number, placement, reduction, names) for number in range(len(made.passes))),
         nested=tuple(nested),
         once=sum(len(stage.once) for stage in made.stages),
         hoisted=len(made.stages[0].once) if made.passes else 0,
@@ -96,7 +96,7 @@ def report(
             )
             if var in defined
         ),
-        couplings=tuple(dict.fromkeys(map(coupling_line, couplings))),
+        couplings=tuple(dict.fromkeys(coupling_lines(made, couplings))),
         undescribed=undescribed_lines(couplings),
         flops=made.flops,
         recomputed=made.recomputed,
@@ -114,6 +114,14 @@ def report(
 def value_lines(values: Sequence[Var], defined: Mapping[Var, JaxprEqn], names: Names) -> tuple[Line, ...]:
     """Values of a program with the source lines that make them."""
     return tuple(Line(kind(var.aval), where(defined[var]), nbytes(var), names(var)) for var in values)
+
+
+def coupling_lines(made: Schedule, couplings: Sequence[Coupling]) -> Iterator[Line]:
+    """Couplings with the numbers of the passes that need them, of the step or of a loop within it."""
+    within = {inner.flow: inner for inner, _ in made.with_inner()}
+    for coupling in couplings:
+        passes = within.get(coupling.flow, made)
+        yield coupling_line(coupling, passes.number_of(coupling.level), passes is not made)
 
 
 def undescribed_lines(couplings: Sequence[Coupling]) -> tuple[Line, ...]:
@@ -156,12 +164,16 @@ def layout_lines(flow: Flow, placement: Placement | Layout) -> Iterator[Line]:
 
 
 def pass_report(
-    flow: Flow, nodes: Pass, placement: Placement | Layout, reduction: Reduction, names: Names
+    made: Schedule, number: int, placement: Placement | Layout, reduction: Reduction, names: Names
 ) -> PassReport:
-    defined = flow.program.definitions
+    nodes = made.passes[number]
+    defined = made.flow.program.definitions
     actions = [action for action in nodes.recipe.actions if isinstance(action, Evaluation)]
     return PassReport(
+        number=number,
         level=nodes.level,
+        reads=read_passes(made.passes, number),
+        adds_only=nodes.follows,
         equations=len(actions),
         flops=sum(action.step.flops for action in actions),
         accumulators=tuple(
@@ -171,6 +183,15 @@ def pass_report(
         collected=value_lines([var for var, _ in nodes.collected], defined, names),
         sent=reduction.sent(nodes, placement),
     )
+
+
+def read_passes(passes: Sequence[Pass], number: int) -> tuple[int, ...]:
+    """The earlier passes that a pass waits for: those of the level before, or the one that keeps what it adds up."""
+    this = passes[number]
+    if this.follows:
+        return (next(k for k, other in enumerate(passes) if other.level == this.level),)
+    before = max((other.level for other in passes if other.level < this.level), default=None)
+    return tuple(k for k, other in enumerate(passes) if other.level == before)
 
 
 def kind(aval: Any) -> str:

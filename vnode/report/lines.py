@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from vnode.report.sources import short
+
 SHOWN = 12
 """So many lines are shown, the largest; the others are counted."""
 
@@ -27,13 +29,19 @@ class Line:
     bytes: int = 0
     name: str = ""
 
+    def __str__(self) -> str:
+        return f"{self.what}, {short(self.where)}"
+
 
 @dataclasses.dataclass(frozen=True)
 class PassReport:
     """One pass over the nodes.
 
     Attributes:
-      level: its number, from 0.
+      number: its place among the passes, from 0.
+      level: how often sums were completed before what it reads. Several passes may have one level, or none.
+      reads: the numbers of the passes whose results it needs.
+      adds_only: whether it does nothing but add up large sums, from operands that the pass it reads has kept.
       equations: evaluated by every node.
       flops: scalar operations of all nodes together.
       accumulators: what is summed over nodes (or combined by another monoid).
@@ -42,7 +50,10 @@ class PassReport:
         of every block that a device holds a chunk to each, and a chunk of the total to each.
     """
 
+    number: int
     level: int
+    reads: tuple[int, ...]
+    adds_only: bool
     equations: int
     flops: int
     accumulators: tuple[Line, ...]

@@ -308,8 +308,8 @@ class Report(Drawn):
 
     def _tables(self, of: str = "the step") -> list[Table | Page]:
         """Everything that does not depend on devices, except what is sent."""
-        accumulators = [(str(p.level), line) for p in self.passes for line in p.accumulators]
-        kept = [(str(p.level), line) for p in self.passes for line in p.collected]
+        accumulators = [(str(p.number), line) for p in self.passes for line in p.accumulators]
+        kept = [(str(p.number), line) for p in self.passes for line in p.collected]
         tables: list[Table | Page] = []
         if self.passes:
             tables.append(passed(self.passes, self.once, self.flops + self.recomputed, self.pass_flops, of))

@@ -11,7 +11,7 @@ from vnode.report.lines import SHOWN, Line, PassReport
 from vnode.report.names import summary
 from vnode.report.sources import short
 from vnode.show.page import Cell, Column, Fact, Table
-from vnode.show.units import number, several, size
+from vnode.show.units import number, numbered, several, size
 
 
 def held(what: str, total: int, lines: Sequence[Line]) -> Fact:
@@ -77,14 +77,16 @@ def passed(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int,
         share = min(part / max(flops, 1), 1.0)
         return Cell(f"{share:.1%}", "of all work, what is computed again included", share=share)
 
-    names = ("pass", "equations", "work", "share", "accumulators", "sent")
+    several_passes = len(passes) > 1
+    names = ("pass", *(("reads",) * several_passes), "equations", "work", "share", "accumulators", "sent")
     columns = tuple(Column(name, right=True) for name in names)
     rows = []
     for p in passes:
         total = size(sum(line.bytes for line in p.accumulators))
         rows.append(
             (
-                Cell(str(p.level), strong=True),
+                Cell(str(p.number), strong=True),
+                *((Cell(numbered("pass", p.reads) if p.reads else "", "whose results it needs"),) * several_passes),
                 Cell(f"{p.equations:,}", "of every node"),
                 Cell(f"{number(p.flops)}flop", "of all nodes together"),
                 share_of(p.flops),
@@ -92,7 +94,20 @@ def passed(passes: Sequence[PassReport], once: int, flops: int, pass_flops: int,
                 Cell(size(p.sent), "by each device"),
             )
         )
-    rest = max(flops - pass_flops, 0)
-    last = (Cell("once"), Cell(f"{once:,}"), Cell(f"{number(rest)}flop"), share_of(rest), Cell(""), Cell(""))
+    others = max(flops - pass_flops, 0)
+    empty = Cell("")
+    figures = (Cell(f"{once:,}"), Cell(f"{number(others)}flop"), share_of(others))
+    last = (Cell("once"), *((empty,) * several_passes), *figures, empty, empty)
     note = f"share: of {of}'s work; equations: of a node; sent: by each device"
-    return Table("Passes", columns, (*rows, last), note)
+    return Table("Passes", columns, (*rows, last), note, separate_sums_note([p for p in passes if p.adds_only]))
+
+
+def separate_sums_note(adding: Sequence[PassReport]) -> str:
+    """Which passes only form sums, and why."""
+    if not adding:
+        return ""
+    kept = numbered("pass", sorted({each for p in adding for each in p.reads}))
+    return (
+        f"{numbered('pass', [p.number for p in adding])} only form{'s' * (len(adding) == 1)} large sums, of operands "
+        f"that {kept} kept: so fewer pending sums are held at a time"
+    )

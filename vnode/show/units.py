@@ -5,6 +5,7 @@ Knows numbers. Must not know what they count.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 
@@ -81,3 +82,21 @@ def through(first: int, last: int) -> str:
     ('4-7', '4')
     """
     return str(first) if first == last else f"{first}-{last}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """A noun with numbers.
+
+    >>> numbered("pass", [1]), numbered("pass", [1, 3, 4]), numbered("pass", [1, 2, 3, 4, 7])
+    ('pass 1', 'passes 1, 3 and 4', 'passes 1 to 4 and 7')
+    """
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    said = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
+    *most, last = itertools.chain.from_iterable(said)
+    some = "es" if len(numbers) > 1 else ""
+    return f"{noun}{some} {', '.join(most)} and {last}" if most else f"{noun}{some} {last}"

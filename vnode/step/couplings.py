@@ -9,7 +9,6 @@ estimating sums locally is tried on the step itself before it is proposed.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from vnode.analysis.states import Coupling, Flow
 from vnode.errors import CouplingError, layout_message
 from vnode.report.couplings import coupling_text, module
 from vnode.report.lines import SHOWN
-from vnode.show.units import several
+from vnode.show.units import numbered, several
 
 Option = str | Mapping[str, str]
 """What the user gives as ``coupling``."""
@@ -103,24 +102,15 @@ def patterns(option: Option) -> Mapping[str, str]:
 
 def of_step(made: Schedule, couplings: Sequence[Coupling]) -> list[Coupling]:
     """Those couplings that the schedule has: a loop is followed several times, until its carries keep their forms."""
-    followed = {inner.flow for inner, _ in schedules(made)}
+    followed = {inner.flow for inner, _ in made.with_inner()}
     return [coupling for coupling in couplings if coupling.flow in followed]
-
-
-def schedules(made: Schedule, times: int = 1) -> Iterator[tuple[Schedule, int]]:
-    """A schedule and those within it, each with how many times it runs (a ``while`` counts as one iteration)."""
-    yield made, times
-    for stage in made.stages:
-        for action in stage.once:
-            for inner in action.schedules:
-                yield from schedules(inner, times * action.times)
 
 
 def costs(made: Schedule) -> dict[tuple[Flow, int], float]:
     """What each pass repeats, as a share of the step; passes are told by their flow and level."""
     return {
         (inner.flow, level): times * repeated / max(made.flops, 1)
-        for inner, times in schedules(made)
+        for inner, times in made.with_inner()
         for level, repeated in inner.repeated.items()
         if repeated
     }
@@ -129,6 +119,7 @@ def costs(made: Schedule) -> dict[tuple[Flow, int], float]:
 def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
     """Couplings for an error message, each place once and the dearest only, with the passes that it calls for."""
     cost = costs(made)
+    within = {inner.flow: inner for inner, _ in made.with_inner()}
     found: dict[tuple[str, str], list[Coupling]] = {}
     for coupling, kind in zip(couplings, kinds_of(couplings), strict=True):
         if kind is not None:
@@ -137,8 +128,9 @@ def facts(made: Schedule, couplings: Sequence[Coupling]) -> list[str]:
     lines: dict[str, float] = {}
     for (_, line), here in found.items():
         passes = {(c.flow, c.level): cost.get((c.flow, c.level), 0.0) for c in here}
-        numbers = sorted({level for flow, level in passes if flow is here[0].flow})
-        text = f"{numbered('pass', numbers)}{'' if here[0].flow is made.flow else ' inside'}"
+        flow = here[0].flow
+        numbers = sorted({within[flow].number_of(level) for other, level in passes if other is flow})
+        text = f"{numbered('pass', numbers)}{'' if flow is made.flow else ' inside'}"
         share = sum(passes.values())
         text += f" repeat{'s' * (len(numbers) == 1)} {share:.0%} of the step" if share >= 0.005 else ""
         lines[f"{coupling_text(here[0])} at {line}: {text}"] = share
@@ -166,34 +158,16 @@ def paths_once(lines: Iterable[str]) -> Iterator[str]:
 
 def memory(made: Schedule, budget: float) -> str:
     """Why passes do not keep what later ones compute again."""
-    kept = sum(sum(map(nbytes, inner.between)) for inner, _ in schedules(made))
-    held = f" besides {kept / 2**20:,.1f} MiB that are kept already" if kept else ""
+    kept = sum(sum(map(nbytes, inner.between)) for inner, _ in made.with_inner())
+    held = f", beside the {kept / 2**20:,.1f} MiB that are kept already," if kept else ""
     least = FOR_BUDGET[-1 if budget >= FORWARD else -2].price
-    worth = f"fewer than {several(int(least), 'operation')} saved per byte"
-    return f"to keep what passes compute again{held} is not worth its memory: {worth}"
+    saved = f"fewer than {several(int(least), 'operation')} per byte"
+    return f"keeping more values from pass to pass{held} would save {saved}"
 
 
 def place(eqn: JaxprEqn) -> str:
     name = module(eqn)
     return where(eqn) + (f" in {name}" if name else "")
-
-
-def numbered(noun: str, numbers: Sequence[int]) -> str:
-    """A noun with numbers.
-
-    >>> numbered("pass", [1]), numbered("pass", [1, 3, 4]), numbered("pass", [1, 2, 3, 4, 7])
-    ('pass 1', 'passes 1, 3 and 4', 'passes 1 to 4 and 7')
-    """
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    said = [[f"{run[0]} to {run[-1]}"] if len(run) > 2 else map(str, run) for run in runs]
-    *most, last = itertools.chain.from_iterable(said)
-    some = "es" if len(numbers) > 1 else ""
-    return f"{noun}{some} {', '.join(most)} and {last}" if most else f"{noun}{some} {last}"
 
 
 def advice(couplings: Sequence[Coupling]) -> list[str]:

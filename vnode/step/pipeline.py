@@ -26,7 +26,6 @@ from jax.sharding import PartitionSpec
 
 from vnode.analysis.flow import Follower
 from vnode.analysis.forms import WHOLE, Batch, Slice
-from vnode.analysis.less import keeping_less
 from vnode.analysis.passes import Schedule
 from vnode.analysis.program import Made, Program, message_about
 from vnode.analysis.schedule import schedule
@@ -186,7 +185,9 @@ def analyse(flat: FlatStep, devices: Iterable[Any] = ()) -> Analysis:
     check_estimates(flat)
     if (seen := SEEN.get()) is not None:
         seen.append(program)
-    if options.again or options.away:
+    if options.again or options.away:  # a plan's: other steps need none of what follows
+        from vnode.analysis.less import keeping_less
+
         program = keeping_less(program, options.again, batched, options.away)
 
     def follow(option: Option) -> tuple[Schedule, list[Coupling]]:

@@ -45,7 +45,7 @@ class Cache:
     """
 
     def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self.folder = usual_folder() if folder is None else Path(folder)
+        self.folder = usual_folder() if folder is None else Path(folder).expanduser()
         self._known: dict[str, dict[str, float]] = {}
 
     def path(self, key: Mapping[str, str]) -> Path:
