@@ -327,7 +327,16 @@ def device_list(devices: Any) -> list[Any]:
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
         there = jax.devices()
         if not 1 <= devices <= len(there):
-            raise PlacementError(f"there are {len(there)} devices, not {devices}: jax.devices()")
+            raise PlacementError(
+                layout_message(
+                    f"devices={devices} was asked for, and jax.devices() has {len(there)}.",
+                    remedies=[
+                        f"name from 1 to {len(there)}",
+                        "or, to try several on a CPU, write this before jax is used: "
+                        'jax.config.update("jax_num_cpu_devices", 8)',
+                    ],
+                )
+            )
         devices = there[:devices]
     if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
         raise PlacementError(
