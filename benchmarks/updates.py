@@ -2,12 +2,15 @@
 
     python -m benchmarks.updates                      on one CPU device and on three
     python -m benchmarks.updates --devices 1 --seconds 20
+    python -m benchmarks.updates --calls              what a call costs, by where its arguments lie
 
 Each update is a gradient and a step of SGD, of all examples or of a sixth of them. The step is compiled as it is
 (plain, on one device), virtualized, and written by hand: `shard_map`, a scan over the nodes of a device, and one `psum`
 for each update, which is the least that devices can exchange. Compiled programs are called, so that dispatch is not
 counted, in bursts that take turns; a burst's first call is left out, or the plain step would pay for the threads and
 caches of what ran before it. Times are medians; a ratio is that of medians.
+
+With `--calls` a step that computes next to nothing is called as users call it, and compared with `jax.jit`.
 
 This file knows steps and clocks. It must not know how updates are emitted.
 """
@@ -26,6 +29,9 @@ UPDATES, NODES, BURST = 6, 9, 5
 PLAIN, HAND, FAST, INVARIANT = "plain", "by hand", "fast", "invariant"
 SIZES = ((4, 54), (16, 108), (64, 108), (64, 810), (256, 810))
 """Width of the layers, and examples."""
+
+STATES = (4, 40, 400)
+"""Arrays in the state of a step that is called."""
 
 
 def loss(params: Any, batch: Any) -> Any:
@@ -140,12 +146,62 @@ def row(devices: int, width: int, examples: int, minibatches: bool, seconds: flo
     }
 
 
+def calls(devices: int, leaves: int, seconds: float) -> dict[str, Any]:
+    """Microseconds from a call to its results, for `jax.jit` with shardings and for vnode, by where arguments lie."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding
+    from jax.sharding import PartitionSpec as P
+
+    import vnode
+
+    def step(state: Any, batch: Any) -> Any:
+        mean = batch.mean()
+        return jax.tree.map(lambda p: p - 0.1 * mean, state), mean
+
+    def arguments(whole: Any, split: Any) -> dict[str, Any]:
+        one, examples = [jnp.ones(2) for _ in range(leaves)], np.ones((6 * NODES, 2), np.float32)
+        there, near = jax.device_put(one, whole), jnp.asarray(examples)
+        return {
+            "in place": lambda: (there, jax.device_put(examples, split)),
+            "NumPy batch": lambda: (there, examples),
+            "on one device": lambda: (one, near),
+            "on one device, new": lambda: (list(map(jnp.copy, one)), near),
+        }
+
+    on = jax.devices()[:devices]
+    mesh = Mesh(np.array(on), ("nodes",))
+    shardings = NamedSharding(mesh, P()), NamedSharding(mesh, P("nodes"))
+    jitted = jax.jit(step, in_shardings=shardings, out_shardings=shardings[0])
+    contenders = {("jit", place): (jitted, given) for place, given in arguments(*shardings).items()}
+    for place in list(arguments(*shardings)):  # each has a step of its own, as users have
+        virtual = vnode.virtualize(step, virtual_nodes=NODES).on(on)
+        own = virtual.placement.sharding(), virtual.placement.sharding(virtual.placement.axis)
+        contenders["vnode", place] = virtual, arguments(*own)[place]
+    taken: dict[Any, list[float]] = {key: [] for key in contenders}
+    start = time.perf_counter()
+    while time.perf_counter() - start < seconds or len(taken["jit", "in place"]) < 3:
+        for key, (function, given) in contenders.items():
+            burst = []
+            for _ in range(BURST):
+                args = jax.block_until_ready(given())
+                began = time.perf_counter()
+                jax.block_until_ready(function(*args))
+                burst.append(time.perf_counter() - began)
+            taken[key].append(statistics.median(burst[1:]))
+    us = {key: round(1e6 * statistics.median(each)) for key, each in taken.items()}
+    by_place = {place: {who: us[who, place] for who in ("jit", "vnode")} for _, place in us}
+    return {"devices": devices, "leaves": leaves, "us": by_place, "rounds": len(taken["jit", "in place"])}
+
+
 def main(argv: list[str] | None = None) -> None:
     """Prints one JSON line per row; each number of devices has a process of its own."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", default="1,3", help="comma-separated, divisors of 9: %(default)s")
     parser.add_argument("--seconds", type=float, default=5.0, help="of timing for each row")
     parser.add_argument("--sizes", type=int, default=len(SIZES), help="how many of the sizes, the smallest first")
+    parser.add_argument("--calls", action="store_true", help="what a call costs, in place of what updates cost")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if not options.worker:
@@ -153,9 +209,12 @@ def main(argv: list[str] | None = None) -> None:
             flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
             command = [sys.executable, "-m", "benchmarks.updates", "--worker", "--devices", devices]
             command += ["--seconds", str(options.seconds), "--sizes", str(options.sizes)]
+            command += ["--calls"] if options.calls else []
             subprocess.run(command, env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}, check=True)
         return
-    for width, examples in SIZES[: options.sizes]:
+    for leaves in STATES if options.calls else ():
+        print(json.dumps(calls(int(options.devices), leaves, options.seconds)), flush=True)
+    for width, examples in () if options.calls else SIZES[: options.sizes]:
         for minibatches in (False, True):
             print(json.dumps(row(int(options.devices), width, examples, minibatches, options.seconds)), flush=True)
 

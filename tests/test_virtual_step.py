@@ -643,11 +643,43 @@ def test_a_state_that_comes_back_is_known_to_be_in_place(beside: Any) -> None:
     """Or each call would look at all of its leaves; also where parts without leaves come first."""
     step = vnode.virtualize(lambda state, x: ((*state[:-1], state[-1] - x.mean(0)), x.sum()), virtual_nodes=2)
     state = (*beside, jnp.ones(3))
-    assert state not in step.executor._in_place
+    assert state not in step.executor.arguments.in_place
     for _ in range(2):
         state, _ = step(state, jnp.ones((4, 3)))
-        assert state in step.executor._in_place
-    assert (*beside, np.ones(3)) not in step.executor._in_place
+        assert state in step.executor.arguments.in_place
+    assert (*beside, np.ones(3)) not in step.executor.arguments.in_place
+
+
+def test_arguments_given_again_are_brought_once() -> None:
+    """As parameters of an evaluation are: and not kept when others come, or when they are no more."""
+    step = vnode.virtualize(
+        lambda state, x: (state["w"] * state["rate"] * state["host"]).sum() + x.mean(), virtual_nodes=4
+    )
+    step = step.on(jax.devices()[:2])
+    kept, x = step.executor.arguments._given_again._last, np.zeros((4, 3), np.float32)
+    state = {"w": jnp.full(3, 2.0), "rate": 0.5, "host": jnp.ones(())}
+    results = [step(state, x)]
+    assert [copy for _, _, copy in kept.values()] == [None]  # a state that is given once is held once
+    results.append(step(state, x))
+    guards = jax.transfer_guard_device_to_device, jax.transfer_guard_host_to_device
+    placed = step.executor.arguments((state, jnp.asarray(x)), {})
+    with guards[0]("disallow_explicit"), guards[1]("disallow_explicit"):
+        again = step.executor.arguments((state, placed[1]), {})
+    assert again[0][0] is placed[0][0] and again[0][0]["w"].sharding.device_set == set(step.placement.devices)
+    for other in ({"w": jnp.full(3, 4.0)}, {"rate": 1.0}, {"host": np.full((), 2.0, np.float32)}):
+        before = dict(state)
+        state.update(other)
+        results.append(step(state, x))
+        state.update(before)
+    number = np.ones((), np.float32)
+    for factor in (1.0, 2.0):  # numpy's arrays change in place
+        number[...] = factor
+        results.append(step({**state, "host": number}, x))
+    np.testing.assert_allclose(results, [3, 3, 6, 6, 6, 3, 6])
+    step(state, x), step(state, x)
+    assert kept
+    del state, before, again
+    assert not kept
 
 
 @pytest.mark.newest

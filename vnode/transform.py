@@ -20,10 +20,10 @@ from vnode.errors import PlacementError
 from vnode.placement.patterns import check_axes, patterns_of
 from vnode.placement.placement import Placement, node_count
 from vnode.placement.uneven import UnevenSpec
-from vnode.step.executor import StepSpec
 from vnode.step.pipeline import Options
 from vnode.step.protocol import P, R
 from vnode.step.rooms import share_of
+from vnode.step.spec import StepSpec
 from vnode.step.virtual import Family, VirtualStep
 from vnode.tracebacks import api_boundary
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -62,19 +63,29 @@ def static_scalars(tree: Any) -> list[bool]:
       [False, False]
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
-    types = module_types()
-    inside = in_modules(structure, types) if types else (False,) * len(leaves)
+    inside = inside_modules(structure, len(leaves))
     return [flag and is_number(leaf) for leaf, flag in zip(leaves, inside, strict=True)]
+
+
+def inside_modules(structure: Any, count: int) -> Sequence[bool]:
+    """For each of so many leaves whether the nearest enclosing module is of one of the libraries that are imported."""
+    types = module_types()
+    return in_modules(structure, types) if types else (False,) * count
 
 
 def array_leaves(tree: Any) -> list[bool]:
     """For every leaf of a tree (a batch in shares is one) whether it is an array of the program."""
-    leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
-    return [is_array(leaf) and not static for leaf, static in zip(leaves, static_scalars(tree), strict=True)]
+    return are_arrays(*jax.tree.flatten(tree, is_leaf=is_sharded_batch))
+
+
+def are_arrays(leaves: Sequence[Any], structure: Any) -> list[bool]:
+    """The same, given leaves and structure of the tree."""
+    inside = inside_modules(structure, len(leaves))
+    return [is_array(leaf) and not (flag and is_number(leaf)) for leaf, flag in zip(leaves, inside, strict=True)]
 
 
 def map_arrays(fun: Any, tree: Any) -> Any:
     """A tree with `fun` of each of its arrays; other leaves stay as they are."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
-    new = [fun(leaf) if array else leaf for leaf, array in zip(leaves, array_leaves(tree), strict=True)]
+    new = [fun(leaf) if array else leaf for leaf, array in zip(leaves, are_arrays(leaves, structure), strict=True)]
     return jax.tree.unflatten(structure, new)

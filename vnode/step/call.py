@@ -19,7 +19,7 @@ from vnode.analysis.tracing import with_trees
 from vnode.errors import BatchError, VnodeError, layout_message
 from vnode.placement.leaves import is_array
 from vnode.placement.sharded import is_sharded_batch
-from vnode.placement.statics import array_leaves
+from vnode.placement.statics import are_arrays
 from vnode.step.mutation import Watch
 
 
@@ -135,7 +135,7 @@ def wrap(tree: Any, *place: Any, names: Sequence[str] = ()) -> Any:
       names: of the positional arguments; for messages.
     """
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
-    arrays = array_leaves(tree)
+    arrays = are_arrays(leaves, treedef)
     if all(arrays):
         return tree
 

@@ -14,7 +14,7 @@ from vnode.analysis.fingerprint import Fingerprint
 from vnode.placement.placement import Placement
 
 if TYPE_CHECKING:
-    from vnode.step.executor import StepSpec
+    from vnode.step.spec import StepSpec
 
 SHOWN = 6
 """Operations that differ, of which an error tells."""

@@ -25,12 +25,13 @@ from vnode.placement.sharded import whole_batches
 from vnode.placement.transfer import tracing
 from vnode.placement.world import world
 from vnode.step.ahead import Preparation, warm_ups
-from vnode.step.executor import Executor, StepSpec
+from vnode.step.executor import Executor
 from vnode.step.given import check_placed, check_values
 from vnode.step.mistakes import explain_failure, warn_of_waste
 from vnode.step.pipeline import Options, outer_devices
 from vnode.step.protocol import P, R, Resolved, Step
 from vnode.step.rooms import leaving, put_by_name, taken_back
+from vnode.step.spec import StepSpec
 from vnode.tracebacks import api_boundary, remove_frames
 
 REMEMBERED = 16

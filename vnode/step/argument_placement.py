@@ -1,0 +1,303 @@
+"""The arguments of a call, brought from where they lie to where the programs of a placement take them.
+
+    ArgumentPlacer(spec, placement)((state on one device, batch of NumPy), {})
+        -> (state on all devices of the placement, the batch as it is: jax.jit divides it), {}
+
+What a step returned is known to be in place, and its leaves are not visited. An array that one call after another is
+given from elsewhere is brought once. All else is brought in each call, loose leaves together.
+
+Knows where arrays lie, and which arguments of a step are not split. Must not know programs.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec, SingleDeviceSharding
+
+from vnode.placement.exchange import exchanged
+from vnode.placement.gone import given_away, is_held
+from vnode.placement.leaves import is_number
+from vnode.placement.placement import Placement
+from vnode.placement.sharded import ShardedBatch, is_sharded_batch
+from vnode.placement.transfer import (
+    committed_to,
+    lies_on,
+    memory_kind,
+    partition,
+    tracing,
+    transferred,
+    typed_sharding,
+)
+from vnode.placement.world import is_shared
+from vnode.step.call import is_static, wrap
+from vnode.step.given import check_arguments, check_donated_once, repeated
+from vnode.step.rooms import check_known, put_by_name
+from vnode.step.spec import StepSpec
+
+
+class ArgumentPlacer:
+    """Brings arguments to where the programs of a placement take them.
+
+    Args:
+      spec: the step.
+      placement: where its nodes live.
+
+    Attributes:
+      in_place: arguments that are known to be there.
+      sharded: whether arguments may be sharded, or have been.
+      several: whether the placement has several devices.
+      across: whether several processes run the step.
+    """
+
+    def __init__(self, spec: StepSpec, placement: Placement) -> None:
+        self.spec = spec
+        self.placement = placement
+        self.wholes = functools.cache(spec.wholes)
+        self.several = len(placement.devices) > 1
+        self.across = is_shared()
+        self.sharded = len(placement.devices) > placement.size
+        self.in_place = InPlace(self.several)
+        self._given_again = GivenAgain()
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments as programs take them: what is no array as structure, and all that is not split in its place.
+
+        Or else a state that was never placed would meet another program than the state that the step returns.
+        """
+        args, kwargs = self.spec.with_static(args, kwargs)
+        wholes = self.wholes(len(args))
+        if tracing():
+            check_known(args, wholes, self.spec.options.patterns)
+            return wrap(args, 0, names=self.spec.positional), wrap(kwargs, 1)
+        moving = {i: arg for i, arg in enumerate(args) if not is_static(arg) and arg not in self.in_place}
+        check_arguments(moving, kwargs, self.spec.donate_argnums, self.spec.positional)
+        placed = tuple(self._in_turn(args, wholes, moving))
+        if kwargs:
+            kwargs = self._brought(kwargs, False, self._leads(dict(enumerate(placed)), wholes, moving), (1,))
+        donated = self.spec.donate_argnums if self.several else ()
+        if donated and (not moving.keys().isdisjoint(donated) or repeated((placed, kwargs))):
+            check_donated_once(placed, kwargs, donated, self.spec.positional)
+        return placed, kwargs
+
+    def are_there(self, tree: Any) -> bool:
+        """Whether all arrays of an argument are on the placement's devices."""
+        leaves = jax.tree.leaves(tree, is_leaf=is_sharded_batch)
+        return all(
+            leaf.placement == self.placement
+            if isinstance(leaf, ShardedBatch)
+            else isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, self.placement.devices)
+            for leaf in leaves
+        )
+
+    def clear(self) -> None:
+        """Forgets all arguments."""
+        self.in_place.clear()
+        self._given_again.clear()
+
+    def _in_turn(self, args: Sequence[Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> Iterator[Any]:
+        """Arguments in their place, one after another, given those that are not known to be there."""
+        led = False
+        for i, arg in enumerate(args):
+            if i in moving:
+                placed = self._placed(arg, i in wholes, led, i)
+            else:
+                placed = arg
+                self._given_again.forget(i)
+            led = led or self._leads({i: placed}, wholes, moving)
+            yield placed
+
+    @staticmethod
+    def _leads(placed: Mapping[int, Any], wholes: Sequence[int], moving: Mapping[int, Any]) -> bool:
+        """Whether one of some arguments lies on the placement's mesh, by which jax then reads how results lie."""
+        there = ((i, arg) for i, arg in placed.items() if i in wholes and not is_static(arg))
+        return any(i not in moving or first_leaf(arg) is not None for i, arg in there)
+
+    def _placed(self, arg: Any, whole: bool, led: bool, number: int) -> Any:
+        """The argument at a position where programs want it; it may be known from the last call."""
+        bring = functools.partial(self._brought, whole=whole, led=led, place=(0, number))
+        if not whole or self.across or number in self.spec.donate_argnums:
+            return bring(arg)  # examples are other ones in the next call, and what is donated is gone
+        return self._given_again(number, arg, bring)
+
+    def _brought(self, tree: Any, whole: bool, led: bool, place: tuple[int, ...]) -> Any:
+        """An argument, of which nothing is split or all may be, where programs want it.
+
+        Args:
+          tree: the argument, or all keyword arguments.
+          whole: whether nothing of it is split.
+          led: as for `stays`.
+          place: where it is in ``(args, kwargs)``; for messages.
+        """
+        wrapped = wrap(tree, *place, names=self.spec.positional)
+        if whole and (self.spec.options.patterns or self.spec.options.host):
+            wrapped = put_by_name(wrapped, self.spec.options.patterns, self.placement, self.spec.options.host)
+        leaves, treedef = jax.tree.flatten(wrapped, is_leaf=is_sharded_batch)
+        if self.across:
+            placed = self._from_processes(wrapped, leaves, whole, led)
+        elif whole:
+            placed = self._replicated(leaves)
+        else:
+            placed = [self._transferred(leaf, False, led) for leaf in leaves]
+        if whole and not self.sharded:
+            self.sharded = any(partition(leaf) != PartitionSpec() for leaf in placed)
+        same = all(a is b for a, b in zip(leaves, placed, strict=True))
+        return wrapped if same else jax.tree.unflatten(treedef, placed)
+
+    def _transferred(self, leaf: Any, whole: bool, led: bool) -> Any:
+        """An array that is committed to devices, where the program wants it; any other one as it is."""
+        if isinstance(leaf, jax.Array | ShardedBatch) and getattr(leaf, "committed", True):
+            return transferred(leaf, self.placement, batch=not whole, led=led)
+        return leaf
+
+    def _replicated(self, leaves: Sequence[Any]) -> list[Any]:
+        """Arrays that are not split, on the devices and committed to them; loose ones are brought together."""
+        placed = list(leaves)
+        target = self.placement.sharding()
+        together = [k for k, leaf in enumerate(leaves) if is_loose(leaf, memory_kind(target))]
+        for k in set(range(len(placed))).difference(together):
+            placed[k] = committed_to(self._transferred(placed[k], True, False), self.placement)
+        if together:
+            brought = jax.device_put([leaves[k] for k in together], target)
+            for k, leaf in zip(together, brought, strict=True):
+                placed[k] = leaf
+        return placed
+
+    def _from_processes(self, tree: Any, leaves: list[Any], whole: bool, led: bool) -> list[Any]:
+        """Arrays where the program of several processes wants them; those that each process has whole are compared."""
+        here, placed = self.placement.devices, list(leaves)
+        away = []
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, ShardedBatch):
+                if leaf.placement == self.placement:
+                    continue
+                placed[i] = leaf = leaf.whole()
+            there = isinstance(leaf, jax.Array) and leaf.committed and lies_on(leaf.sharding, here)
+            if not there or typed_sharding(leaf):
+                away.append(i)
+            else:
+                placed[i] = transferred(leaf, self.placement, batch=not whole, led=led)
+        if away:
+            paths = [path for path, _ in jax.tree.leaves_with_path(tree, is_leaf=is_sharded_batch)]
+            names = [jax.tree_util.keystr(paths[i]) or "an argument" for i in away]
+            arrived = exchanged([placed[i] for i in away], self.placement, names, batch=not whole)
+            for i, leaf in zip(away, arrived, strict=True):
+                placed[i] = leaf
+        return placed
+
+
+class InPlace:
+    """Arguments all of whose leaves are known to be arrays on the placement's devices.
+
+    They are known by the object's number, and by an array in it: as long as that is alive, so is most likely the
+    object. Arrays are not kept alive.
+
+    Args:
+      several: whether there are several devices, where arrays that are gone must be found: jaxlib 0.10 crashes on them.
+    """
+
+    def __init__(self, several: bool) -> None:
+        self._several = several
+        self._known: dict[int, weakref.ref[Any]] = {}
+
+    def __contains__(self, tree: Any) -> bool:
+        known = self._known.get(id(tree))
+        array = None if known is None else known()
+        if array is None or array.is_deleted():
+            return False
+        return not (self._several and given_away(tree, ""))
+
+    def renew(self, trees: Iterable[Any]) -> None:
+        """Forgets all trees but these."""
+        known: dict[int, weakref.ref[Any]] = {}
+        for tree in trees:
+            array = self._known.get(id(tree))
+            array = None if array is None or array() is None else array
+            if array is None and (first := first_leaf(tree)) is not None:
+                array = weakref.ref(first)
+            if array is not None:
+                known[id(tree)] = array
+        self._known = known
+
+    def clear(self) -> None:
+        """Forgets all trees."""
+        self._known = {}
+
+
+class GivenAgain:
+    """Copies of arguments that one call after another is given from elsewhere.
+
+    An evaluation gives its calls the same parameters, which may lie on one device only. When the second call is given
+    the arrays of the first, their copies are kept for the third, until a call is given others, or one of the arrays is
+    no more. So a state that is given once, as a loop's first one is, is held once.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[int, tuple[Any, list[Callable[[], Any]], Any]] = {}
+
+    def __call__(self, number: int, tree: Any, bring: Callable[[Any], Any]) -> Any:
+        """An argument in its place, given its position and what brings one there."""
+        leaves, structure = jax.tree.flatten(tree)
+        before, sources, placed = self._last.pop(number, (None, [], None))
+        same = before is not None and structure == before
+        same = same and all(map(operator.is_, (source() for source in sources), leaves))
+        if not same or placed is None or given_away(placed, ""):
+            del placed  # before another one takes memory
+            placed = bring(tree)
+        if placed is tree:
+            return tree
+        if not same:
+            if not all(is_held(type(leaf)) or is_number(leaf) for leaf in leaves):  # the others may change
+                return placed
+            sources = [self._source(leaf, number) for leaf in leaves]
+        self._last[number] = structure, sources, placed if same else None
+        return placed
+
+    def _source(self, leaf: Any, number: int) -> Callable[[], Any]:
+        """What says which leaf an argument had, while there is one."""
+        return (lambda: leaf) if is_number(leaf) else weakref.ref(leaf, lambda _: self.forget(number))
+
+    def forget(self, number: int) -> None:
+        """Lets go of the copies of an argument."""
+        self._last.pop(number, None)
+
+    def clear(self) -> None:
+        """Lets go of all copies."""
+        self._last.clear()
+
+
+def is_loose(leaf: Any, memory: str) -> bool:
+    """Whether no devices have been chosen for a leaf: a number, an array of NumPy, or an uncommitted one of jax.
+
+    Args:
+      leaf: an array, or what stands for one.
+      memory: the kind in which an array of jax has to be.
+    """
+    if isinstance(leaf, jax.Array):
+        there = isinstance(leaf.sharding, SingleDeviceSharding) and leaf.sharding.memory_kind in (None, memory)
+        return there and not leaf.committed
+    return isinstance(leaf, np.ndarray | np.generic) or is_number(leaf)
+
+
+def first_leaf(tree: Any) -> jax.Array | None:
+    """The first leaf of a pytree if that is a jax array, found without visiting the others."""
+    levels = [iter((tree,))]
+    while levels:
+        for child in levels[-1]:
+            if is_held(type(child)):
+                return child
+            if child is not None:
+                level = jax.tree_util.default_registry.flatten_one_level(child)
+                if level is None:  # another leaf
+                    return None
+                levels.append(iter(level[0]))
+                break
+        else:
+            levels.pop()
+    return None

@@ -1,0 +1,131 @@
+"""What a step is on any devices: the user's function and what was asked of `virtualize`, applied to calls.
+
+    StepSpec(fun, options, in_axes=(None, 0), ...)
+    spec.call((state, batch), {}).axes     ->  [None, None, 0]: which arrays carry examples, and along which dimension
+    spec.flat(call, output)                ->  the function of arrays that the pipeline traces
+
+Knows the user's function, its signature and `in_axes`. Must not know devices, programs, or who runs them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from vnode.step.call import Call, OutputTree, with_static
+from vnode.step.given import check_signature, positional_names, takes_any
+from vnode.step.layouts import Specs, specs_after
+from vnode.step.pipeline import FlatStep, Options
+from vnode.step.rooms import in_rooms
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepSpec:
+    """What a step is on any devices: the user's function, and what was asked of `virtualize`.
+
+    Attributes:
+      fun: the function.
+      options: how nodes are made and combined.
+      in_axes: which dimension of each argument carries the examples.
+      donate_argnums: arguments whose buffers may be re-used.
+      static_argnums: positions of arguments that are compile-time constants.
+      static_argnames: names of such, where they are given by keyword.
+    """
+
+    fun: Callable[..., Any]
+    options: Options
+    in_axes: Any
+    donate_argnums: tuple[int, ...]
+    static_argnums: tuple[int, ...]
+    static_argnames: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """What the user calls the step."""
+        return getattr(self.fun, "__name__", type(self.fun).__name__)
+
+    def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
+        """A call with these arguments.
+
+        Raises:
+          TypeError: the function does not take so many, or wants more.
+          BatchError: as `Call.of`.
+        """
+        in_order = isinstance(self.in_axes, tuple | list)
+        if isinstance(self.in_axes, Mapping) or (in_order and len(self.in_axes) > len(args)):
+            check_signature(self.fun, args, kwargs, self.name)
+        static = self.with_static(args, kwargs)
+        return Call.of(*static, self.in_axes, self.positional, self.options.virtual_nodes)
+
+    @functools.cached_property
+    def positional(self) -> tuple[str, ...]:
+        """What the function calls the arguments that can be given by position; nothing if it does not tell."""
+        return positional_names(self.fun)
+
+    def bound(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments with a batch by position that is given by keyword, and what stands before it, if it can be.
+
+        So there is one program however it is given. A loop that has a state and a batch gives both by position: a batch
+        that can only be given by keyword is then given so.
+        """
+        names, kwargs = self.positional, dict(kwargs)
+        if isinstance(self.in_axes, Mapping):
+            batched = [i for i, name in enumerate(names) if name in self.in_axes]
+            keywords = [name for name in self.in_axes if name not in names and name not in kwargs]
+            if len(args) == len(names) + 1 and len(keywords) == 1 and not takes_any(self.fun):
+                args, kwargs = args[:-1], {**kwargs, keywords[0]: args[-1]}
+        else:
+            axes = self.in_axes if isinstance(self.in_axes, tuple | list) else ()
+            batched = [i for i, entry in enumerate(axes) if entry is not None]
+        for i in range(len(args), max(batched, default=-1) + 1):
+            if i >= len(names) or names[i] not in kwargs:
+                break
+            args = (*args, kwargs.pop(names[i]))
+        return args, kwargs
+
+    def with_static(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments, those that are compile-time constants as structure."""
+        return with_static(args, kwargs, self.static_argnums, self.static_argnames, self.positional)
+
+    def flat(self, call: Call, output: OutputTree, leaves: Sequence[Any] | None = None, specs: Specs = ()) -> FlatStep:
+        """The step on the arrays of a call, or on others in their place; `output` is told what else it returns."""
+        given = call.leaves if leaves is None else leaves
+        rooms = in_rooms(call, output, self.options.patterns, self.wholes)
+        after = functools.partial(self.specs_after, call, output, specs) if any(specs) else None
+        function = call.flat(self.fun, output)
+        return FlatStep(function, given, call.axes, call.size, self.options, specs, rooms, after, call.parts)
+
+    @staticmethod
+    def specs_after(call: Call, output: OutputTree, specs: Specs, types: Sequence[Any]) -> list[PartitionSpec | None]:
+        """How the arrays that a call returns will be laid out, given their types; None where nobody says."""
+        args, _ = jax.tree.unflatten(call.treedef, call.leaves)
+        return specs_after(output.merge(types), args, specs)
+
+    def splits(self, name: str) -> bool:
+        """Whether an argument is split that is given by keyword."""
+        if isinstance(self.in_axes, Mapping):
+            return self.in_axes.get(name) is not None
+        return name in self.positional and dict(zip(self.positional, self.axes, strict=False)).get(name) is not None
+
+    @property
+    def has_one_state(self) -> bool:
+        """Whether nothing is split of one argument alone, as far as `in_axes` says."""
+        count = len(self.positional) if isinstance(self.in_axes, Mapping) else len(self.axes)
+        return count > 0 and len(self.wholes(count)) == 1
+
+    @functools.cached_property
+    def axes(self) -> Sequence[Any]:
+        """What `in_axes` says of positional arguments, one after another; nothing if it says the same of all."""
+        if isinstance(self.in_axes, Mapping):
+            return [self.in_axes.get(name) for name in self.positional]
+        return self.in_axes if isinstance(self.in_axes, tuple | list) else ()
+
+    def wholes(self, count: int) -> list[int]:
+        """Positions of the arguments of which nothing is split, of `count`."""
+        axes = (self.in_axes,) * count if isinstance(self.in_axes, int) else self.axes
+        return [i for i in range(count) if i not in self.static_argnums and (i >= len(axes) or axes[i] is None)]
