@@ -274,10 +274,9 @@ def prepared(request: pytest.FixtureRequest) -> Callable[[], tuple[Model, Callab
     return made
 
 
-ALWAYS = ("lstm-4k", "wresnet-50")
+ALWAYS = ("lstm-4k",)
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3",)), indirect=True)
 def test_a_batch_is_learned(prepared: Any) -> None:
     _, step, state, batch = prepared()  # of Inception-v3, half a minute to compile
@@ -289,7 +288,6 @@ def test_a_batch_is_learned(prepared: Any) -> None:
     assert np.mean(losses[-5:]) < 0.99 * np.mean(losses[:5]), losses
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3",)), indirect=True)
 def test_virtual_nodes_compute_the_same(prepared: Any) -> None:
     """The 94 normalizations of Inception-v3 take 95 passes, and minutes."""

@@ -528,7 +528,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     assert run.budget.cut_short == (left < 0)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(3, thorough=9)
 @pytest.mark.parametrize("seconds", [26.0, 40.0, 60.0, 90.0])
 @pytest.mark.parametrize("memory", [None, "100KiB"], ids=["roomy", "narrow"])
 @pytest.mark.parametrize("slow", [None, 0, 1], ids=["steady", "slow first", "slow second"])

@@ -131,7 +131,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=10)
 @pytest.mark.parametrize(("name", "mesh", "kind", "reduction", "nodes", "batch"), EVERY)
 def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
     name: str, mesh: str, kind: str, reduction: str, nodes: int, batch: int

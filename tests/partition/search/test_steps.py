@@ -225,7 +225,7 @@ def split(flow: Flow) -> list[tuple[str, tuple[Way, ...]]]:
     return found + [each for step in flow.steps for body in step.bodies for each in split(body)]
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, thorough=6)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", STEPS)
 def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
