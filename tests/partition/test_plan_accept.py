@@ -103,7 +103,6 @@ EVERY = [
 ]
 
 
-@pytest.mark.sampled(2, thorough=8)
 @pytest.mark.parametrize(("name", "reduction", "mesh", "kind"), EVERY)
 def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> None:
     on, made = candidate(name, reduction, MESHES[mesh], kind)
