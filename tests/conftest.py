@@ -30,6 +30,7 @@ hypothesis.settings.load_profile("vnode")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    os.environ["VNODE_TEST_THOROUGH"] = str(int("not thorough" not in config.option.markexpr))  # for tests.budget
     config.addinivalue_line("markers", "newest: part of the selection that also runs on the newest jax")
     config.addinivalue_line(
         "markers", "thorough: takes long; not part of `make test`, but of `make test-thorough`, which CI runs"
@@ -126,6 +127,28 @@ def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _without_programs_that_put_arrays() -> None:
+    """NumPy's arrays are copied to the device as they are.
+
+    ``jnp.asarray`` compiles a program that returns its argument, for each shape and type: one of six programs in all.
+    """
+    import jax
+    import numpy as np
+
+    try:
+        from jax._src.lax.lax import stage_p
+    except ImportError:  # other versions put arrays in other ways
+        return
+    compiled = stage_p.impl
+
+    def put(value: Any) -> Any:
+        alone = type(value) is np.ndarray and jax.sharding.get_abstract_mesh().empty
+        return jax.device_put(value, may_alias=False) if alone else compiled(value)
+
+    stage_p.def_impl(put)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _without_fusion_emitters() -> None:
     """Programs without optimizations are made by the older of the two, in half of the time, where jax still has both.
 
@@ -163,7 +186,7 @@ def _without_fusion_emitters() -> None:
 MAPS = 20_000
 """Memory maps of a process from which on compiled programs are forgotten: Linux allows some 65,000."""
 
-EVERY = 10
+EVERY = 25
 """After every so many tests they are counted, of which a test adds a thousand at most: counting takes 20 ms."""
 
 TESTS = itertools.count(1)

@@ -289,6 +289,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Profiles, P
     return step, profiles, path
 
 
+@pytest.mark.thorough
 def test_a_measured_profile(measured: tuple[Any, Profiles, Path]) -> None:
     step, profiles, _ = measured
     assert [[(m.devices, m.nodes) for m in p.measurements] for p in profiles.kinds] == [

@@ -88,7 +88,7 @@ def assert_alike(virtual: Callable[[Any], Any], step: Callable[[Any], Any]) -> N
             np.testing.assert_allclose(found[name], value, rtol=1e-5, atol=1e-6, err_msg=f"{name}, {start}")
 
 
-@pytest.mark.sampled(20, thorough=40)
+@pytest.mark.sampled(8, thorough=20)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize(("nodes", "devices"), [(4, 4), (2, 2), (8, 2), (3, 2), (4, 1)])
 @pytest.mark.parametrize("name", SLICES)
@@ -100,7 +100,7 @@ def test_examples_are_cut_out_of_a_slice(name: str, nodes: int, devices: int, re
     assert_alike(lambda start: on(table, start, x), lambda start: step(table, start, x))
 
 
-@pytest.mark.sampled(12, thorough=24)
+@pytest.mark.sampled(5, thorough=12)
 @pytest.mark.parametrize("spec", [P("model"), P(None, "model"), P()], ids=str)
 @pytest.mark.parametrize("devices", [2, 4])
 @pytest.mark.parametrize("name", SLICES)

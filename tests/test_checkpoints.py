@@ -365,7 +365,7 @@ def test_one_run_on_a_folder(tmp_path: Path) -> None:
         "import os, sys, time; from etils import epath; from vnode.elastic.lock import FolderLock\n"
         f"lock = FolderLock(epath.Path({str(tmp_path)!r}))\n"
         "child = os.fork()\n"
-        "if child: print(child, flush=True)\n"
+        "if not child: print(os.getpid(), flush=True)\n"  # when it has let go of what it was given
         "time.sleep(100)"
     )
     with subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], stdout=subprocess.PIPE, text=True) as other:

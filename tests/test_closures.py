@@ -137,7 +137,7 @@ SAMPLE = [case for i, case in enumerate(ALL) if i % 23 == 0]
 """Twenty-three has no factor in common with the sizes of the grid, so every value of each axis is met."""
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("function", "transform", "jit", "devices"), ALL if os.environ.get("VNODE_TEST_ALL") else SAMPLE
 )

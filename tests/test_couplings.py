@@ -206,6 +206,7 @@ def scaled_in_turns(grad: jax.Array) -> jax.Array:
     return lax.scan(lambda scale, _: (scale * jnp.tanh(grad + scale), None), jnp.ones_like(grad), None, length=3)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("update", [halved_if_large, every_second_time, made_orthogonal, scaled_in_turns])
 def test_a_loop_or_branch_that_reads_gradients_couples_nothing(update: Callable[[jax.Array], jax.Array]) -> None:
     """It is evaluated once, when they are complete, and has no passes of its own."""

@@ -211,6 +211,7 @@ def test_shares_are_prepared() -> None:
             assert not compiled, (first, other)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.newest
 @pytest.mark.parametrize(
     ("placement", "batch_size"), [*((p, 16) for p in placements()), (placements()[3], 13)], ids=str

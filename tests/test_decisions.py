@@ -91,6 +91,7 @@ def data() -> tuple[jax.Array, jax.Array]:
     )
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 @pytest.mark.parametrize("fun", STEPS, ids=lambda fun: fun.__name__)
 def test_gradients_find_what_was_picked(fun: Callable[..., Any], nodes: int) -> None:
@@ -107,6 +108,7 @@ def test_differences_to_the_greatest_are_not_negative() -> None:
     assert np.isfinite(value)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 def test_what_was_counted_is_what_is_used(nodes: int) -> None:
     def step(threshold: Any, x: Any) -> Any:

@@ -1,7 +1,7 @@
 """Where in a step an effect stands, and how often it then happens.
 
 Knows callbacks in loops, branches, passes, on uneven placements and under outer loops. Must not know how a step is
-emitted. `tests.test_zoo_effects` has the simple places; here each number of calls follows from the place: once per step
+emitted. `tests.test_callbacks` has the simple places; here each number of calls follows from the place: once per step
 for what the nodes share, once per node for their examples, times the iterations of loops around it.
 """
 

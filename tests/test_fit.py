@@ -151,6 +151,7 @@ def test_the_smallest_number_that_fits(table: dict[int, int]) -> None:
     assert sum(line.endswith("too much") for line in str(report).splitlines()) == sum(n < 8 for n in tried)
 
 
+@pytest.mark.thorough
 def test_the_number_stays_and_so_do_the_bits(table: dict[int, int]) -> None:
     step, (state, x) = automatic(table[4]), arguments()
     elsewhere = step.on(jax.devices()[:1])  # before there is a number

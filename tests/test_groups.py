@@ -179,6 +179,7 @@ def test_reduction_in_any_order() -> None:
     assert_same(got, masked, normal(3), normal(21, 3), jnp.float32(1))
 
 
+@pytest.mark.thorough
 def test_lanes() -> None:
     step = vnode.virtualize(masked, virtual_nodes=V, in_axes=(None, 0, None), lanes=4)
     want = digest(step.on(jax.devices()[:1])(normal(3), normal(21, 3), 1.0))

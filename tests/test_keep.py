@@ -81,6 +81,7 @@ def test_a_normalized_network_needs_less_memory_than_the_plain_step() -> None:
     assert report.kept_between <= min(7 * ACTIVATION, one)
 
 
+@pytest.mark.thorough
 def test_what_is_kept_takes_memory_from_the_pass_on_that_keeps_it() -> None:
     """A mean, then the variance about it, are two passes for every layer; nothing that comes later is there before.
 
@@ -143,6 +144,7 @@ def test_what_loops_around_passes_hold_is_said() -> None:
     assert "held around loops" in str(report)
 
 
+@pytest.mark.thorough
 def test_devices_share_what_loops_hold_also_if_they_hold_different_numbers_of_nodes() -> None:
     step, args = step_of(scanned), arguments()
     virtual = vnode.virtualize(step, virtual_nodes=NODES, recompute_budget=100.0)

@@ -92,6 +92,7 @@ def attention_arguments(dtype: Any) -> Any:
     return (weights, bias), draw(BATCH, SEQUENCE, HEADS * WIDTH, seed=5, dtype=dtype), lengths
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ATTENTION)
 @pytest.mark.usefixtures("with_cudnn")
 def test_attention_of_nodes_is_that_of_the_batch(how: str) -> None:
@@ -162,7 +163,7 @@ def kernel_parameters(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("layout", [0, 1], ids=["heads last", "heads first"])
 @pytest.mark.parametrize("groups", [2, 4])
 def test_attention_is_split_over_examples_and_heads(layout: int, groups: int) -> None:
@@ -262,6 +263,7 @@ def partitioned_step(rule: Any, options: Any, partition: Any) -> Callable[..., A
     return step
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", RULES)
 def test_custom_partitioning_is_split_by_its_rule(name: str) -> None:
     """The user's function of a shard is given a node's examples; the bits are the same on any devices."""
@@ -272,6 +274,7 @@ def test_custom_partitioning_is_split_by_its_rule(name: str) -> None:
     assert (3, 2, 3) in SHAPES
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", UNRULED)
 def test_custom_partitioning_is_its_body_where_no_rule_splits_it(name: str) -> None:
     """Of which a primitive that nothing is known of is given the whole batch, and the product is not."""
@@ -292,6 +295,7 @@ SPARSE: dict[str, tuple[Callable[..., Any], Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", SPARSE)
 def test_batches_of_sparse_arrays(name: str) -> None:
     """Forward and backward, without a value of all examples."""

@@ -21,6 +21,7 @@ from jax.extend.core import Literal, Var
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
+from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.analysis.late import Late, computed_late
 from vnode.analysis.program import Program, bind, inline
@@ -81,7 +82,7 @@ def written() -> tuple[Late, list[Any], list[Any]]:
     return Late.of(program, range(len(leaves) - 2, len(leaves))), leaves, evaluated(program, leaves)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.data())
 def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
     late, leaves, plain = written()
@@ -107,7 +108,7 @@ def test_what_cannot_be_computed_again_is_refused() -> None:
     assert all(late.program.equations[k].primitive.name != "sub" or k <= late.turn for k, _ in late.repeatable)
 
 
-@pytest.mark.sampled(2, thorough=4)
+@pytest.mark.sampled(1, thorough=4)
 @pytest.mark.parametrize(("share", "seed"), [(1.0, 0), (0.5, 1)])
 @pytest.mark.parametrize(("shape", "split"), [((1,), False), ((2,), False), ((2, 4), True)], ids=str)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])

@@ -64,6 +64,7 @@ def random_spec(shape: tuple[int, ...], mesh: jax.sharding.Mesh, rng: random.Ran
     return PartitionSpec(*[tuple(entry) or None for entry in entries])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes", MESHES)
 def test_states_come_back_as_they_were_given(sizes: str, seed: int) -> None:

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from jax import lax
 
 import vnode
+from tests.budget import examples
 from tests.rounding import assert_same
 
 pytestmark = pytest.mark.quickly
@@ -158,7 +159,7 @@ PICKED: dict[str, Loss] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PICKED)
 def test_what_examples_put_somewhere_is_not_estimated(name: str) -> None:
     assert_same(local(PICKED[name])(PARAMS, DATA), gradient(PICKED[name]), PARAMS, DATA)
@@ -245,7 +246,7 @@ STATISTICS: dict[str, Callable[..., jax.Array]] = {
 }
 
 
-@pytest.mark.sampled(6, thorough=5)
+@pytest.mark.sampled(3, thorough=5)
 @pytest.mark.parametrize("nodes", [2, 4])
 @pytest.mark.parametrize("name", STATISTICS)
 def test_statistics_are_those_of_the_nodes(name: str, nodes: int) -> None:
@@ -278,7 +279,7 @@ def test_counts_are_those_of_the_nodes_though_only_the_sums_were_asked_to_be() -
     assert_same(got, gradient(lambda params, data: loss(params, data, NODES)), PARAMS, DATA)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.lists(st.lists(st.booleans(), min_size=4, max_size=4), min_size=NODES, max_size=NODES))
 def test_any_mask(rows: list[list[bool]]) -> None:
     """However many examples count in a node, as long as one does."""
@@ -310,6 +311,7 @@ def counted_outside(params: Any, data: Any) -> jax.Array:
     return (lax.scan(body, data["x"], params["layers"])[0] ** 3).mean()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [plain_loop, plain_branch, counted_outside])
 def test_loops_whose_derivative_would_not_fit_are_refused(loss: Loss) -> None:
     with pytest.raises(vnode.CouplingError, match=r"(?s)coupling='local' cannot be kept.*test_local.py:\d+.*exact"):

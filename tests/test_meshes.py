@@ -68,6 +68,7 @@ def two_steps() -> Any:
     return references(once, state, x), references(lambda state, x: once(once(state, x)[0], x), state, x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.quickly
 @pytest.mark.parametrize("nodes", [4, 6], ids=lambda n: f"V{n}")
 @pytest.mark.parametrize("layout", SPECS)
@@ -190,6 +191,7 @@ def test_constraints_within_the_step() -> None:
     assert_same(virtual(sharded(state, SPECS["model"], mesh()), x), written_out, state, x)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize("spec", [PartitionSpec(None, "model"), PartitionSpec("data", "model")])
 def test_what_is_exchanged_in_pieces_is_sliced_elsewhere_too(spec: PartitionSpec, reduction: str) -> None:
@@ -248,6 +250,7 @@ COMING = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.quickly
 @pytest.mark.parametrize("donated", [(), 0], ids=["kept", "donated"])
 @pytest.mark.parametrize("over", ["two axes", "one axis"])
@@ -294,6 +297,7 @@ def test_a_state_of_another_mesh_is_put_on_the_own(names: tuple[str, str]) -> No
     jax.tree.map(np.testing.assert_array_equal, there, state)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize(
     ("shape", "spec"), [((8, 1), ("a",)), ((4, 2), ("a",)), ((2, 4), ("a", "b")), ((2, 4), (None, "b"))], ids=str
@@ -408,6 +412,7 @@ def correlations(weights: jax.Array, x: jax.Array) -> jax.Array:
     return covariances / deviations / deviations[:, None]
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("spec", [PartitionSpec(None, "model"), PartitionSpec("model")], ids=str)
 def test_a_branch_is_evaluated_for_its_result_and_for_what_its_derivative_keeps(spec: Any) -> None:
@@ -603,6 +608,7 @@ def test_explain_counts_what_goes_along_the_nodes() -> None:
     assert "other axes of the mesh is not counted" in text and "never inside it" not in text
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("patterns", [None, {"in": PartitionSpec(None, "data")}], ids=["whole", "by name"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=lambda kind: kind.name)

@@ -59,6 +59,7 @@ DERIVATIVES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("counts", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("name", DERIVATIVES)
 def test_derivative(name: str, counts: list[int]) -> None:

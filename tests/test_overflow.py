@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vnode
+from tests.budget import examples
 
 HALF = jnp.float16
 X = jnp.full((16, 3), 8000.0, HALF)
@@ -57,6 +58,7 @@ STEPS: dict[str, Callable[[jax.Array, jax.Array], Any]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", STEPS)
 def test_overflow_does_not_depend_on_nodes(name: str) -> None:
     want = jax.jit(STEPS[name])(W, X)
@@ -254,7 +256,7 @@ def test_finite_is_what_the_sum_is() -> None:
     """Not what each node's own is: half of them may have large numbers, and the others their negatives."""
     seen: dict[str, list[np.ndarray]] = {name: [] for name in SUMS}
 
-    @settings(max_examples=30)
+    @settings(max_examples=examples(30))
     @given(st.integers(0, 2**32 - 1))
     def equal(seed: int) -> None:
         """The magnitudes of a column add up to between half and some ten times the greatest float16."""

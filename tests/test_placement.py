@@ -120,7 +120,7 @@ def arguments(batch: int) -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(rng.standard_normal(3), jnp.float32), jnp.asarray(rng.standard_normal((batch, 3)), jnp.float32)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("batch", "nodes", "counts"),
     [

@@ -66,6 +66,7 @@ def on(shape: tuple[int, ...]) -> Any:
     return vnode.virtualize(step, virtual_nodes=4, reduction="fast", placement=vnode.Placement(4, mesh=mesh), **split)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [(1,), (2,), (2, 4)], ids=str)
 def test_what_is_computed_again_waits_for_the_backward_pass(shape: tuple[int, ...]) -> None:
     """A barrier for each layer but the last, over what it is given and the gradient that comes to it, at least."""

@@ -63,6 +63,7 @@ STEPS: dict[str, tuple[AxisType | None, Callable[[jax.Array, jax.Array], jax.Arr
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("devices", [1, (2, 2), (2, 4)], ids=str)
 @pytest.mark.parametrize("name", STEPS)
 def test_constraints(name: str, devices: Any) -> None:
@@ -317,6 +318,7 @@ PROGRAMS = [gradients, replicas, differentiated, exchanges, two_axes, one_axis_o
 NEWEST = [exchanges]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "program", [pytest.param(p, id=p.__name__, marks=[pytest.mark.newest] * (p in NEWEST)) for p in PROGRAMS]
 )

@@ -396,6 +396,7 @@ def test_rich_is_not_needed(report: Any) -> None:
     )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("wanted", [None, True])
 @pytest.mark.parametrize("stream", ["broken", "closed", "none"])
 def test_what_is_shown_of_a_run_does_not_end_it(wanted: bool | None, stream: str) -> None:

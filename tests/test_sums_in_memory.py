@@ -117,6 +117,7 @@ def temporary(compiled: jax.stages.Compiled) -> int:
     return analysis.temp_size_in_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("devices", "nodes"), [(1, 16), (1, 64), (4, 16)])
 def test_few_examples_and_many_parameters_take_one_gradient_more_than_by_hand(devices: int, nodes: int) -> None:
     params, x = layers(nodes)

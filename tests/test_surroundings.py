@@ -42,6 +42,7 @@ def narrow(state: Any, x: Any) -> Any:
     return state * 0.5, {"low": (x.astype(jnp.bfloat16) * state).sum(), "max": x.max() * state, "rows": x * state}
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("state", [1, 2.5, np.float32(1.5), np.float64(1.5), True], ids=repr)
 @pytest.mark.parametrize("step", [literals, carried, narrow], ids=lambda f: f.__name__)
 def test_results_have_the_types_of_the_plain_step(step: Callable[..., Any], state: Any) -> None:

@@ -77,6 +77,7 @@ def of_sums_and_examples(w: jax.Array, x: jax.Array) -> jax.Array:
 NETWORKS = [layer, in_layers, in_remat, in_branch, in_while, of_sums_and_examples]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("network", NETWORKS, ids=lambda network: network.__name__)
 def test_forward_and_backward_at_any_place(network: Callable[..., Any]) -> None:
     """The result is the plain step's, and has the same bits on any devices."""

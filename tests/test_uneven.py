@@ -138,7 +138,7 @@ OPTIMIZED = {"perceptron", "lstm", "16 bits"}
 """Bits are what optimizations may change; those of the others are compared without, which takes less."""
 
 
-@pytest.mark.sampled(3, thorough=2)
+@pytest.mark.sampled(1, thorough=4)
 @pytest.mark.parametrize(
     "name",
     [n if n in OPTIMIZED else pytest.param(n, marks=pytest.mark.quickly) for n in CASES],

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vnode
+from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.operators import Monoid
 from vnode.runtime import waiting
@@ -45,7 +46,7 @@ def folds(draw: st.DrawFn) -> tuple[Any, int]:
     return fold, draw(st.integers(1, 4))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(case=folds(), shape=st.sampled_from([(3,), (8, 4), (1, 6, 5), (2, 1)]), seed=st.integers(0, 9))
 @pytest.mark.quickly
 @pytest.mark.usefixtures("every_sum")
@@ -105,7 +106,7 @@ def with_far(step: Any, far: int) -> Any:
     return VirtualStep(dataclasses.replace(step.spec, options=options), step.placement)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.parametrize("nodes", [3, 16])
 @pytest.mark.usefixtures("every_sum")
 def test_the_bits_of_a_step_stay(nodes):

@@ -120,7 +120,7 @@ def examples() -> jax.Array:
     return jnp.asarray(np.random.default_rng(1).normal(size=(48, WIDTH)), jnp.float32)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize(
     ("optimizer", "layout"),
@@ -187,7 +187,7 @@ USUAL = {
 """Each optimizer once, each layout at least once: norms of all leaves over both axes, of each leaf over one."""
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize(
     ("optimizer", "layout", "stage"),
     [
@@ -271,7 +271,7 @@ def of_gradients(state: Any, x: jax.Array) -> Any:
     return {name: p - 0.1 * jnp.sin(grads[name] * 7) * jnp.exp(grads[name]) for name, p in state.items()}
 
 
-@pytest.mark.sampled(4, thorough=4)
+@pytest.mark.sampled(2, thorough=4)
 @pytest.mark.parametrize("given", ["as it is", "sharded", "by patterns"])
 @pytest.mark.parametrize("step", [of_constants, of_gradients])
 @pytest.mark.parametrize("model", [1, 2])
@@ -352,6 +352,7 @@ def test_collectives_are_reduce_scatter_and_gather(stage: int, name: str) -> Non
     assert not found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("nodes", "name"), [(8, "adamw"), (8, "every second step"), (8, "if finite"), (6, "")])
 def test_invariant_sums_are_scattered(nodes: int, name: str) -> None:
     """In the order of the tree: in groups where devices hold full trees, else by chunks; nothing is gathered again."""

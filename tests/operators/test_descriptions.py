@@ -49,6 +49,7 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", before)
 
 
+@pytest.mark.sampled(200)
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_description(example):
     checked = {}

@@ -466,6 +466,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], tuple[Any, ...], set[str]]] = {
 }
 
 
+@pytest.mark.sampled(30)
 @pytest.mark.parametrize("name", KERNELS)
 def test_parts_make_up_the_whole(name):
     fun, args, expected = KERNELS[name]

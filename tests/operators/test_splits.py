@@ -20,13 +20,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from tests.budget import examples
 from tests.operators.brute_force import check, instances
 from tests.operators.examples import array, weighted
 
 pytestmark = pytest.mark.quickly
 
 ALL = os.environ.get("VNODE_TEST_ALL") == "1"
-drawn, few = settings(max_examples=25 if ALL else 15), settings(max_examples=8 if ALL else 5)
+drawn, few = settings(max_examples=examples(25 if ALL else 15)), settings(max_examples=examples(9 if ALL else 6))
 """Each example is a program of some ten copies to compile; those of convolutions take long."""
 
 

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
+from tests.budget import examples
 from vnode.operators.control import region_of
 
 pytestmark = pytest.mark.quickly
@@ -74,7 +75,7 @@ def counts(draw: Any) -> tuple[Any, str, str, int, int, int]:
     )
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 @given(counts(), st.booleans(), st.sampled_from(["written", "carried", "closed over"]))
 def test_a_count_that_is_written_down(case, mirrored, where):
     dtype, name, addition, first, step, limit = case

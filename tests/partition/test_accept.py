@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.budget import examples
 from vnode.analysis.program import Program, inline
 from vnode.errors import ProfileError
 from vnode.partition import Machine
@@ -104,7 +105,7 @@ SPECS = st.sampled_from(PLACES)
 
 
 @given(st.tuples(SPECS, SPECS, SPECS, st.sampled_from([P("data"), P(("data", "model")), P(), P(None, "model")])))
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=examples(9), deadline=None)
 def test_collectives_of_any_plan_are_those_that_are_compiled(specs: tuple[P, P, P, P]) -> None:
     found, _ = compared(mlp(32, 16), (*specs, specs[3]))
     assert found.exchange_accepted, str(found)

@@ -85,6 +85,7 @@ def test_the_bits_are_those_of_loops_that_keep_all(shape: tuple[int, ...], parti
         jax.tree.map(np.testing.assert_array_equal, got, plain)
 
 
+@pytest.mark.thorough
 def test_less_memory_is_taken() -> None:
     """Of the compiled programs: a layer keeps its beginning, where it kept several arrays four times as wide."""
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(8, 32, 2048))

@@ -23,6 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 import vnode
 from tests.ahead import said
+from tests.budget import examples
 from tests.partition.test_again import arguments, train
 from tests.rounding import assert_same
 from vnode.analysis.again import kept_for_later
@@ -85,7 +86,7 @@ def written() -> tuple[Program, list[Any], list[Any]]:
     return program, leaves, evaluated(program, leaves)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_a_program_computes_what_it_did(data: st.DataObject) -> None:
     """Whatever is on the host, and whatever else is computed again; nothing that is chosen is kept on the device."""
@@ -123,7 +124,7 @@ def test_what_cannot_be_there_is_refused() -> None:
 # Steps
 
 
-@pytest.mark.sampled(1, thorough=1)
+@pytest.mark.sampled(0, thorough=2)
 @pytest.mark.parametrize("reduction", ["fast", "invariant"])
 @pytest.mark.parametrize(
     ("shape", "partition"),
@@ -278,6 +279,7 @@ def test_a_plan_has_on_the_host_what_does_not_fit_though_all_is_computed_again(t
         Plan.load(tmp_path / "plan.json", train, args, reduction="fast", donate_argnums=0)
 
 
+@pytest.mark.thorough
 def test_a_planned_step_has_the_bits_of_one_that_keeps_all() -> None:
     args = shapes(8, 32, 2048)
     step = on_nodes(train, 2, {"reduction": "fast"})

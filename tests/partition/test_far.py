@@ -77,6 +77,7 @@ def test_the_bits_stay(plans):
             assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_bits_stay_where_nodes_are_divided_too(monkeypatch, reduced):
     """On two rows of four devices, with the state sharded over rows as well or not."""

@@ -64,7 +64,7 @@ def kinds(state: Any) -> dict[str, str]:
     }
 
 
-@pytest.mark.sampled(2, thorough=2)
+@pytest.mark.sampled(1, thorough=2)
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 @pytest.mark.parametrize(
     ("shape", "partition"),

@@ -15,6 +15,7 @@ def figures(kind: Kind) -> list[float]:
     return [*kind.peak.values(), kind.vector, kind.memory, kind.bandwidth, kind.host_bandwidth, kind.host_latency]
 
 
+@pytest.mark.thorough
 def test_here():
     """Of eight CPU devices everything is measured, and can be saved and asked."""
     machine = Machine.here()

@@ -274,7 +274,7 @@ def prepared(request: pytest.FixtureRequest) -> Callable[[], tuple[Model, Callab
     return made
 
 
-ALWAYS = ("lstm-4k", "wresnet-50")
+ALWAYS = ("lstm-4k",)
 
 
 @pytest.mark.parametrize("prepared", models(ALWAYS, seldom=("inception-v3",)), indirect=True)

@@ -28,6 +28,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import vnode
 from benchmarks.partition import possible
+from tests.budget import examples
 from tests.rounding import assert_same
 from vnode.partition import Machine, Plan, search
 from vnode.partition.plan.budget import Budget
@@ -38,6 +39,8 @@ from vnode.partition.plan.subject import on_nodes, subject_of
 from vnode.spmd.record import RecordedFlow
 
 V5E = Machine.tpu("v5e:2x4")
+FOUR = Machine.tpu("v5e:2x2")
+"""Searched in a third of the time."""
 OPTIMIZER = optax.adam(1e-2)
 
 
@@ -121,7 +124,7 @@ def example(name: str) -> tuple[Any, Any]:
 def found(name: str) -> Plan:
     """What is found with all the memory there is."""
     step, args = example(name)
-    return search(step, args, V5E, virtual_nodes=8)
+    return search(step, args, FOUR, virtual_nodes=8)
 
 
 def planned(name: str, sizes: dict[str, int], seed: int, nodes: int = 8, over_rows: bool = False) -> Plan:
@@ -161,7 +164,7 @@ def test_random_plans_for_any_number_of_nodes(name: str, seed: int, nodes: int) 
 def test_the_best_plan_is_carried_out_and_its_state_lies_as_planned() -> None:
     step, (state, batch) = example("mlp")
     plan = found("mlp")
-    planned_step = plan.step()
+    planned_step = plan.step(jax.devices()[:4])
     (params, slots), loss = planned_step(planned_step.put(state), batch)
     assert_same(((params, slots), loss), jax.jit(step), state, batch)
     for name, spec in plan.specs.items():
@@ -265,8 +268,8 @@ def test_bits_do_not_depend_on_the_devices_along_the_nodes() -> None:
 @pytest.mark.parametrize("budget", [float("inf"), 10**400, np.float32(1e30)], ids=str)
 def test_a_budget_without_end(budget: Any) -> None:
     step, args = example("mlp")
-    ended = search(step, args, V5E, virtual_nodes=2, budget=600)  # many times what it takes
-    endless = search(step, args, V5E, virtual_nodes=2, budget=budget)
+    ended = search(step, args, FOUR, virtual_nodes=2, budget=600)  # many times what it takes
+    endless = search(step, args, FOUR, virtual_nodes=2, budget=budget)
     assert (endless.name, endless.figures) == (ended.name, ended.figures)
 
 
@@ -274,31 +277,31 @@ def test_less_memory_is_found_a_plan_for_or_refused_with_figures() -> None:
     step, args = example("mlp")
     free = found("mlp")
     most = max(each.memory for each in (free.figures, *free.beside.values()))
-    least = search(step, args, V5E, virtual_nodes=8, memory=most // 2)
-    assert least.figures.memory <= most // 2 == least.memory
+    least = search(step, args, FOUR, virtual_nodes=8, memory=most * 3 // 4)
+    assert least.figures.memory <= most * 3 // 4 == least.memory
     with pytest.raises(vnode.MemoryLimitError, match=r"no plan fits in 100 B a device") as caught:
-        search(step, args, Machine.tpu("v5e:2x2"), virtual_nodes=8, memory=100)
+        search(step, args, Machine.tpu("v5e:1x1"), virtual_nodes=8, memory=100)
     assert "the smallest found takes" in str(caught.value) and "devices with more memory" in str(caught.value)
 
 
 @pytest.mark.thorough
 def test_as_few_nodes_as_fit() -> None:
     step, args = example("layers")
-    eight = search(step, args, V5E, virtual_nodes="auto")
-    assert eight.virtual_nodes == 8  # devices
-    allowed = eight.figures.memory - 1
-    more = search(step, args, V5E, virtual_nodes="auto", memory=allowed)
+    four = search(step, args, FOUR, virtual_nodes="auto")
+    assert four.virtual_nodes == 4  # devices
+    allowed = four.figures.memory - 1
+    more = search(step, args, FOUR, virtual_nodes="auto", memory=allowed)
     assert more.figures.memory <= allowed
     try:  # one number after another
-        fewest = search(step, args, V5E, virtual_nodes=8, memory=allowed).virtual_nodes
+        fewest = search(step, args, FOUR, virtual_nodes=4, memory=allowed).virtual_nodes
     except vnode.MemoryLimitError:
-        fewest = search(step, args, V5E, virtual_nodes=16, memory=allowed).virtual_nodes
+        fewest = search(step, args, FOUR, virtual_nodes=8, memory=allowed).virtual_nodes
     assert more.virtual_nodes == fewest
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.quickly
-@pytest.mark.parametrize("around", ["mesh", "explicit mesh", "leaks", "nans", "no jit"])
+@pytest.mark.parametrize("around", ["mesh", "leaks", "no jit", "nans", "explicit mesh"])
 def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) -> None:
     step, args = example("mlp")
     contexts = {
@@ -309,8 +312,8 @@ def test_a_plan_is_found_and_carried_out_within_what_a_caller_sets(around: str) 
         "no jit": jax.disable_jit,
     }
     with contexts[around]():
-        plan = search(step, args, V5E, virtual_nodes=4, budget=1, donate_argnums=0)
-        made = plan.step()
+        plan = search(step, args, FOUR, virtual_nodes=4, budget=1, donate_argnums=0)
+        made = plan.step(jax.devices()[:4])
         got = made(made.put(jax.tree.map(jnp.copy, args[0])), args[1])
         assert "mesh" in str(plan.explain())
     assert_same(got, step, *args)
@@ -416,7 +419,7 @@ SMALL: dict[str, tuple[Any, Any]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("machine", [V5E, Machine.gpus("a100-80gb", hosts=1, per_host=8)], ids=lambda m: m.name)
@@ -432,6 +435,7 @@ def test_arrays_with_one_element_or_none(name: str, machine: Machine) -> None:
     assert_same(made(made.put(params), x), jax.jit(step), params, x)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize("where", ["of the batch", "of the result", "with a result"])
 def test_a_step_with_effects_is_planned_on_meshes_of_nodes(where: str) -> None:
@@ -524,7 +528,7 @@ def test_a_search_whose_time_is_over_solves_a_mesh_once(left: float, solved: int
     assert run.budget.cut_short == (left < 0)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(3, thorough=9)
 @pytest.mark.parametrize("seconds", [26.0, 40.0, 60.0, 90.0])
 @pytest.mark.parametrize("memory", [None, "100KiB"], ids=["roomy", "narrow"])
 @pytest.mark.parametrize("slow", [None, 0, 1], ids=["steady", "slow first", "slow second"])
@@ -933,7 +937,7 @@ def test_wrong_use_reads_well() -> None:
         wide.on(jax.sharding.Mesh(devices, ("vnode", "model")))(*args)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.sampled_from(sorted(CASES)), st.integers(0, 10_000))
 def test_recorded_flows_are_the_flows(name: str, seed: int) -> None:
     plan = planned(name, {"vnode": 2, "model": 4}, seed)
@@ -956,8 +960,8 @@ def test_a_trivial_plan_compiles_to_the_step_without_a_plan() -> None:
     step, (state, batch) = example("layers")
     plan = found("layers")
     whole = dict.fromkeys(plan.specs, PartitionSpec())
-    trivial = dataclasses.replace(plan, mesh={"vnode": 8}, counts=(1,) * 8, specs=whole, records={}, _steps={})
-    planned, without = trivial.step(), vnode.virtualize(step, virtual_nodes=8)
+    trivial = dataclasses.replace(plan, mesh={"vnode": 4}, counts=(2,) * 4, specs=whole, records={}, _steps={})
+    planned, without = trivial.step(jax.devices()[:4]), vnode.virtualize(step, virtual_nodes=8).on(jax.devices()[:4])
     texts = [each.lower(each.put(state), batch).compile().as_text() for each in (planned, without)]
     assert body(texts[0]) == body(texts[1])
     jax.tree.map(np.testing.assert_array_equal, planned(planned.put(state), batch), without(without.put(state), batch))

@@ -112,6 +112,7 @@ def test_plans_are_accepted(name: str, reduction: str, mesh: str, kind: str) -> 
     assert abs(found.memory_error) <= 0.1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("optimizer", "reduction", "mesh"),
     [("every second step", "invariant", "8"), ("if finite", "fast", "8"), ("if finite", "invariant", "2x4")],
@@ -163,6 +164,7 @@ def by_a_target(params: Any, target: Any, x: Any) -> Any:
     return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), loss
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("over_rows", [False, True])
 @pytest.mark.parametrize("step", [adversarial, by_a_target])
@@ -196,6 +198,7 @@ def test_rows_with_different_numbers_of_nodes_are_accepted() -> None:
     assert found.accepted and not found.open_loops, str(found)
 
 
+@pytest.mark.thorough
 def test_small_gradients_of_a_sharded_state_are_not_gathered_to_be_clipped() -> None:
     """Every device has them whole anyway, so that their norm needs no gather, of which there is one for large ones."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
@@ -425,6 +428,7 @@ def test_explain_counts_sums_over_nodes_as_one_device_has_them(reduction: str) -
     assert report.planned == plan.figures.sent > report.sent
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("name", ["mlp", "layers", "images"])
 def test_explain_has_the_sums_that_a_device_is_given_room_for(

@@ -164,6 +164,7 @@ def test_branches_are_found_forward_and_backward(name: str) -> None:
         assert len(homes) == len(set(homes)) == len(SCOPES[name])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("name", "mesh"),
     [
@@ -314,6 +315,7 @@ def two_encoders(width: int, times: int) -> tuple[Any, Any]:
     return step, (params, normal(51, 4, times, width))
 
 
+@pytest.mark.thorough
 def test_the_search_takes_branches_where_splits_are_worse() -> None:
     step, args = two_encoders(37, 16)
     machine = vnode.partition.Machine.tpu("v5e:2x2")

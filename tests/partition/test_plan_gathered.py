@@ -131,7 +131,7 @@ EVERY = [
 ]
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=10)
 @pytest.mark.parametrize(("name", "mesh", "kind", "reduction", "nodes", "batch"), EVERY)
 def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
     name: str, mesh: str, kind: str, reduction: str, nodes: int, batch: int
@@ -173,6 +173,7 @@ def by_words(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
     return params, (value, jnp.sort(each), each * each.max())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.quickly
 @pytest.mark.parametrize(
     ("sizes", "nodes", "batch", "seed"),
@@ -211,6 +212,7 @@ def in_one_branch(params: Params, batch: tuple[jax.Array, jax.Array]) -> Any:
     return {**params, "above": params["above"] + loss}, (loss, more)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.quickly
 @pytest.mark.parametrize("above", [-9.0, 9.0])
 @pytest.mark.parametrize(("sizes", "nodes"), [({"vnode": 2, "model": 4}, 5), ({"vnode": 4, "model": 2}, 4)])
@@ -309,7 +311,7 @@ def a_number_of_each_branch(params: Params, x: jax.Array) -> Any:
     return params - gradient, found
 
 
-@pytest.mark.sampled(5, thorough=5)
+@pytest.mark.sampled(2, thorough=5)
 @pytest.mark.quickly
 @pytest.mark.parametrize("sizes", [{"vnode": 1, "model": 4}, {"vnode": 2, "model": 2, "model2": 2}], ids=str)
 @pytest.mark.parametrize(

@@ -53,8 +53,9 @@ def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
 def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     step, (state, batch) = example(name)
     # So that what is computed once, which shares do not help, decides nothing.
-    crawling = slower(V5E, "TPU slow", 12000)
-    machine = mixed(V5E, [FAST] * 4 + [crawling] * 4)
+    four = Machine.tpu("v5e:2x2")
+    quick, crawling = slower(four, "TPU fast", 4000), slower(four, "TPU slow", 12000)
+    machine = mixed(four, [quick] * 2 + [crawling] * 2)
     plan = search(step, (state, batch), machine, virtual_nodes=16)
     assert len(plan.machine.kinds) == 2
     assert plan.mesh["vnode"] > 1
@@ -63,11 +64,11 @@ def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json", step, (state, batch))
     assert loaded.counts == plan.counts
-    planned = loaded.step()
+    planned = loaded.step(jax.devices()[:4])
     assert planned.placement.counts == plan.counts
     assert_same(planned(planned.put(state), batch), jax.jit(step), state, batch)
-    slow = search(step, (state, batch), mixed(V5E, [crawling] * 8), virtual_nodes=16)
-    fast = search(step, (state, batch), mixed(V5E, [FAST] * 8), virtual_nodes=16)
+    slow = search(step, (state, batch), mixed(four, [crawling] * 4), virtual_nodes=16)
+    fast = search(step, (state, batch), mixed(four, [quick] * 4), virtual_nodes=16)
     assert fast.figures.seconds <= plan.figures.seconds <= slow.figures.seconds
 
 
@@ -113,6 +114,7 @@ def test_bits_are_those_of_equal_devices() -> None:
     jax.tree.map(np.testing.assert_array_equal, *results)
 
 
+@pytest.mark.thorough
 def test_counts_in_a_file_that_are_none(tmp_path: Path) -> None:
     step, args = example("mlp")
     plan = search(step, args, V5E, virtual_nodes=8)

@@ -133,6 +133,7 @@ class TestFound:
         on = OnMesh(subject, where, {"vnode": 2, "model": 2}, "gpu", None, pace)
         assert on.unequal(where, pace, on.megatron(), GIB, float("inf")) == []
 
+    @pytest.mark.thorough
     def test_what_does_not_fit_is_not_chosen(self) -> None:
         """The fullest device needs room for more than half of the state."""
         plan = found()
@@ -253,6 +254,7 @@ def candidate(
     return on.shared("unequal", shared, several.across.counts)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("reduction", "sizes", "counts"),
     [("invariant", {"vnode": 2, "model": 2}, (5, 3)), ("fast", {"vnode": 1, "model": 4}, (3, 2, 2, 1))],
@@ -280,6 +282,7 @@ def test_no_other_counts_are_done_earlier(times: list[tuple[float, float]], bloc
     assert sum(counts) == blocks and last(counts) == pytest.approx(min(map(last, every)))
 
 
+@pytest.mark.thorough
 @pytest.mark.quickly
 @pytest.mark.parametrize(
     ("devices", "most", "times"), [(2, 8, 5 / 3), (2, 8, 4.0), pytest.param(3, 4, 2.0, marks=pytest.mark.thorough)]
@@ -317,12 +320,14 @@ class TestAbsent:
         spec = plan.specs["0/up"]
         assert not isinstance(spec, vnode.UnevenSpec) or spec.dim != 1
 
+    @pytest.mark.thorough
     def test_a_dimension_that_is_needed_whole(self) -> None:
         def loss(params: Any, x: jax.Array) -> jax.Array:
             return jnp.mean((jnp.sort(x @ params["up"], 1) @ params["down"] - x) ** 2)
 
         self.check(loss, {"up": PARAMS["up"], "down": PARAMS["down"]})
 
+    @pytest.mark.thorough
     def test_a_scan_along_the_dimension(self) -> None:
         def loss(params: Any, x: jax.Array) -> jax.Array:
             def unit(carry: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:

@@ -23,6 +23,7 @@ import simpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.budget import examples
 from vnode.errors import TaskGraphError
 from vnode.partition.simulator import (
     SECOND,
@@ -166,7 +167,7 @@ def without_priorities(graph: TaskGraph) -> TaskGraph:
 
 
 @pytest.mark.parametrize("patience", [0.0, 0.05, 1000.0])
-@settings(max_examples=150 if ALL else 50)
+@settings(max_examples=examples(150 if ALL else 50))
 @given(Randoms, st.integers(0, 60), st.sampled_from([1, 3, 1000]), st.integers(1, 6))
 def test_delta_is_full(patience: float, rng: random.Random, tasks: int, longest: int, changes: int) -> None:
     """Change after change, each from the timeline that the last one gave; whether the order is mended or given up."""

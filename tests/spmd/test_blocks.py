@@ -21,6 +21,7 @@ from jax import lax
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import PartitionSpec as P
 
+from tests.budget import examples
 from tests.rounding import assert_same
 from tests.spmd.reference import collectives, mesh_of
 from tests.spmd.test_groups import axes_of_collectives, conv, numbers, program_of
@@ -329,6 +330,7 @@ def test_one_activation_is_handed_on() -> None:
     assert sorted(var.aval.shape for var in first.outvars) == [(4, 6), (4, 30)]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", [name for name in CASES if name != "branches"])  # a loop of its own exchanges
 def test_within_loops_nothing_is_exchanged_along_their_axis(name: str) -> None:
     case, axes = CASES[name], {"d": 2, "x": 2}
@@ -343,7 +345,7 @@ def test_within_loops_nothing_is_exchanged_along_their_axis(name: str) -> None:
 
 
 @given(st.data())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 def test_stored_and_restored(data: st.DataObject) -> None:
     share = data.draw(shares(("x",), data.draw(st.integers(1, 4)), 12))
     shape = data.draw(st.sampled_from([(12,), (2, 12), (24, 3)]))
@@ -373,7 +375,7 @@ def test_shares_by_speed_are_the_best(rates: list[float], blocks: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=examples(9), deadline=None)
 def test_some_equations_in_blocks(data: st.DataObject) -> None:
     """Any of those that have the factor; between them and the others values change their form."""
     values, step = CASES["hidden units"].flat

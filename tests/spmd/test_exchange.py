@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
+from tests.budget import examples
 from tests.spmd.reference import (
     COMBINE,
     MESHES,
@@ -200,7 +201,7 @@ def check(cases: Sequence[Case], axes: Mapping[str, int]) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(seed=st.integers(0, 10**6))
 def test_any_layout_to_any_other(mesh: str, seed: int) -> None:
     check([Case.random(MESHES[mesh], seed * TOGETHER + k) for k in range(TOGETHER)], MESHES[mesh])
@@ -300,8 +301,9 @@ class Need:
         return cls(names, (int(outer), int(size), int(inner)), bool(generator.random() < 0.8), intervals, fill)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=6)
+@settings(max_examples=examples(6))
 @given(seed=st.integers(0, 10**6))
 def test_indices_are_fetched_wherever_they_lie(mesh: str, seed: int) -> None:
     axes = MESHES[mesh]

@@ -138,7 +138,7 @@ def divided(
     return over_mesh(flow, mesh_of(axes)), flow, len(groups)
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(4, thorough=8)
 @pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize(("function", "params", "x", "spec", "specs", "scopes"), list(cases()))
 def test_values_and_gradients(function: Any, params: Any, x: Any, spec: P, specs: Any, scopes: Any, mesh: str) -> None:

@@ -42,7 +42,7 @@ def values(dtype: Any) -> np.ndarray:
     return rows
 
 
-@pytest.mark.sampled(40)
+@pytest.mark.sampled(12, thorough=40)
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.complex64], ids=lambda dtype: dtype.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("devices", "count"), [(2, 1), (3, 1), (4, 1), (3, 2), (3, 4)])

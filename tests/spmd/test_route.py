@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tests import ahead
+from tests.budget import examples
 from tests.spmd.reference import mesh_of
 from vnode.operators import Monoid
 from vnode.partition.hlo import found_collectives, parse
@@ -96,7 +97,7 @@ def test_never_more_than_gathering_and_slicing(mesh: str, data: st.DataObject) -
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_never_more_than_xla(mesh: str, data: st.DataObject) -> None:
     axes = MESHES[mesh]
@@ -105,7 +106,7 @@ def test_never_more_than_xla(mesh: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("mesh", MESHES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
 def test_values_are_those_of_device_put(mesh: str, data: st.DataObject) -> None:
     axes = MESHES[mesh]

@@ -18,6 +18,7 @@ QUICK = ["alexnet", "lstm-4k", "transformer-scan"]
 AXES = {"x": 2, "y": 2}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", MODELS if os.environ.get("VNODE_TEST_ALL") else QUICK)
 def test_plans_of_models(name: str) -> None:
     model = MODELS[name]("small")

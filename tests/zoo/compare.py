@@ -1,6 +1,7 @@
 """Runs a case of the zoo virtualized, and compares everything it returns with the step as the user wrote it.
 
-Where it is compiled as users compile, it also runs on one device, and the bits are compared.
+The same programs say how much memory they take. Where a step is compiled as users compile, it also runs on one device,
+and the bits are compared.
 
 Knows vnode's public interface. Must not know any case, nor what counts as equal.
 
@@ -15,9 +16,11 @@ compile. References are always compiled without.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +36,14 @@ QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disabl
 """How references are compiled. Before jax 0.11 there was another choice that takes two thirds of the time."""
 if jax.__version_info__ < (0, 11):
     QUICKLY["xla_cpu_use_fusion_emitters"] = False
+
+
+SLACK = 4096
+"""Bytes that a virtualized step may take beside twice those of the plain step, and sums that wait for others.
+
+Of such sums there are some for each level of a tree over the nodes, as large as arguments and results at most. Most
+steps here have few examples: these take less than the plain step. What is caught is memory that grows with the nodes.
+"""
 
 
 FROM_OUTSIDE = {
@@ -76,7 +87,13 @@ def check(case: Case, nodes: int, devices: int, precision: str) -> None:
         if case.expect is not None:
             refusal(case, program, nodes, devices)
             return
-        got = call(case, program, nodes, devices)
+        step = virtual(case, program, nodes, devices)
+        if is_plain(program) and not case.nnx:
+            needs = step.executor.compile_for(program.args, {}).memory_analysis()  # the call finds the program
+            plain = references(case, precision, nodes if program.reference else 0).temporary
+            sums = (2 + 3 * math.log2(nodes)) * (needs.argument_size_in_bytes + needs.output_size_in_bytes)
+            assert needs.temp_size_in_bytes <= 2 * plain + sums + SLACK, "memory"
+        got = program.outer(step)(*program.args)
         agrees(case, got, nodes, precision)
         if precision == "float32" and devices > 1 and case.name not in FROM_OUTSIDE:
             assert digest(got) == digest(call(case, program, nodes, 1)), "the bits depend on the number of devices"
@@ -94,15 +111,24 @@ def digest(tree: Any) -> str:
 
 def agrees(case: Case, got: Any, nodes: int, precision: str) -> None:
     """Asserts that a result of a case's virtualized step is the reference's."""
-    want, *moved = references(case, precision, nodes if build(case, precision).reference else 0)
+    want, *moved = references(case, precision, nodes if build(case, precision).reference else 0).results
     compare(got, want, moved, unit(case, precision))
+
+
+def virtual(case: Case, program: Program, nodes: int, devices: int) -> Any:
+    """The virtualized step."""
+    virtualize = vnode.nnx.virtualize if case.nnx else vnode.virtualize
+    return virtualize(program.step, virtual_nodes=nodes, **program.options).on(jax.devices()[:devices])
 
 
 def call(case: Case, program: Program, nodes: int, devices: int) -> Any:
     """The result of the virtualized step."""
-    virtualize = vnode.nnx.virtualize if case.nnx else vnode.virtualize
-    step = virtualize(program.step, virtual_nodes=nodes, **program.options)
-    return program.outer(step.on(jax.devices()[:devices]))(*program.args)
+    return program.outer(virtual(case, program, nodes, devices))(*program.args)
+
+
+def is_plain(program: Program) -> bool:
+    """Whether nothing is done to the step but to compile it."""
+    return program.jit is jax.jit and program.outer is unchanged
 
 
 def refusal(case: Case, program: Program, nodes: int, devices: int) -> None:
@@ -121,17 +147,32 @@ def build(case: Case, precision: str) -> Program:
     return case.make()
 
 
+@dataclasses.dataclass(frozen=True)
+class References:
+    """What the step as the user wrote it gives.
+
+    Attributes:
+      results: the result, and those for arguments that are moved by a unit of rounding.
+      temporary: bytes of temporary memory, if the step is only compiled.
+    """
+
+    results: Sequence[Any]
+    temporary: int = 0
+
+
 @functools.lru_cache(maxsize=8)
-def references(case: Case, precision: str, nodes: int) -> list[Any]:
-    """The result of the step as the user wrote it, and those for arguments that are moved by a unit of rounding."""
+def references(case: Case, precision: str, nodes: int) -> References:
+    """What the step as the user wrote it gives."""
     program = build(case, precision)
     step = program.reference(nodes) if program.reference else program.step
-    plain = program.jit is jax.jit and program.outer is unchanged  # jax takes options of outermost functions only
-    jit = functools.partial(jax.jit, compiler_options=QUICKLY) if plain else program.jit
-    run = program.outer(jit(step))
     rng = np.random.default_rng(0)
     several = [program.args] + [moved_by(program.args, unit(case, precision), rng) for _ in range(MOVED)]
-    return [jax.tree.map(host, run(*args)) for args in several]
+    if not is_plain(program):
+        run = program.outer(program.jit(step))
+        return References([jax.tree.map(host, run(*args)) for args in several])
+    run = jax.jit(step, compiler_options=QUICKLY)  # options of outermost functions only, says jax
+    temporary = run.lower(*program.args).compile().memory_analysis().temp_size_in_bytes
+    return References([jax.tree.map(host, run(*args)) for args in several], temporary)
 
 
 def unit(case: Case, precision: str) -> float:

@@ -1,7 +1,7 @@
 """Item 14 of the zoo: effects in the step, and transformations from outside.
 
 Knows ``jax.debug``, callbacks, ``checkify``, and what jit, scan, vmap and grad do to a function. Must not know vnode.
-What is printed, and how often, is tested in `tests.test_zoo_effects`.
+What is printed, and how often, is tested in `tests.test_callbacks`.
 """
 
 from __future__ import annotations

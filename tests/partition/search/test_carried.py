@@ -48,6 +48,7 @@ def check(plan: CarriedOut, name: str) -> None:
     assert_same(plan.get(function(*plan.put(values))), jax.jit(plain), *values)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", ["mlp", "convolutions", "attention"])
 @pytest.mark.parametrize("bandwidth", [1e30, 1e12])
 def test_values_are_the_plain_steps(name: str, bandwidth: float) -> None:

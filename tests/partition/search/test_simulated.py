@@ -16,6 +16,7 @@ from vnode.partition.searches.simulated import Simulated
 pytest.importorskip("numba")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["mlp", "attention", "layers", "recurrent", "branches"])
 def test_tasks_are_what_the_problem_counts_and_overlap(name: str) -> None:
     """All tasks one after the other take the problem's cost; a timeline takes no longer, and its busiest no less."""

@@ -225,6 +225,7 @@ def split(flow: Flow) -> list[tuple[str, tuple[Way, ...]]]:
     return found + [each for step in flow.steps for body in step.bodies for each in split(body)]
 
 
+@pytest.mark.sampled(6, thorough=6)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", STEPS)
 def test_any_strategies_give_the_steps_values(name: str, seed: int) -> None:
@@ -245,6 +246,7 @@ def test_strategies_that_cannot_be_chosen_together_are_refused() -> None:
         search.flow(drawn)
 
 
+@pytest.mark.thorough
 def test_all_plans_that_the_benchmark_draws_can_be_carried_out() -> None:
     """Of a loop that adds up gradients, too: most of what is drawn for each operator by itself cannot be."""
     model = lstm("small", batch=8, length=2, vocabulary=16, units=8, layers=1)

@@ -56,6 +56,7 @@ def temporaries(step: Any, *args: Any) -> int:
     return step.lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("loss", [clip_loss, vicreg_loss], ids=["clip", "vicreg"])
 def test_activations_of_a_coupled_loss_are_those_of_one_node(loss: Callable[..., jax.Array]) -> None:
     def step(params: Any, batch: dict[str, jax.Array]) -> Any:
@@ -68,6 +69,7 @@ def test_activations_of_a_coupled_loss_are_those_of_one_node(loss: Callable[...,
     assert temporaries(virtual, *args) < activations / 2
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reduction", ["invariant", "fast"])
 def test_towers_are_differentiated_one_after_another(reduction: Any) -> None:
     layers, hidden, length = 8, 32, 256

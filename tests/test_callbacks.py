@@ -165,7 +165,7 @@ def test_ordered_callback_of_batched_value_is_refused() -> None:
         io_callback(log, None, x, ordered=True)
         return (x @ w).mean()
 
-    with pytest.raises(vnode.VnodeError, match=r"(?s)ordered.*test_zoo_effects\.py:\d+"):
+    with pytest.raises(vnode.VnodeError, match=r"(?s)ordered.*test_callbacks\.py:\d+"):
         run(step, 1, w, x)
     assert log.calls == []
 
