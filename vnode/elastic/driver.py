@@ -40,7 +40,7 @@ from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
-from vnode.placement.waiting import check_failed, check_others, ready, tell
+from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell
 from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
@@ -313,7 +313,9 @@ class Driver:
         """
         if self.checkpoints is None or self.facts is not None:
             return
-        this = identity(self.step, self.data, self.shapes, batch)
+        this = interruptible(
+            lambda: identity(self.step, self.data, self.shapes, batch), "to identify a run", world().others
+        )
         if self.resumed:  # before its first step, no run has computed anything
             where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(self.resumed), this, where):

@@ -14,17 +14,19 @@ Every wait looks at the board (`vnode.placement.board`): a process that has fail
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from vnode.errors import ProcessError, VnodeError, layout_message
+from vnode.placement import interruption
 from vnode.placement.board import NOTED, Notice
 from vnode.placement.world import World, world
 from vnode.threads import background
@@ -146,15 +148,67 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
     return words
 
 
-def next_place(here: World, expected: Sequence[int], key: str = "") -> tuple[str, str]:
+def next_place(here: World, expected: Sequence[int], key: str = "", come: bool = True) -> tuple[str, str]:
     """Which processes meet, and the name of their next meeting.
 
     Those of a run are counted by themselves: processes that left one at different places may begin the next together.
+
+    Args:
+      here: this process's world.
+      expected: the processes, in order.
+      key: of the place, as for `meet`.
+      come: whether this process comes to it now, so that the next one is another.
     """
     among = "all" if len(expected) == here.count else f"{zlib.crc32(repr(list(expected)).encode()):08x}"
     inside = f"{here.scopes[-1]}/{among}".replace(" ", "-") if here.scopes else among
+    if key:
+        return among, f"{inside}/{key}"
     with _LOCK:
-        return among, f"{inside}/{key or next(here.meetings[inside])}"
+        number = here.meetings[inside]
+        here.meetings[inside] += come
+    return among, f"{inside}/{number}"
+
+
+@contextlib.contextmanager
+def before_meeting(processes: Collection[int]) -> Iterator[str]:
+    """While it lasts, this process does what some processes do before they meet next; yields the name of that meeting.
+
+    A process that fails on the way there says so by that name (`tell_failure`). Then the others do not come there
+    either, and count it all the same: those that catch the error meet at the next one.
+    """
+    here, expected = world(), sorted(processes)
+    _, place = next_place(here, expected, come=False)
+    try:
+        yield place
+    except ProcessError as error:
+        if error.told and next_place(here, expected, come=False)[1] == place:
+            next_place(here, expected)
+        raise
+
+
+def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, scopes: Collection[str] = ()) -> T:
+    """Does something in this thread, in Python and for long, which is interrupted if another process has failed.
+
+    Args:
+      work: what to do; it waits for nobody, and may be cut off anywhere.
+      what: it is, "to trace 'step'", say.
+      others: the processes concerned.
+      scopes: what it is part of besides the current run.
+
+    Returns:
+      What `work` returns.
+
+    Raises:
+      ProcessError: another process has failed.
+      Exception: what `work` raises.
+    """
+    if not world().several:
+        return work()
+
+    def watch(done: threading.Event) -> None:
+        wait_until(done.is_set, lambda: done.wait(0.05), what, others, scopes=scopes, patience=math.inf)
+
+    return interruption.interruptible(work, watch)
 
 
 def tell(what: str) -> None:

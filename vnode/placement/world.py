@@ -50,9 +50,7 @@ class World:
     client: Any = None
     board: Board | None = None
     lifeline: Lifeline | None = None
-    meetings: dict[str, Iterator[int]] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(itertools.count)
-    )
+    meetings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     scopes: list[str] = dataclasses.field(default_factory=list)
     launches: collections.Counter[frozenset[int]] = dataclasses.field(default_factory=collections.Counter)
