@@ -22,6 +22,7 @@ import weakref
 from typing import Any
 
 from vnode.placement.board import GONE, Board, Notice
+from vnode.placement.stopped import Resident
 from vnode.threads import background
 
 KEY = "vnode/lifeline"
@@ -31,6 +32,9 @@ EVERY = 2.0
 
 SILENT = 60.0
 """Seconds without one after which a process counts as silent: jax aborts all processes after 70 to 100."""
+
+STOPPED = 10.0
+"""The same for a process of the same host that is stopped, as the kernel knows: no call of C can be the cause."""
 
 LINGER = 10.0
 """Seconds after which a process that has ended as it should is told to those that are still there."""
@@ -64,7 +68,7 @@ class Lifeline:
         try:
             server = socket.create_server((bind_host(self.host), 0), family=family(self.host), backlog=self.count)
             port = server.getsockname()[1]
-            self.client.key_value_set(KEY, json.dumps([self.host, port, token]))
+            self.client.key_value_set(KEY, json.dumps([self.host, port, token, Resident.this_process()]))
         except Exception:  # of sockets, of names of hosts, of the service
             with contextlib.suppress(Exception):
                 self.client.key_value_set(KEY, "null")
@@ -81,15 +85,15 @@ class Lifeline:
             said = json.loads(self.client.blocking_key_value_get(KEY, 600_000))
             if said is None:
                 return
-            host, port, token = said
+            host, port, token, where = said
             line = socket.create_connection((host, port), timeout=30)
             self.sockets.append(line)
             line.settimeout(EVERY)
-            line.sendall(json.dumps([token, self.index]).encode() + b"\n")
+            line.sendall(json.dumps([token, self.index, Resident.this_process()]).encode() + b"\n")
         except Exception:
             return
         heard = tick = time.monotonic()
-        silent = False
+        silence = ""
         while not self.closing:
             try:
                 data = line.recv(64)
@@ -105,9 +109,9 @@ class Lifeline:
                     self.board.note(Notice(0, "ended", text="" if data else GONE, lost=not data))
                 return
             heard = now if data else heard
-            if silent != (now - heard > SILENT):
-                silent = not silent
-                self.board.note(sign_of_life(0, silent))
+            before, silence = silence, why_silent(now - heard, Resident(*where))
+            if bool(before) != bool(silence):
+                self.board.note(sign_of_life(0, silence))
             if data is None or now - tick > EVERY:
                 with contextlib.suppress(OSError):
                     line.sendall(SIGN)
@@ -150,6 +154,7 @@ class Watch:
         self.process: dict[socket.socket, int] = {}
         self.hello: dict[socket.socket, bytes] = {}
         self.heard: dict[socket.socket, float] = {}
+        self.where: dict[socket.socket, Resident] = {}
         self.silent: set[socket.socket] = set()
         self.ended: dict[int, float] = {}
 
@@ -177,7 +182,7 @@ class Watch:
     def receive(self, line: socket.socket) -> None:
         """Something has come over a connection, or its end."""
         try:
-            data = line.recv(256)
+            data = line.recv(512)
         except BlockingIOError:
             return
         except OSError:
@@ -194,16 +199,16 @@ class Watch:
     def introduce(self, line: socket.socket, data: bytes) -> None:
         """What a new connection says first: who it is."""
         self.hello[line] += data
-        if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 256:
+        if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 512:
             return
         try:
-            token, process = json.loads(self.hello[line].split(b"\n")[0])
+            token, process, where = json.loads(self.hello[line].split(b"\n")[0])
         except ValueError:
-            token, process = "", -1
+            token, process, where = "", -1, ("", 0)
         if token != self.token:
             self.drop(line)
         else:
-            self.process[line] = int(process)
+            self.process[line], self.where[line] = int(process), Resident(*where)
 
     def look(self, now: float, late: float) -> None:
         """Sends signs of life, and looks for whom none have come from."""
@@ -211,10 +216,10 @@ class Watch:
             with contextlib.suppress(OSError):
                 line.send(SIGN)
             self.heard[line] += late
-            silent = now - self.heard[line] > SILENT
-            if silent != (line in self.silent):
-                (self.silent.add if silent else self.silent.remove)(line)
-                self.line.board.post(sign_of_life(process, silent))
+            silence = why_silent(now - self.heard[line], self.where[line])
+            if bool(silence) != (line in self.silent):
+                (self.silent.add if silence else self.silent.remove)(line)
+                self.line.board.post(sign_of_life(process, silence))
         for process, since in list(self.ended.items()):
             if now - since > LINGER:
                 del self.ended[process]
@@ -232,18 +237,27 @@ class Watch:
         self.selector.unregister(line)
         self.process.pop(line, None)
         self.hello.pop(line, None)
+        self.where.pop(line, None)
         self.silent.discard(line)
         if line in self.line.sockets:
             self.line.sockets.remove(line)
         line.close()
 
 
-def sign_of_life(process: int, silent: bool) -> Notice:
-    """The notice of a process that is silent, or no longer is."""
-    if not silent:
-        return Notice(process, "heard")
-    why = f"no sign of life for {SILENT:.0f} s; it is stopped, or its host has failed"
-    return Notice(process, "silent", text=why, lost=True)
+def why_silent(seconds: float, where: Resident) -> str:
+    """Why a process counts as silent that gave no sign of life for some seconds; empty if it does not.
+
+    >>> why_silent(11, Resident.this_process()), why_silent(61, Resident("", 0))[:26]
+    ('', 'no sign of life for 60 s; ')
+    """
+    if seconds > STOPPED and where.is_stopped():
+        return "it is stopped, by SIGSTOP or a debugger"
+    return f"no sign of life for {SILENT:.0f} s; it is stopped, or its host has failed" if seconds > SILENT else ""
+
+
+def sign_of_life(process: int, silence: str) -> Notice:
+    """The notice of a process that is silent, and why, or that no longer is."""
+    return Notice(process, "silent", text=silence, lost=True) if silence else Notice(process, "heard")
 
 
 def family(host: str) -> socket.AddressFamily:
