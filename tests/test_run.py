@@ -328,7 +328,15 @@ def test_fingerprints_of_host_functions() -> None:
     for _ in range(20):  # Python specializes the code of what is called often
         scaled(np.ones(3, np.float32))
     assert digest(scaled) == before == digest(made(2.0))
-    others = [made(3.0), made(2.0, 2), halved, np.sin, np.cos, functools.partial(np.add, 1), functools.partial(np.add, 2)]
+    others = [
+        made(3.0),
+        made(2.0, 2),
+        halved,
+        np.sin,
+        np.cos,
+        functools.partial(np.add, 1),
+        functools.partial(np.add, 2),
+    ]
     assert len({before, *map(digest, others)}) == 1 + len(others)
     told = [fingerprint(lambda x, h=h: jax.debug.callback(h, x), jnp.ones(3)).digest for h in (made(1), made(2))]
     assert told[0] == told[1]  # it computes nothing, and may write to a file of its own process

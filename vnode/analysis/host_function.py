@@ -69,7 +69,7 @@ def parts_of(value: Any, seen: set[int]) -> Iterator[str]:
         yield f"{value.__module__}.{value.__qualname__}"
     else:
         yield f"{type(value).__module__}.{type(value).__qualname__}"
-        inner = getattr(value, "__wrapped__", getattr(type(value), "__call__", None))
+        inner = getattr(value, "__wrapped__", getattr(type(value), "__call__", None))  # noqa: B004
         if isinstance(inner, types.FunctionType):
             yield from parts_of(inner, seen)
 

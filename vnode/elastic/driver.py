@@ -25,10 +25,10 @@ from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
 from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.identity import compare, identity, shape_of
-from vnode.elastic.integrity import OwnCopy
+from vnode.elastic.integrity import OwnCopy, total
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
-from vnode.elastic.processes import UNCHECKED, Agreement, Checked, check_copies, check_present
+from vnode.elastic.processes import Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
@@ -40,7 +40,7 @@ from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
 from vnode.placement.statics import map_arrays
-from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell
+from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell, watched
 from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
@@ -109,7 +109,7 @@ class Driver:
         self.reason = ""
         self.diverged: int | None = None
         self.own: OwnCopy | None = None
-        self.sums: deque[tuple[int, jax.Array]] = deque()
+        self.sums: deque[tuple[int, list[jax.Array]]] = deque()
         self.warned = False
         self.end = options.steps
         self.told = 0
@@ -133,6 +133,7 @@ class Driver:
         self.number, self.state = found
         if self.agreement.delay:
             self.own = OwnCopy(self.state)
+            self.agreement.holders = self.own.holders
         self.resumed = self.recovery.saved
         self.best: tuple[int, float] | None = None
         """The step number, and the metric, of the best state."""
@@ -260,7 +261,7 @@ class Driver:
         """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
         tell(f"to step {self.number}")
         check_others(f"to step {self.number}", self.number)
-        checked = self.summed(AHEAD) if self.agreement.delay else UNCHECKED
+        checked = () if self.own is None else self.summed(self.own, AHEAD)
         self.stopping, self.late = self.agreement.vote(self.number, [self.stop.asked, self.is_late()], checked)
 
     def sum_up(self) -> None:
@@ -270,24 +271,23 @@ class Driver:
             if found is not None:
                 self.sums.append((self.number, found))
 
-    def summed(self, ahead: int) -> Checked:
-        """A checksum of this process's copy of the state, if one was begun more than `ahead` steps ago."""
+    def summed(self, own: OwnCopy, ahead: int) -> Checked:
+        """Checksums of this process's copies of the state, if any were begun more than `ahead` steps ago."""
         if not self.sums or self.sums[0][0] + ahead >= self.number:
-            return UNCHECKED
+            return own.unchecked
         number, sums = self.sums.popleft()
-        first, second = np.asarray(ready(sums, f"the checksum of the state after {number} steps")).tolist()
-        return number, first, second
+        return [number, *total(ready(sums, f"the checksum of the state after {number} steps"))]
 
-    def compare_copies(self) -> None:
+    def compare_copies(self, own: OwnCopy) -> None:
         """Compares the final state of this process with those of the others.
 
         Raises:
           ProcessError: they are not the same.
         """
-        found = None if self.own is None else self.own.begin(self.state, wait=True)
-        sums = [0, 0] if found is None else np.asarray(ready(found, "the final state")).tolist()
-        told = everywhere([0 if found is None else self.number, *sums], "to end a run")
-        check_copies({process: (row[0], row[1:]) for process, row in enumerate(told.tolist())})
+        watched(own.thread.join, "to compile the checksum of the state", world().others)
+        sums = own.begin(self.state)
+        mine = own.unchecked if sums is None else [self.number, *total(ready(sums, "the final state"))]
+        check_copies(everywhere(mine, "to end a run").tolist(), own.holders)
 
     def no_longer_waits(self) -> bool:
         """As `asked_to_stop`, for whom waits for data meanwhile.
@@ -516,8 +516,8 @@ class Driver:
             why = f"before step {self.number}, as {self.reason}"
             here.board.post(Notice(here.index, "left", here.scopes[-1], why, self.number))
         ready(self.state, f"step {self.number - 1}")
-        if self.agreement.delay:
-            self.compare_copies()
+        if self.own is not None:
+            self.compare_copies(self.own)
         if self.resumed is not None and self.facts is None:
             self.identify(self.last_batch())
         good = self.good()

@@ -204,7 +204,7 @@ class Watch:
         try:
             token, process, where = json.loads(self.hello[line].split(b"\n")[0])
         except ValueError:
-            token, process, where = "", -1, ("", 0)
+            token, process, where = "", -1, Resident("", 0)
         if token != self.token:
             self.drop(line)
         else:
