@@ -27,7 +27,7 @@ from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
 from vnode.placement.lifeline import STOPPED, why_silent
 from vnode.placement.stopped import Resident
-from vnode.placement.waiting import VARIABLE, missed, timeout
+from vnode.placement.waiting import VARIABLE, absence_error, timeout
 from vnode.plan.nodes import search
 from vnode.plan.nodes.memory import program_memory
 
@@ -379,7 +379,7 @@ def test_a_batch_in_shares_is_put_on_other_devices():
 def test_who_did_not_come(waited, found, said):
     """Nobody is blamed when it cannot be known who it was."""
     error = str(
-        missed(
+        absence_error(
             "to test",
             "here",
             1,

@@ -19,8 +19,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
-from vnode.placement.waiting import exchange_words, ready, several
-from vnode.placement.world import in_a_line, is_shared, world
+from vnode.placement.waiting import exchange_words, process_names, ready
+from vnode.placement.world import is_shared, one_line, world
 
 Checked = Sequence[int]
 """After how many steps a process looked at its copies of the state (0: it did not), and their checksums, two words for
@@ -140,7 +140,7 @@ def check_equal(number: int, sums: Mapping[int, tuple[int, ...]]) -> None:
     if odd:
         raise ProcessError(
             layout_message(
-                f"the state of {several(odd)} is not that of the others after {number} steps, and should be.",
+                f"the state of {process_names(odd)} is not that of the others after {number} steps, and should be.",
                 facts=[f"process {process}: {first:08x}{second:08x}" for process, (first, second) in sums.items()],
                 remedies=[
                     "does the step compute something that depends on the process: a callback's result, say?",
@@ -159,7 +159,7 @@ def errors_anywhere(error: BaseException | None, what: str) -> dict[int, str]:
       error: of this one, if it has one.
       what: they do next; "to save a checkpoint", say.
     """
-    words = exchange_words(what, "-" if error is None else f"+{in_a_line(error)}")
+    words = exchange_words(what, "-" if error is None else f"+{one_line(error)}")
     return {process: word[1:] for process, word in sorted(words.items()) if word.startswith("+")}
 
 

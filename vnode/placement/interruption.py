@@ -39,15 +39,15 @@ def interruptible(work: Callable[[], T], watch: Callable[[threading.Event], Any]
       Exception: what `work` raises, or `watch`.
 
     Example:
-      >>> def late(done):
+      >>> def deadline(done):
       ...     if not done.wait(0.1):
       ...         raise TimeoutError("0.1 s are over")
       >>> def endless():
       ...     while True:
       ...         pass
-      >>> interruptible(lambda: 1, late)
+      >>> interruptible(lambda: 1, deadline)
       1
-      >>> interruptible(endless, late)
+      >>> interruptible(endless, deadline)
       Traceback (most recent call last):
       TimeoutError: 0.1 s are over
     """

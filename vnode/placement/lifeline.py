@@ -21,7 +21,7 @@ import time
 import weakref
 from typing import Any
 
-from vnode.placement.board import GONE, Board, Notice
+from vnode.placement.board import SERVICE_GONE, Board, Notice
 from vnode.placement.stopped import Resident
 from vnode.threads import background
 
@@ -106,7 +106,7 @@ class Lifeline:
             tick = now
             if data == b"" or (data and GOODBYE in data):
                 if not self.closing:
-                    self.board.note(Notice(0, "ended", text="" if data else GONE, lost=not data))
+                    self.board.note(Notice(0, "ended", text="" if data else SERVICE_GONE, lost=not data))
                 return
             heard = now if data else heard
             before, silence = silence, why_silent(now - heard, Resident(*where))
@@ -167,8 +167,8 @@ class Watch:
             now = time.monotonic()
             if now - tick < EVERY:
                 continue
-            late, tick = max(0.0, now - tick - 2 * EVERY), now  # this process itself was stopped for a while
-            self.look(now, late)
+            paused, tick = max(0.0, now - tick - 2 * EVERY), now  # this process itself was stopped for a while
+            self.check_silence(now, paused)
 
     def accept(self) -> None:
         """A process has come."""
@@ -191,10 +191,10 @@ class Watch:
         if line not in self.process:
             self.introduce(line, data)
         elif not data:
-            self.end(line, KILLED)
+            self.report_end(line, KILLED)
         elif GOODBYE in data:
             self.ended[self.process[line]] = time.monotonic()
-            self.drop(line)
+            self.close_connection(line)
 
     def introduce(self, line: socket.socket, data: bytes) -> None:
         """What a new connection says first: who it is."""
@@ -202,20 +202,20 @@ class Watch:
         if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 512:
             return
         try:
-            token, process, where = json.loads(self.hello[line].split(b"\n")[0])
+            token, process, (host, pid) = json.loads(self.hello[line].split(b"\n")[0])
         except ValueError:
-            token, process, where = "", -1, Resident("", 0)
+            token, process, host, pid = "", -1, "", 0
         if token != self.token:
-            self.drop(line)
+            self.close_connection(line)
         else:
-            self.process[line], self.where[line] = int(process), Resident(*where)
+            self.process[line], self.where[line] = int(process), Resident(host, pid)
 
-    def look(self, now: float, late: float) -> None:
+    def check_silence(self, now: float, paused: float) -> None:
         """Sends signs of life, and looks for whom none have come from."""
         for line, process in list(self.process.items()):
             with contextlib.suppress(OSError):
                 line.send(SIGN)
-            self.heard[line] += late
+            self.heard[line] += paused
             silence = why_silent(now - self.heard[line], self.where[line])
             if bool(silence) != (line in self.silent):
                 (self.silent.add if silence else self.silent.remove)(line)
@@ -225,14 +225,14 @@ class Watch:
                 del self.ended[process]
                 self.line.board.post(Notice(process, "ended"))
 
-    def end(self, line: socket.socket, why: str) -> None:
+    def report_end(self, line: socket.socket, why: str) -> None:
         """A connection has ended, and nobody has said goodbye."""
         process = self.process[line]
-        self.drop(line)
+        self.close_connection(line)
         if not self.line.closing:
             self.line.board.post(Notice(process, "ended", text=why, lost=True))
 
-    def drop(self, line: socket.socket) -> None:
+    def close_connection(self, line: socket.socket) -> None:
         """Forgets a connection."""
         self.selector.unregister(line)
         self.process.pop(line, None)

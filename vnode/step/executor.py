@@ -42,7 +42,7 @@ from vnode.placement.transfer import (
     transferred,
     typed_sharding,
 )
-from vnode.placement.waiting import before_meeting, check_failed, interruptible, tell_failure, watched
+from vnode.placement.waiting import check_failed, interruptible, tell_failure, upcoming_meeting, watched
 from vnode.placement.world import is_shared, world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.call import Call, OutputTree, has_static, is_static, unwrap, with_static, wrap
@@ -329,7 +329,7 @@ class Executor:
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
         """Lowers and compiles a program before several processes meet; no longer than these are there."""
         others, name = self._processes - {jax.process_index()}, self.spec.name
-        with before_meeting(self._processes) as meeting:
+        with upcoming_meeting(self._processes) as meeting:
             lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
             return watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
 
