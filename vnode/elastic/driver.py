@@ -340,7 +340,7 @@ class Driver:
             return
         ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
         began = time.perf_counter()
-        self.state = jax.block_until_ready(step.put(self.state))
+        self.state = ready(step.put(self.state), "the state on other devices")
         self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
 
     def compiled(self, placement: Placement) -> bool:
@@ -472,7 +472,7 @@ class Driver:
             return
         with_placement = isinstance(evaluate, Evaluation)
         values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
-        values = jax.tree.map(on_host, values)
+        values = jax.tree.map(on_host, ready(values, "an evaluation"))
         check_kept(self.state)
         self.told = self.number
         self.evaluations.append((self.number, values))
@@ -587,7 +587,7 @@ class Driver:
             raise none from error
         began = time.perf_counter()
         try:
-            good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
+            good, self.state = ready(self.recovery.go_back(step.placement), "the copy of the state")
         except ProcessError as none:
             raise none from error
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"

@@ -25,6 +25,7 @@ import numpy as np
 
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import is_key, shape_of
+from vnode.placement.waiting import ready
 from vnode.threads import background
 
 K = TypeVar("K", bound=Hashable)
@@ -46,7 +47,8 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
       (16, False, True)
     """
     datas = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
-    parts = jax.device_get({name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()})
+    begun = {name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()}
+    parts = jax.device_get(ready(begun, "the checksums of a state"))
     sums = np.zeros((len(parts), 2), np.uint32)
     for i, name in enumerate(parts):
         for two in parts[name]:

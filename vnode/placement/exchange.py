@@ -171,6 +171,7 @@ def own_copy(leaf: Any) -> np.ndarray:
     """The value of an array that is whole in this process; of typed keys, their data."""
     if isinstance(leaf, jax.Array):
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        ready(data, "an array to be put on other devices")
         return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
