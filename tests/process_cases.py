@@ -443,6 +443,13 @@ def folders(folder: str) -> dict[str, str]:
         found["other folder"] = run_error(checkpoint=f"{folder}/of-{int(second)}")
     with waiting("a run with checkpoints"):
         found["first"] = run_error(checkpoint=saved, checkpoint_every=2, steps=4)
+
+    def other(state, batch):
+        new, metrics = step_of().__wrapped__(state, batch)
+        return {**new, "rate": new["rate"] * (0.5 if second else 1.0)}, metrics
+
+    with waiting("the error of another program"):
+        found["other program"] = run_error(vnode.virtualize(other, virtual_nodes=V), checkpoint=saved, steps=6)
     listed = Reader.folders
 
     def older(self: Any) -> Any:

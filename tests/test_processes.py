@@ -213,6 +213,10 @@ def test_all_learn_of_an_error(at, tmp_path):
         assert raised in second[name][0]
         assert re.match(f"ProcessError: process 1 has failed: {raised}", first[name][0]), first[name]
 
+    assert folders["other program"] == others["other program"]
+    assert "process 1 does not do what the others do: program" in folders["other program"]
+    assert re.search(r"(now|then): +mul\(0.5, float32\[\]\)|now: +mul\(.*0.5", folders["other program"])
+    assert "the processes came to restore checkpoint 4; nothing was run" in folders["other program"]
     assert folders["other folder"] == others["other folder"]
     assert "not shared: process 1 cannot see what process 0 writes" in folders["other folder"]
     assert f"process 1: {tmp_path}/of-1 on " in folders["other folder"]

@@ -10,6 +10,7 @@ state that was complete before it. Steps in between are run again, and give agai
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import traceback
@@ -39,11 +40,13 @@ from vnode.placement.exchange import everywhere, whole_everywhere
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
+from vnode.placement.records import check_same
 from vnode.placement.statics import map_arrays
 from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell, watched
 from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
+from vnode.step.identity import differences
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -124,7 +127,7 @@ class Driver:
     def begin(self, step: Any, state: Any) -> None:
         """Places the state before the first step, or the one of the last checkpoint."""
         self.step = step
-        found = self.recovery.resume(self.place)
+        found = self.recovery.resume(self.place_to_resume)
         if found is None:
             self.place(self.options.start)
             found = self.options.start, self.step.put(state)
@@ -161,6 +164,33 @@ class Driver:
         self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
         check_present(self.step.placement)
         return self.step.placement
+
+    def place_to_resume(self, number: int) -> Placement:
+        """As `place`; before they restore a checkpoint, processes compare what their steps compute.
+
+        The step is traced for that, with the first batch, as its first call needs it.
+
+        Raises:
+          ProcessError: some compute something else.
+        """
+        placement, program = self.place(number), None
+        if not self.agreement.delay:
+            return placement
+        self.number = number
+        try:
+            if self.feed.depth and self.feed.wait(number, placement, self.no_longer_waits):
+                batch = self.feed.get(number, placement)
+                self.feed.give_back(number, batch)
+                args, kwargs = self.step.spec.bound((self.recovery.like, batch), {})
+                trace = functools.partial(self.step.executor.trace_for, args, kwargs)
+                program = interruptible(trace, "to trace the step", world().others)
+        except ProcessError:
+            raise
+        except Exception as error:  # the first step will raise it, and say more
+            logger.info("the step cannot be traced before a checkpoint is restored: %s", error)
+        what, fact = f"to restore checkpoint {number}", None if program is None else program.to_json()
+        check_same(what, {"program": fact}, shows={"program": differences})
+        return placement
 
     def run(self) -> Result:
         """The loop, begun again after each failure.

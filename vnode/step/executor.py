@@ -440,6 +440,20 @@ class Executor:
             return self.keep(self._compile(lambda: self.lower_for(args, kwargs)))
         return self.keep(self.lower_for(args, kwargs).compile())
 
+    def trace_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Fingerprint | None:
+        """Traces the step as it will be called; a call with such arguments then finds the trace.
+
+        Args:
+          args: as for `compile_for`.
+          kwargs: likewise.
+
+        Returns:
+          What the step computes; None in one process, and where it was traced before.
+        """
+        before = len(self._fingerprints)
+        self.lower_for(args, kwargs)
+        return [*self._fingerprints.values()][-1] if len(self._fingerprints) > before else None
+
     def keep(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Keeps a program that was compiled ahead for the call that will want it."""
         self._ahead.append(compiled)
