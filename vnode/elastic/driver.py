@@ -617,7 +617,8 @@ class Driver:
             raise none from error
         began = time.perf_counter()
         try:
-            good, self.state = ready(self.recovery.go_back(step.placement), "the copy of the state")
+            found: tuple[int, Any] = self.recovery.go_back(step.placement)
+            good, self.state = found[0], ready(found[1], "the copy of the state")
         except ProcessError as none:
             raise none from error
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"
