@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -20,17 +21,21 @@ T = TypeVar("T")
 AGAIN = 0.5
 """Seconds after which the exception is raised once more: a destructor, or code that catches all, may swallow it."""
 
+PAUSE = 0.001
+"""Seconds between two looks at what another thread is about to do."""
+
 
 class Interrupted(BaseException):
     """Raised within work that is to end; no `Exception`, for which the work may have an answer of its own."""
 
 
-def interruptible(work: Callable[[], T], watch: Callable[[threading.Event], Any]) -> T:
+def interruptible(work: Callable[[], T], watch: Callable[[Callable[[], bool]], Any]) -> T:
     """Does something in this thread until an error of a watching thread ends it.
 
     Args:
       work: what to do.
-      watch: called in another thread with an event that is set when the work is done; the error that it raises ends it.
+      watch: called in another thread with a function that says whether the work is done; the error that it raises ends
+        the work.
 
     Returns:
       What `work` returns.
@@ -39,9 +44,11 @@ def interruptible(work: Callable[[], T], watch: Callable[[threading.Event], Any]
       Exception: what `work` raises, or `watch`.
 
     Example:
-      >>> def deadline(done):
-      ...     if not done.wait(0.1):
-      ...         raise TimeoutError("0.1 s are over")
+      >>> def deadline(is_done):
+      ...     end = time.monotonic() + 0.1
+      ...     while not is_done():
+      ...         if time.monotonic() > end:
+      ...             raise TimeoutError("0.1 s are over")
       >>> def endless():
       ...     while True:
       ...         pass
@@ -51,29 +58,36 @@ def interruptible(work: Callable[[], T], watch: Callable[[threading.Event], Any]
       Traceback (most recent call last):
       TimeoutError: 0.1 s are over
     """
-    thread, lock, done = threading.get_ident(), threading.Lock(), threading.Event()
+    thread = threading.get_ident()
+    # Lists, whose operations are one instruction each: this thread may be interrupted while it holds a lock.
+    begun: list[bool] = []
+    done: list[bool] = []
+    raising: list[bool] = []
     errors: list[BaseException] = []
 
     def look() -> None:
         try:
-            watch(done)
+            watch(lambda: bool(done))
         except BaseException as error:
             errors.append(error)
-        while errors and not done.is_set():
-            with lock:
-                if not done.is_set():
-                    raise_in(thread, Interrupted)
-            done.wait(AGAIN)
+        while errors and not done:
+            raising.append(True)
+            if begun and not done:
+                raise_in(thread, Interrupted)
+            raising.clear()
+            time.sleep(AGAIN if begun else PAUSE)
 
     def end() -> None:
         """From here on nothing is raised in this thread."""
-        with lock:
-            done.set()
+        done.append(True)
+        while raising:
+            time.sleep(PAUSE)
         raise_in(thread, None)
 
     background(look, "vnode-watch")
     try:
         try:
+            begun.append(True)
             return work()
         finally:
             end()

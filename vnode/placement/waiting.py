@@ -205,8 +205,8 @@ def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, 
     if not world().several:
         return work()
 
-    def watch(done: threading.Event) -> None:
-        wait_until(done.is_set, lambda: done.wait(0.05), what, others, scopes=scopes, patience=math.inf)
+    def watch(is_done: Callable[[], bool]) -> None:
+        wait_until(is_done, lambda: time.sleep(0.05), what, others, scopes=scopes, patience=math.inf)
 
     return interruption.interruptible(work, watch)
 
