@@ -33,6 +33,9 @@ from vnode.step import executor, identity
 
 V = 8
 
+LONG = 30.0
+"""Seconds that a trace, or a compilation, takes that nobody waits for to the end."""
+
 
 def bits(tree: Any) -> str:
     """The SHA-256 of a tree of arrays that are whole in this process, with their dtypes and weak types."""
@@ -398,13 +401,20 @@ def failures(folder: str, at: str) -> dict[str, list[Any]]:
         if number == 2:
             fail("callback")
 
-    def refuses(state, batch):
-        fail("step")
-        return step_of().__wrapped__(state, batch)
+    def fails_alone(name: str, seconds: float) -> Any:
+        """A step that one process refuses while the other traces it, for so many seconds."""
 
-    def fails_alone() -> Any:
-        step = vnode.virtualize(refuses, virtual_nodes=V)
-        return step(state(), examples(8))
+        def refuses(state, batch):
+            fail(name)
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                time.sleep(0.01)
+            return step_of().__wrapped__(state, batch)
+
+        return vnode.virtualize(refuses, virtual_nodes=V)(state(), examples(8))
+
+    def compiles_for_long(lowered: Any, *rest: Any) -> Any:
+        time.sleep(0 if last else LONG)  # in a thread that is left behind
 
     def saves() -> str:
         write = Checkpoints.write
@@ -417,7 +427,9 @@ def failures(folder: str, at: str) -> dict[str, list[Any]]:
         with unittest.mock.patch.object(Checkpoints, "write", failing):
             return run_error(checkpoint=f"{folder}/saved", checkpoint_every=1, steps=9)
 
-    ask("step", fails_alone)
+    ask("trace", lambda: fails_alone("trace", LONG))
+    with unittest.mock.patch.object(jax.stages.Lowered, "compile", compiles_for_long):
+        ask("compile", lambda: fails_alone("compile", 0))
     ask("save", saves)
     last_one = {"data": {"data": Failing(examples(16), 8)}, "callback": {"callback": callback, "steps": 60}}[at]
     ask(at, lambda: run_error(**last_one))
@@ -431,6 +443,13 @@ def folders(folder: str) -> dict[str, str]:
         found["other folder"] = run_error(checkpoint=f"{folder}/of-{int(second)}")
     with waiting("a run with checkpoints"):
         found["first"] = run_error(checkpoint=saved, checkpoint_every=2, steps=4)
+
+    def other(state, batch):
+        new, metrics = step_of().__wrapped__(state, batch)
+        return {**new, "rate": new["rate"] * (0.5 if second else 1.0)}, metrics
+
+    with waiting("the error of another program"):
+        found["other program"] = run_error(vnode.virtualize(other, virtual_nodes=V), checkpoint=saved, steps=6)
     listed = Reader.folders
 
     def older(self: Any) -> Any:

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import vnode
 from tests.ahead import program
-from vnode.elastic import restore, run
+from vnode.elastic import integrity, restore, run
 from vnode.elastic.checkpoints import Checkpoints
-from vnode.elastic.integrity import checksums
+from vnode.elastic.integrity import OwnCopy, checksums
 from vnode.elastic.lock import FolderLock
 from vnode.errors import CheckpointError, DamagedCheckpointError
 from vnode.placement.host import abstract
@@ -351,6 +352,45 @@ def test_checksums(dtype: Any) -> None:
         assert checksums({0: jax.device_put(host, jax.devices()[1])}) == {0: reference(host)}
     for change in (host[::-1], np.where(np.arange(6) == 3, -host, host), host.reshape(6, 8).T):
         assert checksums({0: jnp.asarray(change)})[0] != reference(host)
+
+
+def test_checksums_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part that other processes have counts once, wherever it lies; what no other has does not count."""
+
+    def holders(parts: list[tuple[int, str]]) -> tuple[int, ...]:
+        there = {Mock(process_index=process): part for process, part in parts}
+        return integrity.holders_of(Mock(devices_indices_map=lambda shape: there), (4,))
+
+    assert holders([(0, "a"), (1, "b"), (2, "a"), (3, "b")]) == (0, 1, 0, 1)
+    assert holders([(0, "a"), (0, "b"), (1, "b"), (1, "c")]) == (0, 1)
+
+    def sums(value: np.ndarray, devices: Any) -> list[int]:
+        mesh = Mesh(np.array(devices).reshape(2, 2), ("data", "model"))
+        state = {
+            "divided": jax.device_put(value, NamedSharding(mesh, PartitionSpec(None, "model"))),
+            "own": jax.device_put(value + 1, NamedSharding(mesh, PartitionSpec("data", "model"))),
+            "whole": jax.device_put(value * 2, NamedSharding(mesh, PartitionSpec())),
+        }
+        specs = {
+            PartitionSpec(None, "model"): (0, 1, 0, 1),
+            PartitionSpec("data", "model"): (0, 1, 2, 3),
+            PartitionSpec(): (0, 0, 0, 0),
+        }
+        monkeypatch.setattr(integrity, "holders_of", lambda sharding, shape: specs[sharding.spec])
+        copy = OwnCopy(state)
+        copy.thread.join()
+        assert copy.holders == [(0, 1, 0, 1), (0, 0, 0, 0)]
+        begun = copy.begin(state)
+        assert begun is not None
+        return integrity.total(begun)
+
+    value, devices = np.arange(8, dtype=np.float32).reshape(2, 4), jax.devices()[:4]
+    mine = sums(value, devices)
+    assert len(mine) == 4
+    assert sums(value, devices[::-1]) == mine  # another process may have the same parts on devices in another order
+    value[1, 3] += 1
+    other = sums(value, devices)
+    assert all(a != b for a, b in zip(mine, other, strict=True))
 
 
 def test_one_run_on_a_folder(tmp_path: Path) -> None:

@@ -388,7 +388,7 @@ def test_figures_are_those_of_one_device_and_donated_memory_counts_once() -> Non
 
 
 def test_a_refusal_of_the_compiler_is_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    def compile_for(executor: Executor, args: Any, kwargs: Any) -> Any:
+    def compile_for(executor: Executor, args: Any, kwargs: Any, together: bool) -> Any:
         if executor.placement.virtual_nodes < 4:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Used 20.0G of 15.75G hbm.")
         return jax.jit(lambda x: x).lower(1.0).compile()

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import unittest.mock
@@ -24,7 +25,9 @@ import vnode
 from benchmarks import tpu
 from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
-from vnode.placement.waiting import VARIABLE, missed, timeout
+from vnode.placement.lifeline import STOPPED, why_silent
+from vnode.placement.stopped import Resident
+from vnode.placement.waiting import VARIABLE, absence_error, timeout
 from vnode.plan.nodes import search
 from vnode.plan.nodes.memory import program_memory
 
@@ -202,11 +205,18 @@ def test_all_learn_of_an_error(at, tmp_path):
     cases = [("folders", {"folder": str(tmp_path)}), ("failures", {"folder": str(tmp_path), "at": at})]
     (folders, first), (others, second) = processes.run_all(cases, tmp_path, processes=2)
     print({name: round(seconds, 2) for name, (_, seconds) in first.items()})
-    for name in ("step", "save", at):
+    assert "process 0 came to trace 'refuses'" in first["trace"][0]
+    assert "process 0 came to compile 'refuses'" in first["compile"][0]
+    for name in ("trace", "compile", "save", at):
+        assert first[name][1] < process_cases.LONG / 3
         raised = "CheckpointError: could not write a checkpoint" if name == "save" else "ValueError: no luck with the"
         assert raised in second[name][0]
         assert re.match(f"ProcessError: process 1 has failed: {raised}", first[name][0]), first[name]
 
+    assert folders["other program"] == others["other program"]
+    assert "process 1 does not do what the others do: program" in folders["other program"]
+    assert re.search(r"(now|then): +mul\(0.5, float32\[\]\)|now: +mul\(.*0.5", folders["other program"])
+    assert "the processes came to restore checkpoint 4; nothing was run" in folders["other program"]
     assert folders["other folder"] == others["other folder"]
     assert "not shared: process 1 cannot see what process 0 writes" in folders["other folder"]
     assert f"process 1: {tmp_path}/of-1 on " in folders["other folder"]
@@ -229,6 +239,21 @@ def test_a_process_that_is_killed_is_named(at, tmp_path):
     assert "process 0 ended with status 1" in story
     assert "ProcessError: process 1 has ended: without a word" in story
     assert "make room" not in story
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc is Linux's")
+def test_a_process_that_is_stopped_is_told_from_one_that_says_nothing():
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as other:
+        there = Resident(Resident.this_process().host, other.pid)
+        try:
+            assert not why_silent(STOPPED + 1, there)
+            other.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WNOWAIT)
+            assert "it is stopped" in why_silent(STOPPED + 1, there)
+            assert not why_silent(STOPPED - 1, there)
+            assert not why_silent(STOPPED + 1, Resident("another host", other.pid))
+        finally:
+            other.kill()
 
 
 def test_the_process_with_the_service_ends_last(tmp_path):
@@ -358,7 +383,7 @@ def test_a_batch_in_shares_is_put_on_other_devices():
 def test_who_did_not_come(waited, found, said):
     """Nobody is blamed when it cannot be known who it was."""
     error = str(
-        missed(
+        absence_error(
             "to test",
             "here",
             1,

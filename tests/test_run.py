@@ -300,6 +300,48 @@ def test_fingerprints() -> None:
     assert there.stdout.strip() == here, there.stderr
 
 
+def test_fingerprints_of_host_functions() -> None:
+    """The same after calls that change what the function counts; another for other code, or other numbers around it."""
+
+    def made(by: float, power: int = 1) -> Any:
+        calls = 0
+
+        def scaled(x: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return np.asarray(x) * by**power
+
+        return scaled
+
+    def halved(x: Any) -> Any:
+        return helper(x) / np.float32(2)
+
+    def helper(x: Any) -> Any:
+        return np.asarray(x)
+
+    def digest(host: Any, call: Any = jax.pure_callback) -> str:
+        shape = jax.ShapeDtypeStruct((3,), jnp.float32)
+        return fingerprint(lambda x: call(host, shape, x), shape).digest
+
+    scaled = made(2.0)
+    before = digest(scaled)
+    for _ in range(20):  # Python specializes the code of what is called often
+        scaled(np.ones(3, np.float32))
+    assert digest(scaled) == before == digest(made(2.0))
+    others = [
+        made(3.0),
+        made(2.0, 2),
+        halved,
+        np.sin,
+        np.cos,
+        functools.partial(np.add, 1),
+        functools.partial(np.add, 2),
+    ]
+    assert len({before, *map(digest, others)}) == 1 + len(others)
+    told = [fingerprint(lambda x, h=h: jax.debug.callback(h, x), jnp.ones(3)).digest for h in (made(1), made(2))]
+    assert told[0] == told[1]  # it computes nothing, and may write to a file of its own process
+
+
 def test_steps_and_checkpoints(tmp_path: Path) -> None:
     """A run cannot end before its checkpoint, nor begin after it."""
     resumed(tmp_path, steps=4)

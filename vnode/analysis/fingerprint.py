@@ -3,7 +3,8 @@
 Knows jaxprs, and which of their parameters say something of the result. Must not know steps, devices or files.
 
 Left out is what does not change values: names of functions and variables, source lines, shardings and meshes, weak
-types. What is called (a callback) counts by its name: its code is not looked at.
+types. A function of Python whose results the program reads (`jax.pure_callback`) counts by what it does
+(`vnode.analysis.host_function`); one that is called for its effects alone, such as `jax.debug.callback`, by its name.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy as np
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
+from vnode.analysis.host_function import function_text
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
@@ -148,7 +150,8 @@ class Writer:
         params = [] if region is None else facts_of(region)
         if region is None:
             said = {name: value for name, value in eqn.params.items() if value is not None and name != "weak_type"}
-            params = [f"{name}={text}" for name, value in sorted(said.items()) if (text := value_text(value))]
+            texts = {name: parameter_text(value, bool(eqn.outvars)) for name, value in sorted(said.items())}
+            params = [f"{name}={text}" for name, text in texts.items() if text]
         inside = ", ".join(literal(a) if isinstance(a, Literal) else type_of(a) for a in eqn.invars)
         outside = ", ".join(map(type_of, eqn.outvars))
         text = f"{eqn.primitive.name}{'[' + ', '.join(params) + ']' if params else ''}({inside}) -> {outside}"
@@ -184,6 +187,17 @@ def type_of(var: Any) -> str:
 def literal(atom: Literal) -> str:
     """A number as it is written in its own dtype: 0.1, not what float32 makes of it in float64."""
     return value_text(np.asarray(atom.val, atom.aval.dtype)) if np.ndim(atom.val) == 0 else value_text(atom.val)
+
+
+def parameter_text(value: Any, is_read: bool) -> str:
+    """A parameter of an equation as text.
+
+    Args:
+      value: the parameter.
+      is_read: whether the equation has results: then it matters what a function of Python that it calls does.
+    """
+    called = getattr(value, "callback_func", None) if is_read else None
+    return value_text(value) if called is None else function_text(called)
 
 
 @functools.singledispatch

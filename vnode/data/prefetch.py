@@ -75,6 +75,11 @@ class Prefetch:
             raise error
         return value
 
+    def give_back(self, step: int, value: Any) -> None:
+        """Takes back what `get` returned last, as if nobody had asked for it."""
+        with self.changed:
+            self.ready[step] = value, None
+
     def wait(self, step: int, placement: Any, unless: Callable[[], bool]) -> bool:
         """Waits until what belongs to a step is there (or has failed); not much longer once `unless` is true.
 

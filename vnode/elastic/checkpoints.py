@@ -30,16 +30,16 @@ from vnode.elastic.logs import Quiet
 from vnode.elastic.reader import NAME, Header, located
 from vnode.elastic.shared_reader import SharedReader, seen_soon
 from vnode.errors import CheckpointError, ProcessError, VnodeError, layout_message
-from vnode.placement.board import NOTED
+from vnode.placement.board import NOTICE_DELAY
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
 from vnode.placement.waiting import (
     check_failed,
     exchange_words,
-    failed,
+    failure_error,
+    is_runtime_error,
     meet,
-    of_runtime,
-    several,
+    process_names,
     timeout,
 )
 from vnode.placement.world import world
@@ -116,7 +116,8 @@ class Checkpoints(SharedReader):
             shown = [0, *blind[:SHOWN]]
             raise CheckpointError(
                 layout_message(
-                    f"the folder of checkpoints is not shared: {several(blind)} cannot see what process 0 writes.",
+                    f"the folder of checkpoints is not shared: {process_names(blind)} cannot see what process 0 "
+                    "writes.",
                     facts=[f"process {process}: {found[process][1]} on {found[process][2]}" for process in shown],
                     remedies=[
                         "give all processes one folder: of a file system that all hosts have, or gs://...",
@@ -314,10 +315,10 @@ def check_save(error: BaseException) -> None:
         if isinstance(cause, ProcessError):
             raise cause from None
     if here.board is not None:
-        waited = any(of_runtime(cause) or "barrier" in str(cause).lower() for cause in causes)
-        notice = here.board.soon(here.others, here.scopes, NOTED if waited else 0)
+        waited = any(is_runtime_error(cause) or "barrier" in str(cause).lower() for cause in causes)
+        notice = here.board.await_failure(here.others, here.scopes, NOTICE_DELAY if waited else 0)
         if notice is not None:
-            raise failed(notice, "to save a checkpoint", here.index) from error
+            raise failure_error(notice, "to save a checkpoint", here.index) from error
 
 
 def remedies_of(error: BaseException | None) -> list[str]:

@@ -10,6 +10,7 @@ state that was complete before it. Steps in between are run again, and give agai
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import traceback
@@ -25,10 +26,10 @@ from vnode.elastic.checks import check_kept, check_results, check_start
 from vnode.elastic.devices import Request, requests
 from vnode.elastic.evaluation import Evaluation
 from vnode.elastic.identity import compare, identity, shape_of
-from vnode.elastic.integrity import OwnCopy
+from vnode.elastic.integrity import OwnCopy, total
 from vnode.elastic.metrics import by_name, finished, not_finite, scalars, words
 from vnode.elastic.options import RunOptions, takes
-from vnode.elastic.processes import UNCHECKED, Agreement, Checked, check_copies, check_present
+from vnode.elastic.processes import Agreement, Checked, check_copies, check_present
 from vnode.elastic.recovery import Recovery, has_nan, may_be_a_device
 from vnode.elastic.result import History, Resize, Result
 from vnode.elastic.signals import SecondInterrupt, Stop
@@ -39,11 +40,13 @@ from vnode.placement.exchange import everywhere, whole_everywhere
 from vnode.placement.host import abstract, on_host
 from vnode.placement.leaves import shapes_of
 from vnode.placement.placement import Placement
+from vnode.placement.records import check_same
 from vnode.placement.statics import map_arrays
-from vnode.placement.waiting import check_failed, check_others, ready, tell
+from vnode.placement.waiting import check_failed, check_others, interruptible, ready, tell, watched
 from vnode.placement.world import world
 from vnode.show.progress import Display
 from vnode.step.ahead import Preparation
+from vnode.step.identity import differences
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -109,7 +112,7 @@ class Driver:
         self.reason = ""
         self.diverged: int | None = None
         self.own: OwnCopy | None = None
-        self.sums: deque[tuple[int, jax.Array]] = deque()
+        self.sums: deque[tuple[int, list[jax.Array]]] = deque()
         self.warned = False
         self.end = options.steps
         self.told = 0
@@ -124,7 +127,7 @@ class Driver:
     def begin(self, step: Any, state: Any) -> None:
         """Places the state before the first step, or the one of the last checkpoint."""
         self.step = step
-        found = self.recovery.resume(self.place)
+        found = self.recovery.resume(self.place_to_resume)
         if found is None:
             self.place(self.options.start)
             found = self.options.start, self.step.put(state)
@@ -133,6 +136,7 @@ class Driver:
         self.number, self.state = found
         if self.agreement.delay:
             self.own = OwnCopy(self.state)
+            self.agreement.holders = self.own.holders
         self.resumed = self.recovery.saved
         self.best: tuple[int, float] | None = None
         """The step number, and the metric, of the best state."""
@@ -160,6 +164,33 @@ class Driver:
         self.step = self.recovery.sibling(self.step, self.asked or Request(self.step.placement))
         check_present(self.step.placement)
         return self.step.placement
+
+    def place_to_resume(self, number: int) -> Placement:
+        """As `place`; before they restore a checkpoint, processes compare what their steps compute.
+
+        The step is traced for that, with the first batch, as its first call needs it.
+
+        Raises:
+          ProcessError: some compute something else.
+        """
+        placement, program = self.place(number), None
+        if not self.agreement.delay:
+            return placement
+        self.number = number
+        try:
+            if self.feed.depth and self.feed.wait(number, placement, self.no_longer_waits):
+                batch = self.feed.get(number, placement)
+                self.feed.give_back(number, batch)
+                args, kwargs = self.step.spec.bound((self.recovery.like, batch), {})
+                trace = functools.partial(self.step.executor.trace_for, args, kwargs)
+                program = interruptible(trace, "to trace the step", world().others)
+        except ProcessError:
+            raise
+        except Exception as error:  # the first step will raise it, and say more
+            logger.info("the step cannot be traced before a checkpoint is restored: %s", error)
+        what, fact = f"to restore checkpoint {number}", None if program is None else program.to_json()
+        check_same(what, {"program": fact}, shows={"program": differences})
+        return placement
 
     def run(self) -> Result:
         """The loop, begun again after each failure.
@@ -260,7 +291,7 @@ class Driver:
         """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
         tell(f"to step {self.number}")
         check_others(f"to step {self.number}", self.number)
-        checked = self.summed(AHEAD) if self.agreement.delay else UNCHECKED
+        checked = () if self.own is None else self.summed(self.own, AHEAD)
         self.stopping, self.late = self.agreement.vote(self.number, [self.stop.asked, self.is_late()], checked)
 
     def sum_up(self) -> None:
@@ -270,24 +301,23 @@ class Driver:
             if found is not None:
                 self.sums.append((self.number, found))
 
-    def summed(self, ahead: int) -> Checked:
-        """A checksum of this process's copy of the state, if one was begun more than `ahead` steps ago."""
+    def summed(self, own: OwnCopy, ahead: int) -> Checked:
+        """Checksums of this process's copies of the state, if any were begun more than `ahead` steps ago."""
         if not self.sums or self.sums[0][0] + ahead >= self.number:
-            return UNCHECKED
+            return own.unchecked
         number, sums = self.sums.popleft()
-        first, second = np.asarray(ready(sums, f"the checksum of the state after {number} steps")).tolist()
-        return number, first, second
+        return [number, *total(ready(sums, f"the checksum of the state after {number} steps"))]
 
-    def compare_copies(self) -> None:
+    def compare_copies(self, own: OwnCopy) -> None:
         """Compares the final state of this process with those of the others.
 
         Raises:
           ProcessError: they are not the same.
         """
-        found = None if self.own is None else self.own.begin(self.state, wait=True)
-        sums = [0, 0] if found is None else np.asarray(ready(found, "the final state")).tolist()
-        told = everywhere([0 if found is None else self.number, *sums], "to end a run")
-        check_copies({process: (row[0], row[1:]) for process, row in enumerate(told.tolist())})
+        watched(own.thread.join, "to compile the checksum of the state", world().others)
+        sums = own.begin(self.state)
+        mine = own.unchecked if sums is None else [self.number, *total(ready(sums, "the final state"))]
+        check_copies(everywhere(mine, "to end a run").tolist(), own.holders)
 
     def no_longer_waits(self) -> bool:
         """As `asked_to_stop`, for whom waits for data meanwhile.
@@ -313,7 +343,9 @@ class Driver:
         """
         if self.checkpoints is None or self.facts is not None:
             return
-        this = identity(self.step, self.data, self.shapes, batch)
+        this = interruptible(
+            lambda: identity(self.step, self.data, self.shapes, batch), "to identify a run", world().others
+        )
         if self.resumed:  # before its first step, no run has computed anything
             where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
             for warning in compare(self.checkpoints.facts(self.resumed), this, where):
@@ -338,7 +370,7 @@ class Driver:
             return
         ready(self.state, f"step {self.number - 1}")  # or the steps under way would count as moving
         began = time.perf_counter()
-        self.state = jax.block_until_ready(step.put(self.state))
+        self.state = ready(step.put(self.state), "the state on other devices")
         self.changed(step, Resize(self.number, self.step.placement, step.placement, move=time.perf_counter() - began))
 
     def compiled(self, placement: Placement) -> bool:
@@ -470,7 +502,7 @@ class Driver:
             return
         with_placement = isinstance(evaluate, Evaluation)
         values = evaluate(self.state, self.step.placement) if with_placement else evaluate(self.state)
-        values = jax.tree.map(on_host, values)
+        values = jax.tree.map(on_host, ready(values, "an evaluation"))
         check_kept(self.state)
         self.told = self.number
         self.evaluations.append((self.number, values))
@@ -514,8 +546,8 @@ class Driver:
             why = f"before step {self.number}, as {self.reason}"
             here.board.post(Notice(here.index, "left", here.scopes[-1], why, self.number))
         ready(self.state, f"step {self.number - 1}")
-        if self.agreement.delay:
-            self.compare_copies()
+        if self.own is not None:
+            self.compare_copies(self.own)
         if self.resumed is not None and self.facts is None:
             self.identify(self.last_batch())
         good = self.good()
@@ -585,7 +617,8 @@ class Driver:
             raise none from error
         began = time.perf_counter()
         try:
-            good, self.state = jax.block_until_ready(self.recovery.go_back(step.placement))
+            found: tuple[int, Any] = self.recovery.go_back(step.placement)
+            good, self.state = found[0], ready(found[1], "the copy of the state")
         except ProcessError as none:
             raise none from error
         moved, message = time.perf_counter() - began, f"{type(error).__name__}: {error}"

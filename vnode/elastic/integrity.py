@@ -13,10 +13,11 @@ against accidents, not against someone who also computes the checksum anew.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Hashable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ import numpy as np
 
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import is_key, shape_of
+from vnode.placement.waiting import ready
 from vnode.threads import background
 
 K = TypeVar("K", bound=Hashable)
@@ -45,7 +47,8 @@ def checksums(arrays: Mapping[K, jax.Array]) -> dict[K, str]:
       (16, False, True)
     """
     datas = {name: jax.random.key_data(array) if is_key(array) else array for name, array in arrays.items()}
-    parts = jax.device_get({name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()})
+    begun = {name: [part(shard, data.shape) for shard in own(data)] for name, data in datas.items()}
+    parts = jax.device_get(ready(begun, "the checksums of a state"))
     sums = np.zeros((len(parts), 2), np.uint32)
     for i, name in enumerate(parts):
         for two in parts[name]:
@@ -117,65 +120,130 @@ def mixed(words: jax.Array) -> jax.Array:
 
 
 class OwnCopy:
-    """Checksums of this process's own copy of a state, computed behind the steps under way.
+    """Checksums of this process's own copies of a state, computed behind the steps under way.
 
-    What the processes hold together in one piece (a replicated state) each has for itself; nothing in a step compares
-    these copies. A sum takes one look at each byte.
+    An array that is not divided over all devices has copies: a replicated one in each process, one that is divided over
+    an axis of the mesh in those that have the same parts. Nothing in a step compares them. Arrays are told apart by who
+    has the same parts; each such group of arrays has a checksum. A sum takes one look at each byte.
 
     Args:
       state: a state like those to come, arrays on devices.
+
+    Attributes:
+      holders: for each group of arrays, by process: the lowest process that has the same parts.
     """
 
     def __init__(self, state: Any) -> None:
-        copies = self.copies(state, 0)
-        shapes = [shape_of(copy, sharding="keep") for copy in copies]
-        self.device = copies[0].devices() if copies else None
-        self.program: Any = None
-        if copies:
-            self.lowered = jax.jit(sum_of_all).lower(shapes)
-            self.thread = background(self.compile, "vnode-checksums")
+        self.holders, parts = copied_parts(state)
+        self.places = {device: [place for place, _ in here] for device, here in parts.items()}
+        self.lowered = {
+            device: jax.jit(functools.partial(sums_by_group, self.places[device], len(self.holders))).lower(
+                [shape_of(part, sharding="keep") for _, part in here]
+            )
+            for device, here in parts.items()
+        }
+        self.programs: dict[Any, Any] | None = None
+        self.thread = background(self.compile, "vnode-checksums")
+
+    @property
+    def unchecked(self) -> list[int]:
+        """The number of a state that was not looked at, and its checksums."""
+        return [0] * (1 + 2 * len(self.holders))
 
     def compile(self) -> None:
-        """Compiles the program, beside the first steps."""
-        self.program = self.lowered.compile()
+        """Compiles the programs, beside the first steps."""
+        self.programs = {device: lowered.compile() for device, lowered in self.lowered.items()}
 
-    def begin(self, state: Any, wait: bool = False) -> jax.Array | None:
+    def begin(self, state: Any) -> list[jax.Array] | None:
         """Begins to add up a state.
 
         Args:
           state: the state, as it was said to be.
-          wait: whether to wait for the program.
 
         Returns:
-          ``uint32[2]``, on a device; None if it cannot be had: nothing is replicated, or the state lies elsewhere by
-          now, or the program is not compiled yet.
+          ``uint32[groups, 2]`` of each device, for `total`; None if that cannot be had: nothing has copies, the state
+          lies elsewhere by now, or the programs are not compiled yet.
         """
-        if self.device is not None and wait:
-            self.thread.join()
-        copies = self.copies(state, 0)
-        if self.program is None or not copies or copies[0].devices() != self.device:
+        holders, parts = copied_parts(state)
+        places = {device: [place for place, _ in here] for device, here in parts.items()}
+        if not self.programs or (holders, places) != (self.holders, self.places):
             return None
         try:
-            return self.program(copies)
+            return [self.programs[device]([part for _, part in here]) for device, here in parts.items()]
         except (TypeError, ValueError):  # other shapes, or another layout
             return None
 
-    @staticmethod
-    def copies(state: Any, device: int) -> list[jax.Array]:
-        """The arrays of a state that each process has whole, as this one has them on one of its devices."""
-        datas = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(state)]
-        shared = [data for data in datas if isinstance(data, jax.Array) and data.is_fully_replicated and data.size]
-        return [data.addressable_data(device) for data in shared if data.sharding.addressable_devices]
+
+def total(sums: Sequence[jax.Array]) -> list[int]:
+    """The words of a process's checksums, given those of its devices."""
+    return sum(map(np.asarray, sums), np.uint32(0)).reshape(-1).tolist()  # modulo 2^32
 
 
-def sum_of_all(arrays: list[jax.Array]) -> jax.Array:
-    """One checksum of several arrays, ``uint32[2]``."""
-    total = jnp.zeros(2, jnp.uint32)
-    for number, data in enumerate(arrays):
+class Place(NamedTuple):
+    """Where a part of an array counts.
+
+    Attributes:
+      group: that of the array.
+      array: the number of the array in the state.
+      part: the number of the part, of those that the process has.
+    """
+
+    group: int
+    array: int
+    part: int
+
+
+def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tuple[Place, jax.Array]]]]:
+    """What a process has of arrays that other processes have copies of.
+
+    Args:
+      state: a state, arrays on devices.
+
+    Returns:
+      For each group of arrays, who has the same parts (`holders_of`); and for each device of this process the parts on
+      it, and where they count. Of a part that several of its devices have, one is taken.
+    """
+    groups: dict[tuple[int, ...], int] = {}
+    found: dict[Any, list[tuple[Place, jax.Array]]] = {}
+    for array, leaf in enumerate(jax.tree.leaves(state)):
+        data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        if not isinstance(data, jax.Array) or not data.size:
+            continue
+        holders = holders_of(data.sharding, data.shape)
+        if len(set(holders)) == len(holders) or len(holders) < jax.process_count():
+            continue  # each process has parts of its own, or nothing
+        group = groups.setdefault(holders, len(groups))
+        taken = {str(shard.index): shard for shard in reversed(data.addressable_shards)}
+        for part, (_, shard) in enumerate(sorted(taken.items())):
+            found.setdefault(shard.device, []).append((Place(group, array, part), shard.data))
+    return [*groups], found
+
+
+@functools.lru_cache(maxsize=1024)
+def holders_of(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """For each process that has parts of an array, in order, the lowest one that has the same parts."""
+    parts: dict[int, set[str]] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        parts.setdefault(device.process_index, set()).add(str(index))
+    first: dict[frozenset[str], int] = {}
+    return tuple(first.setdefault(frozenset(parts[process]), process) for process in sorted(parts))
+
+
+def sums_by_group(places: Sequence[Place], groups: int, arrays: Sequence[jax.Array]) -> jax.Array:
+    """A checksum for each group of arrays, ``uint32[groups, 2]``.
+
+    Args:
+      places: where each array counts.
+      groups: how many there are.
+      arrays: parts of arrays.
+    """
+    totals = jnp.zeros((groups, 2), jnp.uint32)
+    for place, data in zip(places, arrays, strict=True):
         strides = [int(np.prod(data.shape[axis + 1 :], dtype=object)) % 2**32 for axis in range(data.ndim)]
-        places = np.array([[0] * data.ndim, strides], np.uint32).reshape(2, -1)
-        total += mixed(sums_of(data, places) ^ np.uint32(number))
-    return total
+        starts = np.array([[0] * data.ndim, strides], np.uint32).reshape(2, -1)
+        salt = np.uint32((place.array * 0x10001 + place.part) % 2**32)
+        totals = totals.at[place.group].add(mixed(sums_of(data, starts) ^ salt))
+    return totals
 
 
 def digest(value: Any) -> str:

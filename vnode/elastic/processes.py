@@ -19,13 +19,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
-from vnode.placement.waiting import exchange_words, ready, several
-from vnode.placement.world import in_a_line, is_shared, world
+from vnode.placement.waiting import exchange_words, process_names, ready
+from vnode.placement.world import is_shared, one_line, world
 
-Checked = tuple[int, int, int]
-"""After how many steps a process looked at its copy of the state, and the checksum of that."""
-
-UNCHECKED: Checked = (0, 0, 0)
+Checked = Sequence[int]
+"""After how many steps a process looked at its copies of the state (0: it did not), and their checksums, two words for
+each group of arrays."""
 
 
 class Agreement:
@@ -36,19 +35,23 @@ class Agreement:
     Args:
       delay: votes after which they count. They travel behind the steps under way, so that no device waits for them.
         In one process they count at once.
+
+    Attributes:
+      holders: for each group of arrays, which processes have the same parts of them; as `OwnCopy.holders`.
     """
 
     def __init__(self, delay: int) -> None:
+        self.holders: Sequence[Sequence[int]] = ()
         self.delay = delay if is_shared() else 0
         self.votes: deque[jax.Array] = deque()
 
-    def vote(self, number: int, flags: Sequence[bool], checked: Checked = UNCHECKED) -> list[bool]:
+    def vote(self, number: int, flags: Sequence[bool], checked: Checked = ()) -> list[bool]:
         """Says which flags this process raises; all processes must call it, once for each step.
 
         Args:
           number: the step to come.
           flags: which of them it raises.
-          checked: a checksum of its copy of the state at some step.
+          checked: checksums of its copies of the state at some step.
 
         Returns:
           The flags that any process raised `delay` calls before; none in the first calls.
@@ -66,8 +69,8 @@ class Agreement:
             return [False] * len(flags)
         votes = np.asarray(ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))
         check_numbers(votes[:, 0])
-        check_copies({process: (int(row[0]), row[1:].tolist()) for process, row in enumerate(votes[:, 1:4])})
-        return [bool(flag) for flag in votes[:, 4:].max(axis=0)]
+        check_copies(votes[:, 1 : 1 + len(checked)].tolist(), self.holders)
+        return [bool(flag) for flag in votes[:, 1 + len(checked) :].max(axis=0)]
 
 
 def counted(votes: jax.Array) -> jax.Array:
@@ -108,32 +111,45 @@ def check_numbers(numbers: np.ndarray) -> None:
         )
 
 
-def check_copies(checked: Mapping[int, tuple[int, list[int]]]) -> None:
-    """Refuses copies of a replicated state that are not the same in all processes.
+def check_copies(checked: Sequence[Checked], holders: Sequence[Sequence[int]]) -> None:
+    """Refuses copies of a state, or of parts of it, that are not the same in all processes that have them.
 
     Args:
-      checked: by process, which state was looked at (0: none), and its checksum.
+      checked: by process.
+      holders: for each group of arrays, by process: the lowest process that has the same parts of them.
 
     Raises:
       ProcessError: some differ.
     """
-    for number in {number for number, _ in checked.values()} - {0}:
-        sums = {process: tuple(sums) for process, (there, sums) in checked.items() if there == number}
-        most = Counter(sums.values()).most_common(1)[0][0]
-        odd = [process for process in sums if sums[process] != most]
-        if odd:
-            raise ProcessError(
-                layout_message(
-                    f"the state of {several(odd)} is not that of the others after {number} steps, and should be.",
-                    facts=[f"process {process}: {first:08x}{second:08x}" for process, (first, second) in sums.items()],
-                    remedies=[
-                        "does the step compute something that depends on the process: a callback's result, say?",
-                        "or is memory or a device of that process at fault? Restart from the last good checkpoint",
-                    ],
-                ),
-                process=odd[0],
-                told=True,
-            )
+    for number in {number for number, *_ in filter(None, checked)} - {0}:
+        there = [process for process, (of_state, *_) in enumerate(checked) if of_state == number]
+        for group, first in enumerate(holders):
+            sums = {process: tuple(checked[process][1 + 2 * group :][:2]) for process in there}
+            for holder in set(first):
+                check_equal(number, {process: sums[process] for process in there if first[process] == holder})
+
+
+def check_equal(number: int, sums: Mapping[int, tuple[int, ...]]) -> None:
+    """Refuses checksums of the state after so many steps that are not the same.
+
+    Raises:
+      ProcessError: some differ.
+    """
+    most = Counter(sums.values()).most_common(1)[0][0] if sums else ()
+    odd = [process for process in sums if sums[process] != most]
+    if odd:
+        raise ProcessError(
+            layout_message(
+                f"the state of {process_names(odd)} is not that of the others after {number} steps, and should be.",
+                facts=[f"process {process}: {first:08x}{second:08x}" for process, (first, second) in sums.items()],
+                remedies=[
+                    "does the step compute something that depends on the process: a callback's result, say?",
+                    "or is memory or a device of that process at fault? Restart from the last good checkpoint",
+                ],
+            ),
+            process=odd[0],
+            told=True,
+        )
 
 
 def errors_anywhere(error: BaseException | None, what: str) -> dict[int, str]:
@@ -143,7 +159,7 @@ def errors_anywhere(error: BaseException | None, what: str) -> dict[int, str]:
       error: of this one, if it has one.
       what: they do next; "to save a checkpoint", say.
     """
-    words = exchange_words(what, "-" if error is None else f"+{in_a_line(error)}")
+    words = exchange_words(what, "-" if error is None else f"+{one_line(error)}")
     return {process: word[1:] for process, word in sorted(words.items()) if word.startswith("+")}
 
 

@@ -23,6 +23,7 @@ from vnode.errors import DeviceLost, VnodeError, layout_message
 from vnode.placement.gone import given_away
 from vnode.placement.host import HostCopy
 from vnode.placement.placement import Placement
+from vnode.placement.waiting import ready
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
@@ -75,7 +76,7 @@ class Recovery:
 
     def keep(self, number: int, state: Any) -> None:
         """Copies a state to the host; waits until it is computed."""
-        self.kept = number, HostCopy.of(state)
+        self.kept = number, HostCopy.of(ready(state, f"the state after {number} steps"))
 
     def resume(self, place: Callable[[int], Placement]) -> tuple[int, Any] | None:
         """The newest checkpoint that is good.
@@ -194,4 +195,4 @@ def has_nan(state: Any) -> bool:
         for leaf in jax.tree.leaves(state)
         if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
     ]
-    return bool(leaves) and bool(any_nan(leaves))
+    return bool(leaves) and bool(ready(any_nan(leaves), "a look for numbers that are none"))

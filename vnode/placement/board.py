@@ -24,12 +24,12 @@ from vnode.threads import background
 
 KEY = "vnode/board/"
 
-AT_A_TIME = 3_600_000
+READ_TIMEOUT = 3_600_000
 """Milliseconds that the reader asks the service to wait; it asks again."""
 
 logger = logging.getLogger("vnode")
 
-NOTED = 1.5
+NOTICE_DELAY = 1.5
 """Seconds within which the notice of a process that has failed is here, once others feel its failure."""
 
 
@@ -55,10 +55,10 @@ class Notice:
     lost: bool = False
 
     @property
-    def what(self) -> str:
+    def description(self) -> str:
         """What became of the process, as the rest of a sentence.
 
-        >>> Notice(1, "raised", text="ValueError: no such file").what, Notice(1, "ended").what
+        >>> Notice(1, "raised", text="ValueError: no such file").description, Notice(1, "ended").description
         ('has failed: ValueError: no such file', 'has ended')
         """
         said = {"raised": "has failed", "ended": "has ended", "left": "has left the run", "silent": "is silent"}
@@ -91,12 +91,12 @@ class Board:
         """The reading thread; ends with the service, which is process 0."""
         while not self.closed:
             try:
-                text = self.client.blocking_key_value_get(f"{KEY}{self.written}", AT_A_TIME)
+                text = self.client.blocking_key_value_get(f"{KEY}{self.written}", READ_TIMEOUT)
             except Exception as error:  # jax's errors may be gone with the modules, at the end of the process
                 if "DEADLINE_EXCEEDED" in str(error):
                     continue
                 if not self.closed and self.index:
-                    self.note(Notice(0, "ended", text=GONE, lost=True))
+                    self.note(Notice(0, "ended", text=SERVICE_GONE, lost=True))
                 return
             self.written += 1
             self.note(Notice(**json.loads(text)))
@@ -104,7 +104,7 @@ class Board:
     def note(self, notice: Notice) -> None:
         """Takes note of something, without telling the others."""
         if notice.process == 0 and notice.lost and notice.kind == "ended" and not self.closed and not self.notices:
-            logger.error("process 0 %s", notice.what)  # now: jax is about to abort this process
+            logger.error("process 0 %s", notice.description)  # now: jax is about to abort this process
         with self.changed:
             self.notices.append(notice)
             self.changed.notify_all()
@@ -121,7 +121,7 @@ class Board:
                     return
                 number += 1
 
-    def trouble(self, processes: Collection[int], scopes: Collection[str]) -> Notice | None:
+    def find_failure(self, processes: Collection[int], scopes: Collection[str]) -> Notice | None:
         """The first notice by which one of some processes will not come to these scopes, best with a reason."""
         if not self.notices:
             return None
@@ -138,18 +138,20 @@ class Board:
                 silent[notice.process] = notice
         return max([*found, *silent.values()], key=lambda notice: bool(notice.text), default=None)
 
-    def soon(self, processes: Collection[int], scopes: Collection[str], seconds: float = NOTED) -> Notice | None:
-        """As `trouble`, for what may be on its way: waits for it."""
+    def await_failure(
+        self, processes: Collection[int], scopes: Collection[str], seconds: float = NOTICE_DELAY
+    ) -> Notice | None:
+        """As `find_failure`, for what may be on its way: waits for it."""
         end = time.monotonic() + seconds
         with self.changed:
-            while (found := self.trouble(processes, scopes)) is None:
+            while (found := self.find_failure(processes, scopes)) is None:
                 left = end - time.monotonic()
                 if left <= 0:
                     return None
                 self.changed.wait(left)
         return found
 
-    def lost(self) -> bool:
+    def has_lost_process(self) -> bool:
         """Whether a process is known that will not come to the end of all: it was killed, or is silent."""
         return any(notice.kind in ("ended", "silent") and notice.lost for notice in list(self.notices))
 
@@ -158,5 +160,5 @@ class Board:
         self.closed = True
 
 
-GONE = "its service does not answer; it was killed, or its host has failed"
+SERVICE_GONE = "its service does not answer; it was killed, or its host has failed"
 """What is known of process 0 when the service that it runs is gone."""

@@ -30,8 +30,7 @@ from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
-from vnode.placement.waiting import exchange_words, ready
-from vnode.placement.waiting import several as named_processes
+from vnode.placement.waiting import exchange_words, process_names, ready
 from vnode.placement.world import is_shared
 from vnode.show.units import several
 
@@ -172,6 +171,7 @@ def own_copy(leaf: Any) -> np.ndarray:
     """The value of an array that is whole in this process; of typed keys, their data."""
     if isinstance(leaf, jax.Array):
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
+        ready(data, "an array to be put on other devices")
         return np.asarray(data if data.is_fully_addressable else data.addressable_data(0))
     return np.asarray(leaf, jax.typeof(leaf).dtype)
 
@@ -204,7 +204,7 @@ def compare(
         known = ways != NONE
         if (kinds != kinds[0]).any() or len(set(ways[known].tolist())) > 1 or len(set(values[known].tolist())) > 1:
             odd = [process for process, row in zip(processes, votes[:, i], strict=True) if differs(row, votes[0, i])]
-            differing.append(f"{name}: {jax.typeof(leaves[i])}, another one in {named_processes(odd)}")
+            differing.append(f"{name}: {jax.typeof(leaves[i])}, another one in {process_names(odd)}")
         elif not known.any():
             differing.append(f"{name}: no process has it")
     if differing:

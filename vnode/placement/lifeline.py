@@ -21,7 +21,8 @@ import time
 import weakref
 from typing import Any
 
-from vnode.placement.board import GONE, Board, Notice
+from vnode.placement.board import SERVICE_GONE, Board, Notice
+from vnode.placement.stopped import Resident
 from vnode.threads import background
 
 KEY = "vnode/lifeline"
@@ -31,6 +32,9 @@ EVERY = 2.0
 
 SILENT = 60.0
 """Seconds without one after which a process counts as silent: jax aborts all processes after 70 to 100."""
+
+STOPPED = 10.0
+"""The same for a process of the same host that is stopped, as the kernel knows: no call of C can be the cause."""
 
 LINGER = 10.0
 """Seconds after which a process that has ended as it should is told to those that are still there."""
@@ -64,7 +68,7 @@ class Lifeline:
         try:
             server = socket.create_server((bind_host(self.host), 0), family=family(self.host), backlog=self.count)
             port = server.getsockname()[1]
-            self.client.key_value_set(KEY, json.dumps([self.host, port, token]))
+            self.client.key_value_set(KEY, json.dumps([self.host, port, token, Resident.this_process()]))
         except Exception:  # of sockets, of names of hosts, of the service
             with contextlib.suppress(Exception):
                 self.client.key_value_set(KEY, "null")
@@ -81,15 +85,15 @@ class Lifeline:
             said = json.loads(self.client.blocking_key_value_get(KEY, 600_000))
             if said is None:
                 return
-            host, port, token = said
+            host, port, token, where = said
             line = socket.create_connection((host, port), timeout=30)
             self.sockets.append(line)
             line.settimeout(EVERY)
-            line.sendall(json.dumps([token, self.index]).encode() + b"\n")
+            line.sendall(json.dumps([token, self.index, Resident.this_process()]).encode() + b"\n")
         except Exception:
             return
         heard = tick = time.monotonic()
-        silent = False
+        silence = ""
         while not self.closing:
             try:
                 data = line.recv(64)
@@ -102,12 +106,12 @@ class Lifeline:
             tick = now
             if data == b"" or (data and GOODBYE in data):
                 if not self.closing:
-                    self.board.note(Notice(0, "ended", text="" if data else GONE, lost=not data))
+                    self.board.note(Notice(0, "ended", text="" if data else SERVICE_GONE, lost=not data))
                 return
             heard = now if data else heard
-            if silent != (now - heard > SILENT):
-                silent = not silent
-                self.board.note(sign_of_life(0, silent))
+            before, silence = silence, why_silent(now - heard, Resident(*where))
+            if bool(before) != bool(silence):
+                self.board.note(sign_of_life(0, silence))
             if data is None or now - tick > EVERY:
                 with contextlib.suppress(OSError):
                     line.sendall(SIGN)
@@ -150,6 +154,7 @@ class Watch:
         self.process: dict[socket.socket, int] = {}
         self.hello: dict[socket.socket, bytes] = {}
         self.heard: dict[socket.socket, float] = {}
+        self.where: dict[socket.socket, Resident] = {}
         self.silent: set[socket.socket] = set()
         self.ended: dict[int, float] = {}
 
@@ -162,8 +167,8 @@ class Watch:
             now = time.monotonic()
             if now - tick < EVERY:
                 continue
-            late, tick = max(0.0, now - tick - 2 * EVERY), now  # this process itself was stopped for a while
-            self.look(now, late)
+            paused, tick = max(0.0, now - tick - 2 * EVERY), now  # this process itself was stopped for a while
+            self.check_silence(now, paused)
 
     def accept(self) -> None:
         """A process has come."""
@@ -177,7 +182,7 @@ class Watch:
     def receive(self, line: socket.socket) -> None:
         """Something has come over a connection, or its end."""
         try:
-            data = line.recv(256)
+            data = line.recv(512)
         except BlockingIOError:
             return
         except OSError:
@@ -186,64 +191,73 @@ class Watch:
         if line not in self.process:
             self.introduce(line, data)
         elif not data:
-            self.end(line, KILLED)
+            self.report_end(line, KILLED)
         elif GOODBYE in data:
             self.ended[self.process[line]] = time.monotonic()
-            self.drop(line)
+            self.close_connection(line)
 
     def introduce(self, line: socket.socket, data: bytes) -> None:
         """What a new connection says first: who it is."""
         self.hello[line] += data
-        if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 256:
+        if data and b"\n" not in self.hello[line] and len(self.hello[line]) < 512:
             return
         try:
-            token, process = json.loads(self.hello[line].split(b"\n")[0])
+            token, process, (host, pid) = json.loads(self.hello[line].split(b"\n")[0])
         except ValueError:
-            token, process = "", -1
+            token, process, host, pid = "", -1, "", 0
         if token != self.token:
-            self.drop(line)
+            self.close_connection(line)
         else:
-            self.process[line] = int(process)
+            self.process[line], self.where[line] = int(process), Resident(host, pid)
 
-    def look(self, now: float, late: float) -> None:
+    def check_silence(self, now: float, paused: float) -> None:
         """Sends signs of life, and looks for whom none have come from."""
         for line, process in list(self.process.items()):
             with contextlib.suppress(OSError):
                 line.send(SIGN)
-            self.heard[line] += late
-            silent = now - self.heard[line] > SILENT
-            if silent != (line in self.silent):
-                (self.silent.add if silent else self.silent.remove)(line)
-                self.line.board.post(sign_of_life(process, silent))
+            self.heard[line] += paused
+            silence = why_silent(now - self.heard[line], self.where[line])
+            if bool(silence) != (line in self.silent):
+                (self.silent.add if silence else self.silent.remove)(line)
+                self.line.board.post(sign_of_life(process, silence))
         for process, since in list(self.ended.items()):
             if now - since > LINGER:
                 del self.ended[process]
                 self.line.board.post(Notice(process, "ended"))
 
-    def end(self, line: socket.socket, why: str) -> None:
+    def report_end(self, line: socket.socket, why: str) -> None:
         """A connection has ended, and nobody has said goodbye."""
         process = self.process[line]
-        self.drop(line)
+        self.close_connection(line)
         if not self.line.closing:
             self.line.board.post(Notice(process, "ended", text=why, lost=True))
 
-    def drop(self, line: socket.socket) -> None:
+    def close_connection(self, line: socket.socket) -> None:
         """Forgets a connection."""
         self.selector.unregister(line)
         self.process.pop(line, None)
         self.hello.pop(line, None)
+        self.where.pop(line, None)
         self.silent.discard(line)
         if line in self.line.sockets:
             self.line.sockets.remove(line)
         line.close()
 
 
-def sign_of_life(process: int, silent: bool) -> Notice:
-    """The notice of a process that is silent, or no longer is."""
-    if not silent:
-        return Notice(process, "heard")
-    why = f"no sign of life for {SILENT:.0f} s; it is stopped, or its host has failed"
-    return Notice(process, "silent", text=why, lost=True)
+def why_silent(seconds: float, where: Resident) -> str:
+    """Why a process counts as silent that gave no sign of life for some seconds; empty if it does not.
+
+    >>> why_silent(11, Resident.this_process()), why_silent(61, Resident("", 0))[:26]
+    ('', 'no sign of life for 60 s; ')
+    """
+    if seconds > STOPPED and where.is_stopped():
+        return "it is stopped, by SIGSTOP or a debugger"
+    return f"no sign of life for {SILENT:.0f} s; it is stopped, or its host has failed" if seconds > SILENT else ""
+
+
+def sign_of_life(process: int, silence: str) -> Notice:
+    """The notice of a process that is silent, and why, or that no longer is."""
+    return Notice(process, "silent", text=silence, lost=True) if silence else Notice(process, "heard")
 
 
 def family(host: str) -> socket.AddressFamily:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from vnode.errors import ProcessError, layout_message
-from vnode.placement.waiting import exchange_words, several
+from vnode.placement.waiting import exchange_words, process_names
 from vnode.placement.world import world
 
 LONGEST = 120
@@ -86,7 +86,7 @@ def check_same(
         remedies = ["start all processes again: an error that not all of them had has parted them"]
     raise ProcessError(
         layout_message(
-            f"{several(strangers)} {'do' if len(strangers) > 1 else 'does'} not do what the others do: "
+            f"{process_names(strangers)} {'do' if len(strangers) > 1 else 'does'} not do what the others do: "
             f"{', '.join(odd)}.",
             facts=[*lines, f"the processes came {what}; nothing was run"],
             remedies=[*remedies],

@@ -14,18 +14,20 @@ Every wait looks at the board (`vnode.placement.board`): a process that has fail
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import threading
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from vnode.errors import ProcessError, VnodeError, layout_message
-from vnode.placement.board import NOTED, Notice
+from vnode.placement import interruption
+from vnode.placement.board import NOTICE_DELAY, Notice
 from vnode.placement.world import World, world
 from vnode.threads import background
 
@@ -35,13 +37,13 @@ VARIABLE = "VNODE_PROCESS_TIMEOUT"
 DEFAULT = 1800.0
 """Seconds, where it is not set: processes may differ by as much as a large program takes to compile."""
 
-LAST = "vnode/last/main/"
+PLACE_KEY = "vnode/last/main/"
 """Where each process tells what it has come for."""
 
-BESIDE = "vnode/last/beside/"
+THREAD_PLACE_KEY = "vnode/last/beside/"
 """Where other threads than the main one tell it."""
 
-SAID = "vnode/said/"
+WORD_KEY = "vnode/said/"
 """Where each process leaves its word at a meeting."""
 
 TELL_EVERY = 5.0
@@ -110,51 +112,103 @@ def exchange_words(what: str, word: str, processes: Iterable[int] | None = None,
     expected = sorted(range(here.count) if processes is None else {*processes})
     if not here.several or len(expected) < 2 or here.index not in expected:
         return {here.index: word}
-    client, board, seconds = here.client, BESIDE if key else LAST, timeout()
-    among, number = next_place(here, expected, key)
+    client, board, seconds = here.client, THREAD_PLACE_KEY if key else PLACE_KEY, timeout()
+    among, number = next_meeting(here, expected, key)
     place = f"{number}/{zlib.crc32(what.encode()):08x}"
     began, others = time.monotonic(), [process for process in expected if process != here.index]
 
     def arrive() -> None:
         if word:
-            client.key_value_set(f"{SAID}{place}/{here.index}", word)
+            client.key_value_set(f"{WORD_KEY}{place}/{here.index}", word)
         client.key_value_set(f"{board}{here.index}", f"{place} {what}", allow_overwrite=True)
         client.wait_at_barrier(f"vnode/{place}", int(1000 * seconds), expected)
 
-    def elsewhere(waited: float) -> None:
+    def check_places(waited: float) -> None:
         """Raises if another process has come to the same meeting for something else."""
         for process, (there, why) in whereabouts(client, board).items():
             if not key and process in others and there != place and there.rsplit("/", 1)[0] == number:
-                raise different(here.index, what, process, why)
+                raise mismatch_error(here.index, what, process, why)
 
     try:
         try:
-            watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=elsewhere)
+            watched(arrive, what, others, scopes=(number,), patience=seconds + PATIENCE, look=check_places)
         except jax.errors.JaxRuntimeError as error:
             waited = time.monotonic() - began
             check_failed(what, others, (number,), cause=error)
-            raise missed(what, place, here.index, expected, waited, whereabouts(client, board), error) from None
+            raise absence_error(what, place, here.index, expected, waited, whereabouts(client, board), error) from None
     except ProcessError as error:
         here.tell(error, number, *here.scopes)
         raise
     if not word:
         return {}
-    words = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{SAID}{place}/")}
-    before, here.said[among] = here.said.get(among), f"{SAID}{place}/{here.index}"
+    words = {int(name.rsplit("/", 1)[-1]): text for name, text in client.key_value_dir_get(f"{WORD_KEY}{place}/")}
+    before, here.said[among] = here.said.get(among), f"{WORD_KEY}{place}/{here.index}"
     if before is not None:  # all have read it, or they would not have come here
         client.key_value_delete(before)
     return words
 
 
-def next_place(here: World, expected: Sequence[int], key: str = "") -> tuple[str, str]:
+def next_meeting(here: World, expected: Sequence[int], key: str = "", come: bool = True) -> tuple[str, str]:
     """Which processes meet, and the name of their next meeting.
 
     Those of a run are counted by themselves: processes that left one at different places may begin the next together.
+
+    Args:
+      here: this process's world.
+      expected: the processes, in order.
+      key: of the place, as for `meet`.
+      come: whether this process comes to it now, so that the next one is another.
     """
     among = "all" if len(expected) == here.count else f"{zlib.crc32(repr(list(expected)).encode()):08x}"
     inside = f"{here.scopes[-1]}/{among}".replace(" ", "-") if here.scopes else among
+    if key:
+        return among, f"{inside}/{key}"
     with _LOCK:
-        return among, f"{inside}/{key or next(here.meetings[inside])}"
+        number = here.meetings[inside]
+        here.meetings[inside] += come
+    return among, f"{inside}/{number}"
+
+
+@contextlib.contextmanager
+def upcoming_meeting(processes: Collection[int]) -> Iterator[str]:
+    """While it lasts, this process does what some processes do before they meet next; yields the name of that meeting.
+
+    A process that fails on the way there says so by that name (`tell_failure`). Then the others do not come there
+    either, and count it all the same: those that catch the error meet at the next one.
+    """
+    here, expected = world(), sorted(processes)
+    _, place = next_meeting(here, expected, come=False)
+    try:
+        yield place
+    except ProcessError as error:
+        if error.told and next_meeting(here, expected, come=False)[1] == place:
+            next_meeting(here, expected)
+        raise
+
+
+def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, scopes: Collection[str] = ()) -> T:
+    """Does something in this thread, in Python and for long, which is interrupted if another process has failed.
+
+    Args:
+      work: what to do; it waits for nobody, and may be cut off anywhere.
+      what: it is, "to trace 'step'", say.
+      others: the processes concerned.
+      scopes: what it is part of besides the current run.
+
+    Returns:
+      What `work` returns.
+
+    Raises:
+      ProcessError: another process has failed.
+      Exception: what `work` raises.
+    """
+    if not world().several:
+        return work()
+
+    def watch(is_done: Callable[[], bool]) -> None:
+        wait_until(is_done, lambda: time.sleep(0.05), what, others, scopes=scopes, patience=math.inf)
+
+    return interruption.interruptible(work, watch)
 
 
 def tell(what: str) -> None:
@@ -169,14 +223,14 @@ def tell(what: str) -> None:
     if now - _TOLD[0] > TELL_EVERY:
         _TOLD[0] = now
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
-            here.client.key_value_set(f"{LAST}{here.index}", f"- {what}", allow_overwrite=True)
+            here.client.key_value_set(f"{PLACE_KEY}{here.index}", f"- {what}", allow_overwrite=True)
 
 
 def tell_failure(error: BaseException, processes: Collection[int]) -> None:
     """Tells those that some processes meet next that this one has failed on the way there."""
     here = world()
     if here.several and len(processes) > 1 and here.index in processes and not getattr(error, "told", False):
-        here.tell(error, next_place(here, sorted(processes))[1], *here.scopes)
+        here.tell(error, next_meeting(here, sorted(processes))[1], *here.scopes)
 
 
 def ready(tree: Any, what: str) -> Any:
@@ -288,13 +342,13 @@ def wait_until(
     while not done():
         sleep()
         now = time.monotonic()
-        notice = None if here.board is None else here.board.trouble(others, (*scopes, *here.scopes))
+        notice = None if here.board is None else here.board.find_failure(others, (*scopes, *here.scopes))
         if notice is not None:
             noticed = noticed or now
             if now - noticed >= grace(notice, linger) and not done():
-                raise failed(notice, what, here.index)
+                raise failure_error(notice, what, here.index)
         if now - began > patience and not done():
-            raise late(what, here, now - began)
+            raise deadline_error(what, here, now - began)
         if look is not None and now - looked > max(LOOK_EVERY, here.count / 50):
             looked = now
             look(now - began)
@@ -319,17 +373,17 @@ def check_failed(
       ProcessError: another process has failed.
     """
     here = world()
-    if here.board is None or isinstance(cause, VnodeError) or not of_runtime(cause):
+    if here.board is None or isinstance(cause, VnodeError) or not is_runtime_error(cause):
         return
-    notice = here.board.soon(here.others if others is None else others, (*scopes, *here.scopes), NOTED)
+    notice = here.board.await_failure(here.others if others is None else others, (*scopes, *here.scopes), NOTICE_DELAY)
     if notice is not None:
-        raise failed(notice, what, here.index) from cause
+        raise failure_error(notice, what, here.index) from cause
 
 
-def of_runtime(error: BaseException) -> bool:
+def is_runtime_error(error: BaseException) -> bool:
     """Whether an error is one of jax's runtime, or of what uses it to wait for other processes.
 
-    >>> of_runtime(ValueError("INTERNAL: connection closed")), of_runtime(ValueError("no such file"))
+    >>> is_runtime_error(ValueError("INTERNAL: connection closed")), is_runtime_error(ValueError("no such file"))
     (True, False)
     """
     return isinstance(error, jax.errors.JaxRuntimeError) or re.match(r"[A-Z_]{6,}: ", str(error)) is not None
@@ -348,12 +402,12 @@ def check_others(what: str, step: int | None = None) -> None:
     here = world()
     if here.board is not None and step is not None:
         here.board.step = step
-    notice = None if here.board is None else here.board.trouble(here.others, here.scopes)
+    notice = None if here.board is None else here.board.find_failure(here.others, here.scopes)
     if notice is not None and notice.text:
-        raise failed(notice, what, here.index)
+        raise failure_error(notice, what, here.index)
 
 
-def failed(notice: Notice, what: str, here: int) -> ProcessError:
+def failure_error(notice: Notice, what: str, here: int) -> ProcessError:
     """The error of a process that another one has failed.
 
     Args:
@@ -363,7 +417,7 @@ def failed(notice: Notice, what: str, here: int) -> ProcessError:
     """
     return ProcessError(
         layout_message(
-            f"process {notice.process} {notice.what}",
+            f"process {notice.process} {notice.description}",
             facts=[f"process {here} waited {what}" if what.startswith("for ") else f"process {here} came {what}"],
             remedies=[
                 f"see what process {notice.process} wrote last",
@@ -375,7 +429,7 @@ def failed(notice: Notice, what: str, here: int) -> ProcessError:
     )
 
 
-def different(here: int, what: str, process: int, why: str) -> ProcessError:
+def mismatch_error(here: int, what: str, process: int, why: str) -> ProcessError:
     """The error of processes that have come to the same meeting for different things."""
     return ProcessError(
         layout_message(
@@ -387,7 +441,7 @@ def different(here: int, what: str, process: int, why: str) -> ProcessError:
     )
 
 
-def whereabouts(client: Any, board: str = LAST) -> dict[int, tuple[str, str]]:
+def whereabouts(client: Any, board: str = PLACE_KEY) -> dict[int, tuple[str, str]]:
     """The place that each process has come to last, and what for; nothing of those that have come to none."""
     with contextlib.suppress(jax.errors.JaxRuntimeError):  # the service may be gone
         said = {int(key.rsplit("/", 1)[-1]): value.split(" ", 1) for key, value in client.key_value_dir_get(board)}
@@ -395,7 +449,7 @@ def whereabouts(client: Any, board: str = LAST) -> dict[int, tuple[str, str]]:
     return {}
 
 
-def missed(
+def absence_error(
     what: str,
     place: str,
     here: int,
@@ -418,7 +472,7 @@ def missed(
     at_once = waited < min(1.0, timeout() / 2)
     others = [process for process in expected if process != here]
     missing = others if at_once else [p for p in others if found and found.get(p, ("", ""))[0] != place]
-    names = several(missing) or "the others"
+    names = process_names(missing) or "the others"
     if not at_once and not found:
         summary = f"process {here} waited {waited:.0f} s for others, and process 0, which could tell for whom, is gone."
     elif at_once or not missing:
@@ -430,7 +484,7 @@ def missed(
             summary,
             facts=[
                 f"process {here} came {what}",
-                *(seen_last(process, found) for process in missing[:8]),
+                *(last_seen(process, found) for process in missing[:8]),
                 *([] if missing and not at_once else [str(error).splitlines()[0][:200]]),
             ],
             remedies=[
@@ -442,14 +496,14 @@ def missed(
     )
 
 
-def late(what: str, here: World, waited: float) -> ProcessError:
+def deadline_error(what: str, here: World, waited: float) -> ProcessError:
     """The error of a process that waited too long for what several of them do together."""
     found = whereabouts(here.client)
     return ProcessError(
         layout_message(
             f"process {here.index} waited {waited:.0f} s {what}, which the processes "
             f"{'compute' if what.startswith('for ') else 'do'} together.",
-            facts=[seen_last(process, found) for process in here.others[:8]],
+            facts=[last_seen(process, found) for process in here.others[:8]],
             remedies=[
                 "see what the others wrote last: did one end, or wait for something else, such as its data?",
                 f"if it was only slow, give it more time: {VARIABLE}={4 * timeout():.0f} (seconds)",
@@ -458,10 +512,10 @@ def late(what: str, here: World, waited: float) -> ProcessError:
     )
 
 
-def seen_last(process: int, found: dict[int, tuple[str, str]]) -> str:
+def last_seen(process: int, found: dict[int, tuple[str, str]]) -> str:
     """What is known of a process.
 
-    >>> seen_last(1, {1: ("", "to save a checkpoint")}), seen_last(2, {})
+    >>> last_seen(1, {1: ("", "to save a checkpoint")}), last_seen(2, {})
     ('process 1 was seen last when it came to save a checkpoint', 'process 2 was not seen')
     """
     return f"process {process} " + (
@@ -484,7 +538,7 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
     if away:
         raise ProcessError(
             layout_message(
-                f"{asks} runs in one process, and was to use devices of {several(away)} in process "
+                f"{asks} runs in one process, and was to use devices of {process_names(away)} in process "
                 f"{jax.process_index()}.",
                 facts=["each process would come to an answer of its own, and go on in another way than the others"],
                 remedies=remedies,
@@ -492,10 +546,10 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
         )
 
 
-def several(processes: list[int]) -> str:
+def process_names(processes: list[int]) -> str:
     """Processes for people.
 
-    >>> several([1]), several([0, 2, 3])
+    >>> process_names([1]), process_names([0, 2, 3])
     ('process 1', 'processes 0, 2, 3')
     """
     shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")

@@ -50,9 +50,7 @@ class World:
     client: Any = None
     board: Board | None = None
     lifeline: Lifeline | None = None
-    meetings: dict[str, Iterator[int]] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(itertools.count)
-    )
+    meetings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     scopes: list[str] = dataclasses.field(default_factory=list)
     launches: collections.Counter[frozenset[int]] = dataclasses.field(default_factory=collections.Counter)
@@ -87,7 +85,7 @@ class World:
         if self.board is None or getattr(error, "told", False):
             return
         for scope in scopes:
-            self.board.post(Notice(self.index, "raised", scope, in_a_line(error)))
+            self.board.post(Notice(self.index, "raised", scope, one_line(error)))
         with contextlib.suppress(AttributeError, TypeError):
             error.told = True  # pyright: ignore
 
@@ -98,8 +96,8 @@ class World:
         error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
         there = CURRENT.world is self and jax.distributed.is_initialized()
         if there and isinstance(error, BaseException) and not getattr(error, "told", False):
-            self.board.post(Notice(self.index, "ended", text=in_a_line(error)))
-        lost = there and self.board.lost()
+            self.board.post(Notice(self.index, "ended", text=one_line(error)))
+        lost = there and self.board.has_lost_process()
         self.board.close()
         if self.lifeline is not None:
             self.lifeline.close(LINGER if lost else 0)
@@ -107,10 +105,10 @@ class World:
             abandon()
 
 
-def in_a_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error for others.
 
-    >>> in_a_line(ValueError("no such file\\nWhat to do: ..."))
+    >>> one_line(ValueError("no such file\\nWhat to do: ..."))
     'ValueError: no such file'
     """
     lines = str(error).splitlines()
@@ -160,7 +158,7 @@ def world() -> World:
         return CURRENT.world
     with CURRENT.lock:
         if CURRENT.world.client is not state.client:
-            CURRENT.world = begun(state)
+            CURRENT.world = new_world(state)
     return CURRENT.world
 
 
@@ -182,7 +180,7 @@ def is_shared() -> bool:
     return True
 
 
-def begun(state: Any) -> World:
+def new_world(state: Any) -> World:
     """A new world.
 
     Args:

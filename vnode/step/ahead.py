@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import concurrent.futures
 import functools
+import math
 import threading
 import time
 from collections import deque
@@ -19,6 +20,8 @@ import jax
 from vnode import threads
 from vnode.errors import BatchError
 from vnode.placement.placement import Placement
+from vnode.placement.waiting import wait_until
+from vnode.placement.world import world
 from vnode.step.given import check_arguments
 
 
@@ -108,10 +111,14 @@ class Preparation:
 
         Raises:
           TimeoutError: it takes longer.
+          ProcessError: another process has failed meanwhile.
           Exception: what compiling (or running) raised.
         """
         until = None if timeout is None else time.monotonic() + timeout
         for future in self._asked(placement):
+            if until is None and world().several:
+                sleep = functools.partial(concurrent.futures.wait, [future], 0.05)
+                wait_until(future.done, sleep, "to compile", world().others, patience=math.inf)
             future.result(None if until is None else max(until - time.monotonic(), 0))
         return self
 

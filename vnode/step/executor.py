@@ -36,7 +36,7 @@ from vnode.placement.transfer import (
     target_sharding,
     tracing,
 )
-from vnode.placement.waiting import check_failed, tell_failure, watched
+from vnode.placement.waiting import check_failed, interruptible, tell_failure, upcoming_meeting, watched
 from vnode.placement.world import world
 from vnode.runtime.groups import GroupProgram
 from vnode.step.argument_placement import ArgumentPlacer
@@ -186,9 +186,7 @@ class Executor:
         if program in self._launched:
             launches[processes] += 1
             return self._jit(around, *args, **kwargs)
-        lowered = self._jit.lower(around, *args, **kwargs)
-        others = processes - {jax.process_index()}
-        compiled = watched(lowered.compile, f"to compile {self.spec.name!r}", others, patience=math.inf)
+        compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
         program_of = self._fingerprints.get(form_of(leaves, structure))
         check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
@@ -197,6 +195,13 @@ class Executor:
         del compiled  # until now, or the call would compile it again
         self._launched.add(program)
         return results
+
+    def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
+        """Lowers and compiles a program before several processes meet; no longer than these are there."""
+        others, name = self._processes - {jax.process_index()}, self.spec.name
+        with upcoming_meeting(self._processes) as meeting:
+            lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
+            return watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
 
     @with_jit
     def lower(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -290,18 +295,35 @@ class Executor:
         }
         return self.lower(placed, kwargs)
 
-    def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> jax.stages.Compiled:
+    def compile_for(self, args: Sequence[Any], kwargs: dict[str, Any], together: bool = False) -> jax.stages.Compiled:
         """Compiles the step as it will be called; a call with such arguments then finds the program.
 
         Args:
           args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s; those that live elsewhere will have been
             transferred.
           kwargs: keyword arguments of the step.
+          together: whether the other processes do so too, and meet this one next.
 
         Returns:
           The program, of which `memory_analysis` can be asked.
         """
+        if together and self.arguments.across:
+            return self.keep(self._compile(lambda: self.lower_for(args, kwargs)))
         return self.keep(self.lower_for(args, kwargs).compile())
+
+    def trace_for(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Fingerprint | None:
+        """Traces the step as it will be called; a call with such arguments then finds the trace.
+
+        Args:
+          args: as for `compile_for`.
+          kwargs: likewise.
+
+        Returns:
+          What the step computes; None in one process, and where it was traced before.
+        """
+        before = len(self._fingerprints)
+        self.lower_for(args, kwargs)
+        return [*self._fingerprints.values()][-1] if len(self._fingerprints) > before else None
 
     def keep(self, compiled: jax.stages.Compiled) -> jax.stages.Compiled:
         """Keeps a program that was compiled ahead for the call that will want it."""

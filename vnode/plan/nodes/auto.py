@@ -17,6 +17,8 @@ from vnode.errors import MemoryLimitError, PlacementError, layout_message
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
+from vnode.placement.waiting import tell_failure
+from vnode.placement.world import world
 from vnode.plan.nodes.memory import device_memory, planned, reported
 from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
@@ -234,7 +236,11 @@ class AutoStep(Step[P, R]):
                 self.pattern.family.check(self.template)
                 shapes, named = jax.tree.map(untraced, (args, kwargs or {}))
                 limit, fewer = self._limit(), self._fewer_lanes
-                found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
+                try:
+                    found, step = search(self.pattern, self.template, limit, shapes, named, settled, fewer)
+                except Exception as error:  # the other processes would wait for this one's answer
+                    tell_failure(error, range(world().count))
+                    raise
                 if step is None:
                     raise MemoryLimitError(
                         layout_message(

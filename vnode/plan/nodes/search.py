@@ -264,7 +264,7 @@ def trial(
     placement = step.placement
     refused, needed = False, None
     try:
-        needed = program_memory(step.executor.compile_for(args, kwargs))
+        needed = program_memory(step.executor.compile_for(args, kwargs, together=True))
     except Exception as error:
         refused, needed = refusal(error)
         if not refused:

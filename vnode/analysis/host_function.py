@@ -1,0 +1,107 @@
+"""What a function of Python does, as text that is the same in every process and in every run of the same source.
+
+Knows functions and their code. Must not know jaxprs, nor who calls the function.
+
+It names the function, and has a checksum of its bytecode, constants, and the names that it reads; of its defaults and
+of the values that it has from around it, if they are numbers or text that it does not change; and of functions that it
+calls by their name in its own module. Arrays, lists and objects are not looked into: they may be large, differ by
+process for a reason, or change as the function is called.
+
+  >>> def scaled(by):
+  ...     return lambda x: by * x
+  >>> function_text(scaled(2)) == function_text(scaled(2)), function_text(scaled(2)) == function_text(scaled(3))
+  (True, False)
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import hashlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+SIMPLE = (bool, int, float, complex, str, bytes, type(None), type(...))
+WRITES = ("STORE_DEREF", "STORE_GLOBAL", "DELETE_DEREF")
+
+
+def function_text(function: Any) -> str:
+    """The name of a function, or of another callable, and a checksum of what it does."""
+    digest = hashlib.sha256()
+    for part in parts_of(function, set()):
+        digest.update(part.encode() + b"\n")
+    return f"{name_of(function)} {digest.hexdigest()[:12]}"
+
+
+def name_of(function: Any) -> str:
+    """What people call a function."""
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__qualname__", type(inner).__qualname__))
+
+
+def parts_of(value: Any, seen: set[int]) -> Iterator[str]:
+    """What makes a value what it is, as far as this says the same in every process.
+
+    Args:
+      value: a function, or what one has from around it.
+      seen: numbers of the functions that were looked at, so that each is looked at once.
+    """
+    if isinstance(value, SIMPLE):
+        yield f"{type(value).__name__} {value!r}"
+    elif isinstance(value, tuple):
+        yield f"tuple of {len(value)}"
+        for each in value:
+            yield from parts_of(each, seen)
+    elif isinstance(value, frozenset):
+        yield f"set {sorted(map(repr, value))}" if all(isinstance(each, SIMPLE) for each in value) else "set"
+    elif isinstance(value, functools.partial):
+        yield from parts_of((value.func, value.args, *sorted(value.keywords.items())), seen)
+    elif isinstance(value, types.MethodType):
+        yield from parts_of(value.__func__, seen)
+    elif isinstance(value, types.CodeType):
+        yield from code_parts(value, seen)
+    elif isinstance(value, types.FunctionType):
+        if id(value) not in seen:
+            seen.add(id(value))
+            yield from parts_of_function(value, seen)
+    elif isinstance(value, type | types.BuiltinFunctionType):
+        yield f"{value.__module__}.{value.__qualname__}"
+    else:
+        yield f"{type(value).__module__}.{type(value).__qualname__}"
+        inner = getattr(value, "__wrapped__", getattr(type(value), "__call__", None))  # noqa: B004
+        if isinstance(inner, types.FunctionType):
+            yield from parts_of(inner, seen)
+
+
+def code_parts(code: types.CodeType, seen: set[int]) -> Iterator[str]:
+    """The bytecode of a function and of those within it, without lines and names of variables."""
+    yield f"code {code.co_code.hex()} {code.co_names} {code.co_argcount} {code.co_kwonlyargcount} {code.co_flags}"
+    yield from parts_of(code.co_consts, seen)
+
+
+def parts_of_function(function: types.FunctionType, seen: set[int]) -> Iterator[str]:
+    """The code of a function, its defaults, and what it has from around it."""
+    code = function.__code__
+    yield from code_parts(code, seen)
+    yield from parts_of((function.__defaults__, *sorted((function.__kwdefaults__ or {}).items())), seen)
+    codes = [*nested(code)]
+    written = {i.argval for each in codes for i in dis.get_instructions(each) if i.opname in WRITES}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name not in written:
+            try:
+                yield from parts_of(cell.cell_contents, seen)
+            except ValueError:  # it has no value yet
+                yield "empty"
+    for name in sorted({name for each in codes for name in each.co_names}):
+        called = function.__globals__.get(name)
+        if isinstance(called, types.FunctionType) and called.__module__ == function.__module__:
+            yield from parts_of(called, seen)
+
+
+def nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function, and of all functions within it."""
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from nested(const)
