@@ -44,26 +44,29 @@ PARTS = 8
 """Into how many parts of about equal bytes sums are divided, at most; each part has a pass."""
 
 
-def separate_sums(made: Schedule, pending: int) -> Schedule:
+def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedule:
     """A schedule whose passes sum fewer gradients at a time, where that takes less memory.
 
     Args:
       made: the schedule.
       pending: how many sums wait for each that is formed, on a device that has all nodes.
+      in_parts: whether single sums may be divided.
     """
     if not pending:
         return made
     flow, stages, read = made.flow, list[Stage](), pieces_read(made.passes)
     for stage in made.stages:
-        flow, several = divided_stage(flow, inside(stage, pending), pending, read)
+        flow, several = divided_stage(flow, inside(stage, pending, in_parts), pending, read if in_parts else None)
         stages += several
     return dataclasses.replace(made, flow=flow, stages=tuple(together(stages)))
 
 
-def inside(stage: Stage, pending: int) -> Stage:
+def inside(stage: Stage, pending: int, in_parts: bool) -> Stage:
     """A stage whose loops and branches with passes of their own have these divided."""
     once = [
-        dataclasses.replace(action, schedules=tuple(separate_sums(inner, pending) for inner in action.schedules))
+        dataclasses.replace(
+            action, schedules=tuple(separate_sums(inner, pending, in_parts) for inner in action.schedules)
+        )
         if action.schedules
         else action
         for action in stage.once
@@ -83,14 +86,14 @@ def pieces_read(passes: Iterable[Pass]) -> set[Var]:
     return found
 
 
-def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var]) -> tuple[Flow, list[Stage]]:
+def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) -> tuple[Flow, list[Stage]]:
     """A stage, or several with a pass each in its place; and the flow of the program whose sums these form.
 
     Args:
       flow: batch flow of the program.
       stage: a stage of it.
       pending: how many sums wait for each that is formed.
-      read: the sums whose pieces nodes compute with, in any pass.
+      read: the sums whose pieces nodes compute with, in any pass; None if no sum is to be divided.
     """
     nodes = stage.nodes
     if nodes is None or any(isinstance(a, Evaluation) and a.step.eqn.effects for a in nodes.recipe.actions):
@@ -98,7 +101,7 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var]) -> tup
     makers = makers_of(nodes)
     products = products_of(flow, nodes, makers, pending)
     large = [a for a in nodes.accumulators if a.var in products]
-    divided = sums_in_parts(flow, large, makers, read)
+    divided = {} if read is None else sums_in_parts(flow, large, makers, read)
     groups = in_groups([each for a in large for each in parts_of(a, divided)])
     if len(groups) < 2:
         return flow, [stage]
@@ -107,7 +110,7 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var]) -> tup
     saved = pending * (sum(a.bytes for a in large) - max(sum(a.bytes for a in group) for group in groups))
     if 2 * sum(nbytes(var) for var, _ in made) > saved:
         return flow, [stage]
-    flow = with_divided_sums(flow, list(divided.values()))
+    flow = with_divided_sums(flow, list(divided.values())) if divided else flow
     joins = {
         part: Evaluation(step, step.operands, step.results)
         for each in divided.values()
