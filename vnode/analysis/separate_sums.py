@@ -14,7 +14,8 @@ pass sums some of the gradients::
     pass: for node: dw2 += x2^T g2
 
 So sums wait for one part of the gradients at a time. A gradient that is much of all is summed in several passes, a part
-of it in each (`vnode.analysis.sums_in_parts`). Nothing is computed twice. The split depends on the program and on the
+of it in each (`vnode.analysis.sums_in_parts`); gradients that a loop over layers stacks are one such
+(`vnode.analysis.products_after_loops`). Nothing is computed twice. The split depends on the program and on the
 number of nodes, not on devices.
 """
 
@@ -28,6 +29,7 @@ from jax.extend.core import Var
 
 from vnode.analysis.forms import WHOLE, Form, Partial, Slice
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, nbytes
+from vnode.analysis.products_after_loops import products_after_loops
 from vnode.analysis.recipe import Conversion, Evaluation, recipe
 from vnode.analysis.schedule import together
 from vnode.analysis.states import Flow
@@ -98,18 +100,21 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
     nodes = stage.nodes
     if nodes is None or any(isinstance(a, Evaluation) and a.step.eqn.effects for a in nodes.recipe.actions):
         return flow, [stage]
-    makers = makers_of(nodes)
-    products = products_of(flow, nodes, makers, pending)
-    large = [a for a in nodes.accumulators if a.var in products]
+    before, large = flow, [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
+    if read is not None:
+        flow = products_after_loops(flow, {a.var for a in large} - read)
+    makers = makers_of(flow)
+    products = products_of(flow, nodes, large, makers, pending)
+    large = [a for a in large if a.var in products]
     divided = {} if read is None else sums_in_parts(flow, large, makers, read)
     groups = in_groups([each for a in large for each in parts_of(a, divided)])
     if len(groups) < 2:
-        return flow, [stage]
+        return before, [stage]
     kept = {key: None for a in large for key in products[a.var]}
     made = [key for key in kept if key not in nodes.recipe.leaves]
     saved = pending * (sum(a.bytes for a in large) - max(sum(a.bytes for a in group) for group in groups))
     if 2 * sum(nbytes(var) for var, _ in made) > saved:
-        return flow, [stage]
+        return before, [stage]
     flow = with_divided_sums(flow, list(divided.values())) if divided else flow
     joins = {
         part: Evaluation(step, step.operands, step.results)
@@ -125,18 +130,18 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
     return flow, stages
 
 
-def makers_of(nodes: Pass) -> Makers:
+def makers_of(flow: Flow) -> Makers:
     """By which equation nodes make their pieces of sums."""
     return {
-        var: action
-        for action in nodes.recipe.actions
-        if isinstance(action, Evaluation) and action.description is not None
-        for var, form in action.made
-        if isinstance(form, Partial)
+        step.eqn.outvars[0]: Evaluation(step, step.operands, step.results, step.description, step.location)
+        for step in flow.steps
+        if step.per_node and step.description is not None and isinstance(step.results[0], Partial)
     }
 
 
-def products_of(flow: Flow, nodes: Pass, makers: Makers, pending: int) -> dict[Var, list[Operand]]:
+def products_of(
+    flow: Flow, nodes: Pass, large: Sequence[Accumulator], makers: Makers, pending: int
+) -> dict[Var, list[Operand]]:
     """The large sums whose pieces are made of batched values that are smaller, transposed and added maybe; with these.
 
     A product of two activations is, or rows that are added to places in a table.
@@ -163,7 +168,6 @@ def products_of(flow: Flow, nodes: Pass, makers: Makers, pending: int) -> dict[V
             found += several
         return found
 
-    large = [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
     found = {a: operands for a in large if (operands := operands_of(a.var))}
 
     def is_smaller(a: Accumulator) -> bool:

@@ -64,7 +64,7 @@ class DividedSum:
 
 
 def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum | None:
-    """A sum in about `count` parts, along the longest dimension that all its makers can be divided along; or None.
+    """A sum in about `count` parts, along the first dimension that is long enough and can be divided; or None.
 
     Args:
       flow: batch flow of the program.
@@ -75,7 +75,7 @@ def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum 
     if len(makers[var].step.eqn.outvars) > 1:
         return None
     shape = var.aval.shape
-    for dim in sorted(range(len(shape)), key=lambda d: -shape[d]):
+    for dim in sorted(range(len(shape)), key=lambda d: -min(shape[d], count)):  # parts of major ones are in one piece
         bounds = bounds_of(shape[dim], count)
         copies = Copies(flow, makers, dim)
         try:
