@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from typing import Any
 
 import jax
@@ -64,7 +65,7 @@ class DividedSum:
 
 
 def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum | None:
-    """A sum in about `count` parts, along the first dimension that is long enough and can be divided; or None.
+    """A sum in about `count` parts, along a dimension that gives equal parts and can be divided; or None.
 
     Args:
       flow: batch flow of the program.
@@ -75,8 +76,10 @@ def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum 
     if len(makers[var].step.eqn.outvars) > 1:
         return None
     shape = var.aval.shape
-    for dim in sorted(range(len(shape)), key=lambda d: -min(shape[d], count)):  # parts of major ones are in one piece
+    for dim in sorted(range(len(shape)), key=lambda d: largest(shape[d], count)):
         bounds = bounds_of(shape[dim], count)
+        if len(bounds) < 2:
+            break
         copies = Copies(flow, makers, dim)
         try:
             parts = [copies.part(var, flow.states[var].form, dim, *each) for each in bounds]
@@ -98,6 +101,11 @@ def bounds_of(size: int, count: int) -> list[tuple[int, int]]:
     part = -(-size // count)
     part = -(-part // TILE) * TILE if part >= TILE else part
     return [(start, min(start + part, size)) for start in range(0, size, part)]
+
+
+def largest(size: int, count: int) -> Fraction:
+    """The share of the largest part of a dimension."""
+    return max(Fraction(stop - start, size) for start, stop in bounds_of(size, count))
 
 
 class Copies:
