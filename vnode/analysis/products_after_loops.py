@@ -170,7 +170,10 @@ class SplitLoop:
             raise NotAfter
         names: dict[Any, Var] = {**dict(zip(program.inputs, operands, strict=True)), program.outputs[0]: var}
         states = {
-            **{v: State(self.form_outside(leaf), self.step.level) for leaf, v in zip(leaves, operands, strict=True)},
+            **{
+                v: self.flow.states.get(v) or State(self.form_outside(leaf), self.step.level)
+                for leaf, v in zip(leaves, operands, strict=True)
+            },
             **self.states,
         }
         steps = []

@@ -102,7 +102,9 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
         return flow, [stage]
     before, large = flow, [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
     if read is not None:
-        flow = products_after_loops(flow, {a.var for a in large} - read)
+        after = products_after_loops(flow, {a.var for a in large} - read)
+        smaller = products_of(after, nodes, large, makers_of(after), pending)
+        flow = products_after_loops(flow, smaller.keys() - read)  # and not those that wait as a whole
     makers = makers_of(flow)
     products = products_of(flow, nodes, large, makers, pending)
     large = [a for a in large if a.var in products]
@@ -123,7 +125,7 @@ def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None)
     }
     rest = [a for a in nodes.accumulators if a.var not in products]
     first = part(flow, nodes, rest, [*nodes.collected, *(key for key in made if key not in nodes.collected)], set())
-    stages = [Stage(stage.once, first)]
+    stages = [Stage(stage.once, first if first.recipe.requests else None)]
     for group in groups:
         stages.append(Stage((), part(flow, nodes, group, [], set(kept))))
         stages.append(Stage(tuple(joins[a.var] for a in group if a.var in joins), None))
