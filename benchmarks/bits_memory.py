@@ -4,11 +4,12 @@
     python -m benchmarks.bits_memory --tpu v5e:2x4      compiled for one of its devices, which need not be there
     python -m benchmarks.bits_memory --tpu v5e:2x4 --models contrastive
 
-Three models. A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching
-(embed all nodes, differentiate the loss by the embeddings, then differentiate node by node and add up). The
-transformer of the other benchmarks, on 8 and on 64 nodes. And twelve dense layers with one example for each node: few
-examples and many parameters. Memory and cycles are the compiler's; times are those of the processor, of steps that
-take turns, relative to the step by hand in the same round.
+A contrastive step of 1,024 pairs on 16 nodes, gradients of 50 MiB: by hand that is gradient caching (embed all nodes,
+differentiate the loss by the embeddings, then differentiate node by node and add up). The transformer of the other
+benchmarks, on 8 and on 64 nodes. And three models with one example for each node, few examples and many parameters:
+twelve dense layers, the same stacked for a scan over them, and one matrix that is nearly all of the parameters. Memory
+and cycles are the compiler's; times are those of the processor, of steps that take turns, relative to the step by hand
+in the same round.
 
 This file knows models, ways to compute a step, and compiled programs. It must not know how sums are formed.
 """
@@ -48,7 +49,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     HOSTED: {},
 }
 NAMES = (HAND, *OPTIONS, PLAIN)
-MODELS = ("contrastive", "transformer", "layers")
+MODELS = ("contrastive", "transformer", "layers", "stacked", "matrix")
 
 PAIRS, NODES, LAYERS, WIDTH, INPUT, EMBEDDING = 1024, 16, 11, 768, 256, 128
 DENSE = 512
@@ -159,32 +160,54 @@ def layers_loss(params: list[jax.Array], x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
-def layers_step(params: list[jax.Array], x: jax.Array) -> Any:
-    """The gradients leave the step, so that all of them are there at its end."""
-    return jax.value_and_grad(layers_loss)(params, x)
+def stacked_loss(params: jax.Array, x: jax.Array) -> jax.Array:
+    """Of the same, by a scan over the layers."""
+    return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)[0] ** 2)
 
 
-def layers_by_hand(nodes: int, params: list[jax.Array], x: jax.Array) -> Any:
+def matrix_loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+    """Of a network whose last layer is large."""
+    x = jnp.tanh(jnp.tanh(x @ params["in"]) @ params["hidden"])
+    return jnp.mean(jax.nn.logsumexp(x @ params["out"], axis=-1))
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    """An array's type."""
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+FEW_EXAMPLES: dict[str, tuple[Callable[..., jax.Array], Any]] = {
+    "layers": (layers_loss, [floats(DENSE, DENSE)] * 12),
+    "stacked": (stacked_loss, floats(12, DENSE, DENSE)),
+    "matrix": (matrix_loss, {"in": floats(DENSE, 64), "hidden": floats(64, 256), "out": floats(256, 8192)}),
+}
+
+
+def gradients_by_hand(loss: Callable[..., jax.Array], nodes: int, params: Any, x: jax.Array) -> Any:
     """A scan over the nodes."""
 
     def node(total: Any, x: jax.Array) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, layers_step(params, x)), None
+        return jax.tree.map(jnp.add, total, jax.value_and_grad(loss)(params, x)), None
 
     zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
     return jax.tree.map(lambda y: y / nodes, jax.lax.scan(node, zeros, x.reshape(nodes, -1, DENSE))[0])
 
 
-def layers(name: str, nodes: int, device: Any) -> Case:
-    """Twelve dense layers in one way, with an example for each node."""
-    params = [jax.ShapeDtypeStruct((DENSE, DENSE), jnp.float32)] * 12
-    gradients = sum(x.size * x.dtype.itemsize for x in params)
+def few_examples(model: str, name: str, nodes: int, device: Any) -> Case:
+    """A step in one way, with an example for each node; its gradients leave it, so that all are there at its end."""
+    loss, params = FEW_EXAMPLES[model]
+    gradients = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+    def step(params: Any, x: jax.Array) -> Any:
+        return jax.value_and_grad(loss)(params, x)
+
     if name in OPTIONS:
-        step = hosted(name, vnode.virtualize(layers_step, virtual_nodes=nodes, **OPTIONS[name]).on([device]))
+        made = hosted(name, vnode.virtualize(step, virtual_nodes=nodes, **OPTIONS[name]).on([device]))
     else:
         there = jax.sharding.SingleDeviceSharding(device)
-        function = {HAND: functools.partial(layers_by_hand, nodes), PLAIN: layers_step}[name]
-        step = jax.jit(function, in_shardings=there, out_shardings=there)
-    return Case(step, params, jax.ShapeDtypeStruct((nodes, DENSE), jnp.float32), gradients, turns_of(name, nodes))
+        function = {HAND: functools.partial(gradients_by_hand, loss, nodes), PLAIN: step}[name]
+        made = jax.jit(function, in_shardings=there, out_shardings=there)
+    return Case(made, params, floats(nodes, DENSE), gradients, turns_of(name, nodes))
 
 
 def hosted(name: str, step: Any) -> Any:
@@ -248,23 +271,27 @@ def rows(device: Any, names: list[str], makers: list[str], seconds: float) -> It
         makers: Of which models.
         seconds: For how long the ways of the contrastive step are timed; 0 for not at all.
     """
-    several = ((contrastive, NODES), (transformer, 8), (transformer, 64), (layers, 8), (layers, 16), (layers, 64))
-    for make, nodes in several:
-        if make.__name__ not in makers:
+    several: list[tuple[str, Callable[..., Case], int]] = [("contrastive", contrastive, NODES)]
+    several += [("transformer", transformer, nodes) for nodes in (8, 64)]
+    several += [
+        (model, functools.partial(few_examples, model), nodes) for model in FEW_EXAMPLES for nodes in (8, 16, 64)
+    ]
+    for model, make, nodes in several:
+        if model not in makers:
             continue
         compiled = {}
         for name in names:
-            if name == PLAIN and make is transformer and nodes > 8:
+            if name == PLAIN and model == "transformer" and nodes > 8:
                 continue  # of 512 examples at once
             if name == HOSTED and device.platform == "cpu":
                 continue  # its memory is the host's
             case = make(name, nodes, device)
             compiled[name] = case, case.function.lower(case.state, case.batch).compile()
-        times = timed(compiled, seconds) if seconds and make is contrastive else {}
+        times = timed(compiled, seconds) if seconds and model == "contrastive" else {}
         for name, (case, program) in compiled.items():
             memory, temporary = program.memory_analysis(), temporary_of(program)
             row = {
-                "model": make.__name__,
+                "model": model,
                 "nodes": nodes,
                 "way": name,
                 "gradients_mib": round(case.gradients / 2**20, 1),

@@ -137,9 +137,48 @@ def test_passes_for_parts_of_the_sums_give_the_same_bits(nodes: int, monkeypatch
     assert [(p.number, p.reads) for p in report.passes] == [(0, ()), *((1 + k, (0,)) for k in range(LAYERS))]
     assert f"passes 1 to {LAYERS} only form large sums, of operands that pass 0 kept" in " ".join(str(report).split())
     found: dict[Any, Any] = {d: compare.host(step().on(jax.devices()[:d])(params, x)) for d in (1, 3, 8)}
-    monkeypatch.setattr(pipeline, "separate_sums", lambda made, pending: made)
+    monkeypatch.setattr(pipeline, "separate_sums", lambda made, *_, **__: made)
     found["one pass"] = compare.host(step().on(jax.devices()[:1])(params, x))
     for other in found.values():
         jax.tree.map(np.testing.assert_array_equal, other, found[1])
     want = compare.host(jax.jit(clipped)(params, x))
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found[1], want)
+
+
+def table_loss(params: Any, words: jax.Array) -> jax.Array:
+    """Of a table that is read and multiplied with, and of layers that a scan goes over."""
+    x = params["table"][words].mean(1)
+    x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["layers"])
+    return jnp.mean(jax.nn.logsumexp(x @ params["table"].T, axis=-1))
+
+
+def test_a_table_and_stacked_layers_are_summed_in_parts() -> None:
+    """In the memory of accumulation by hand and one gradient; the same bits on devices with unequal counts of nodes."""
+    rng, nodes = np.random.default_rng(2), 16
+    shapes = {"table": (1024, WIDTH), "layers": (LAYERS, WIDTH, WIDTH)}
+    params = {name: jnp.asarray(rng.normal(size=s) * WIDTH**-0.5, jnp.float32) for name, s in shapes.items()}
+    words = jnp.asarray(rng.integers(0, 1024, (nodes, 3)), jnp.int32)
+    gradient = jax.value_and_grad(table_loss)
+
+    def by_hand(params: Any, words: jax.Array) -> Any:
+        def node(total: Any, words: jax.Array) -> Any:
+            return jax.tree.map(jnp.add, total, gradient(params, words)), None
+
+        zeros = (jnp.float32(0), jax.tree.map(jnp.zeros_like, params))
+        return jax.lax.scan(node, zeros, words[:, None])[0]
+
+    most = temporary(jax.jit(by_hand).lower(params, words).compile()) + sum(w.nbytes for w in params.values())
+    step = vnode.virtualize(lambda params, words: gradient(params, words), virtual_nodes=nodes)
+    sums = [line for one in step.on(jax.devices()[:1]).explain(params, words).passes for line in one.accumulators]
+    assert {name: sum(a.bytes for a in sums if a.name == name) for name in params} == {
+        n: w.nbytes for n, w in params.items()
+    }
+    assert max(a.bytes for a in sums) * 4 < sum(a.bytes for a in sums)
+    found = []
+    for devices in (1, 3):
+        compiled = step.on(jax.devices()[:devices]).lower(params, words).compile()
+        assert temporary(compiled) <= most
+        found.append(compare.host(compiled(params, words)))
+    jax.tree.map(np.testing.assert_array_equal, *found)
+    want = compare.host(jax.jit(gradient)(params, words))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=1e-6), found[0], want)

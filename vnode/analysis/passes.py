@@ -32,12 +32,14 @@ class Accumulator:
       monoid: how pieces combine.
       dtype: of the accumulator.
       rounded: what the total is rounded to before it gets the type of the value; None if that is all.
+      whole: the value of which this is a part; None if it is no part.
     """
 
     var: Var
     monoid: Monoid
     dtype: Any
     rounded: Any = None
+    whole: Var | None = None
 
     @property
     def bytes(self) -> int:

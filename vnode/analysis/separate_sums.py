@@ -13,47 +13,62 @@ pass sums some of the gradients::
     pass: for node: dw1 += x1^T g1
     pass: for node: dw2 += x2^T g2
 
-So sums wait for one part of the gradients at a time. Nothing is computed twice. The split depends on the program and on
-the number of nodes, not on devices.
+So sums wait for one part of the gradients at a time. A gradient that is much of all is summed in several passes, a part
+of it in each (`vnode.analysis.sums_in_parts`); gradients that a loop over layers stacks are one such
+(`vnode.analysis.products_after_loops`). Nothing is computed twice. The split depends on the program and on the
+number of nodes, not on devices.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import Var
 
-from vnode.analysis.forms import Form, Partial, Slice
+from vnode.analysis.forms import WHOLE, Form, Partial, Slice
 from vnode.analysis.passes import Accumulator, Pass, Schedule, Stage, nbytes
-from vnode.analysis.recipe import Evaluation, Key, recipe
+from vnode.analysis.products_after_loops import products_after_loops
+from vnode.analysis.recipe import Conversion, Evaluation, recipe
+from vnode.analysis.schedule import together
 from vnode.analysis.states import Flow
-from vnode.operators import Algebra
+from vnode.analysis.sums_in_parts import DividedSum, Makers, divided_sum, with_divided_sums
+from vnode.operators import Monoid, Role
+
+Operand = tuple[Var, Slice]
+"""A batched value that nodes keep, with its form."""
 
 LEAST = 128 << 10
 """Bytes from which a sum is formed in a pass of its own: such a sum is sent by itself, too."""
 
 PARTS = 8
-"""Passes into which sums are divided, at most."""
+"""Into how many parts of about equal bytes sums are divided, at most; each part has a pass."""
 
 
-def separate_sums(made: Schedule, pending: int) -> Schedule:
+def separate_sums(made: Schedule, pending: int, in_parts: bool = True) -> Schedule:
     """A schedule whose passes sum fewer gradients at a time, where that takes less memory.
 
     Args:
       made: the schedule.
       pending: how many sums wait for each that is formed, on a device that has all nodes.
+      in_parts: whether single sums may be divided.
     """
     if not pending:
         return made
-    stages = [each for stage in made.stages for each in divided_stage(made.flow, inside(stage, pending), pending)]
-    return dataclasses.replace(made, stages=tuple(stages))
+    flow, stages, read = made.flow, list[Stage](), pieces_read(made.passes)
+    for stage in made.stages:
+        flow, several = divided_stage(flow, inside(stage, pending, in_parts), pending, read if in_parts else None)
+        stages += several
+    return dataclasses.replace(made, flow=flow, stages=tuple(together(stages)))
 
 
-def inside(stage: Stage, pending: int) -> Stage:
+def inside(stage: Stage, pending: int, in_parts: bool) -> Stage:
     """A stage whose loops and branches with passes of their own have these divided."""
     once = [
-        dataclasses.replace(action, schedules=tuple(separate_sums(inner, pending) for inner in action.schedules))
+        dataclasses.replace(
+            action, schedules=tuple(separate_sums(inner, pending, in_parts) for inner in action.schedules)
+        )
         if action.schedules
         else action
         for action in stage.once
@@ -61,62 +76,122 @@ def inside(stage: Stage, pending: int) -> Stage:
     return Stage(tuple(once), stage.nodes)
 
 
-def divided_stage(flow: Flow, stage: Stage, pending: int) -> list[Stage]:
-    """A stage, or several with a pass each in its place."""
-    if stage.nodes is None or any(
-        isinstance(action, Evaluation) and action.step.eqn.effects for action in stage.nodes.recipe.actions
-    ):
-        return [stage]
-    products = products_of(flow, stage.nodes)
-    groups = in_groups([a for a in stage.nodes.accumulators if a.var in products])
+def pieces_read(passes: Iterable[Pass]) -> set[Var]:
+    """The sums whose pieces nodes compute with."""
+    found: set[Var] = set()
+    for action in (action for nodes in passes for action in nodes.recipe.actions):
+        if isinstance(action, Conversion):
+            found |= {action.var} if isinstance(action.source, Partial) else set()
+        else:
+            atoms = zip(action.step.eqn.invars, action.operands, strict=True)
+            found |= {atom for atom, form in atoms if isinstance(atom, Var) and isinstance(form, Partial)}
+    return found
+
+
+def divided_stage(flow: Flow, stage: Stage, pending: int, read: set[Var] | None) -> tuple[Flow, list[Stage]]:
+    """A stage, or several with a pass each in its place; and the flow of the program whose sums these form.
+
+    Args:
+      flow: batch flow of the program.
+      stage: a stage of it.
+      pending: how many sums wait for each that is formed.
+      read: the sums whose pieces nodes compute with, in any pass; None if no sum is to be divided.
+    """
+    nodes = stage.nodes
+    if nodes is None or any(isinstance(a, Evaluation) and a.step.eqn.effects for a in nodes.recipe.actions):
+        return flow, [stage]
+    before, large = flow, [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
+    if read is not None:
+        after = products_after_loops(flow, {a.var for a in large} - read)
+        smaller = products_of(after, nodes, large, makers_of(after), pending)
+        flow = products_after_loops(flow, smaller.keys() - read)  # and not those that wait as a whole
+    makers = makers_of(flow)
+    products = products_of(flow, nodes, large, makers, pending)
+    large = [a for a in large if a.var in products]
+    divided = {} if read is None else sums_in_parts(flow, large, makers, read)
+    groups = in_groups([each for a in large for each in parts_of(a, divided)])
     if len(groups) < 2:
-        return [stage]
-    kept = {key: None for group in groups for a in group for key in products[a.var]}
-    made = [key for key in kept if key not in stage.nodes.recipe.leaves]
-    total = sum(a.bytes for group in groups for a in group)
-    saved = pending * (total - max(sum(a.bytes for a in group) for group in groups))
+        return before, [stage]
+    kept = {key: None for a in large for key in products[a.var]}
+    made = [key for key in kept if key not in nodes.recipe.leaves]
+    saved = pending * (sum(a.bytes for a in large) - max(sum(a.bytes for a in group) for group in groups))
     if 2 * sum(nbytes(var) for var, _ in made) > saved:
-        return [stage]
-    later = {a.var for group in groups for a in group}
-    first = part(
-        flow,
-        stage.nodes,
-        [a for a in stage.nodes.accumulators if a.var not in later],
-        [*stage.nodes.collected, *(key for key in made if key not in stage.nodes.collected)],
-        set(),
-    )
-    return [Stage(stage.once, first), *(Stage((), part(flow, stage.nodes, group, [], set(kept))) for group in groups)]
+        return before, [stage]
+    flow = with_divided_sums(flow, list(divided.values())) if divided else flow
+    joins = {
+        part: Evaluation(step, step.operands, step.results)
+        for each in divided.values()
+        for part, step in zip(each.parts, each.joins, strict=True)
+    }
+    rest = [a for a in nodes.accumulators if a.var not in products]
+    first = part(flow, nodes, rest, [*nodes.collected, *(key for key in made if key not in nodes.collected)], set())
+    stages = [Stage(stage.once, first if first.recipe.requests else None)]
+    for group in groups:
+        stages.append(Stage((), part(flow, nodes, group, [], set(kept))))
+        stages.append(Stage(tuple(joins[a.var] for a in group if a.var in joins), None))
+    return flow, stages
 
 
-def products_of(flow: Flow, nodes: Pass) -> dict[Var, list[tuple[Var, Slice]]]:
-    """The large sums whose pieces are products of batched values, transposed and added maybe, with these values."""
-    makers = {
-        var: action
-        for action in nodes.recipe.actions
-        if isinstance(action, Evaluation) and action.description is not None
-        for var, form in action.made
-        if isinstance(form, Partial)
+def makers_of(flow: Flow) -> Makers:
+    """By which equation nodes make their pieces of sums."""
+    return {
+        step.eqn.outvars[0]: Evaluation(step, step.operands, step.results, step.description, step.location)
+        for step in flow.steps
+        if step.per_node and step.description is not None and isinstance(step.results[0], Partial)
     }
 
-    def operands_of(var: Var) -> list[tuple[Var, Slice]] | None:
+
+def products_of(
+    flow: Flow, nodes: Pass, large: Sequence[Accumulator], makers: Makers, pending: int
+) -> dict[Var, list[Operand]]:
+    """The large sums whose pieces are made of batched values that are smaller, transposed and added maybe; with these.
+
+    A product of two activations is, or rows that are added to places in a table.
+    """
+
+    def operands_of(var: Var) -> list[Operand] | None:
         action = makers.get(var)
         if action is None or action.description is None:
             return None
-        found: list[tuple[Var, Slice]] = []
-        for atom, form in zip(action.step.eqn.invars, action.operands, strict=True):
-            if isinstance(atom, Var) and isinstance(form, Partial):
+        found: list[Operand] = []
+        sums = action.location is not None and action.description.reduced.get(action.location.factor) is Monoid.SUM
+        for i, (atom, form) in enumerate(zip(action.step.eqn.invars, action.operands, strict=True)):
+            several: list[Operand] | None = None
+            if not isinstance(atom, Var):
+                pass
+            elif isinstance(form, Partial):
                 several = operands_of(atom)
-            elif isinstance(atom, Var) and isinstance(form, Slice) and flow.states[atom].form == form:
-                several = [(atom, form)] if action.description.has(Algebra.CONTRACTS) else None
-            else:
-                several = None
+            elif isinstance(form, Slice) and flow.states[atom].form == form:
+                several = [(atom, form)] if sums else None
+            elif form == WHOLE and flow.states[atom].zero and i in action.description.role(Role.ONCE):
+                several = []
             if several is None:
                 return None
             found += several
         return found
 
-    large = [a for a in nodes.accumulators if a.bytes >= LEAST and jnp.issubdtype(a.dtype, jnp.inexact)]
-    return {a.var: found for a in large if (found := operands_of(a.var))}
+    found = {a: operands for a in large if (operands := operands_of(a.var))}
+
+    def is_smaller(a: Accumulator) -> bool:
+        made = {key for key in found[a] if key not in nodes.recipe.leaves}
+        return 2 * sum(nbytes(var) for var, _ in made) <= pending * a.bytes
+
+    return {a.var: keys for a, keys in found.items() if is_smaller(a)}
+
+
+def sums_in_parts(flow: Flow, sums: Sequence[Accumulator], makers: Makers, read: set[Var]) -> dict[Var, DividedSum]:
+    """Those of some sums that are divided: each that is larger than one of `PARTS` equal parts, if it can be."""
+    most = max(LEAST, sum(a.bytes for a in sums) // PARTS)
+    counts = {a.var: min(round(a.bytes / most), a.bytes // LEAST) for a in sums if a.var not in read}
+    found = {var: divided_sum(flow, makers, var, count) for var, count in counts.items() if count > 1}
+    return {var: divided for var, divided in found.items() if divided is not None}
+
+
+def parts_of(a: Accumulator, divided: dict[Var, DividedSum]) -> list[Accumulator]:
+    """A sum, or its parts."""
+    if a.var not in divided:
+        return [a]
+    return [dataclasses.replace(a, var=part, whole=a.var) for part in divided[a.var].parts]
 
 
 def in_groups(sums: list[Accumulator]) -> list[list[Accumulator]]:
@@ -131,7 +206,7 @@ def in_groups(sums: list[Accumulator]) -> list[list[Accumulator]]:
     return groups
 
 
-def part(flow: Flow, nodes: Pass, sums: list[Accumulator], collected: list[tuple[Var, Slice]], given: set[Key]) -> Pass:
+def part(flow: Flow, nodes: Pass, sums: list[Accumulator], collected: Sequence[Operand], given: set[Operand]) -> Pass:
     """The pass of some sums, in which nodes are given what they were, and more."""
     requests: list[tuple[Var, Form]] = [(a.var, flow.states[a.var].form) for a in sums]
 

@@ -177,7 +177,7 @@ def pass_report(
         equations=len(actions),
         flops=sum(action.step.flops for action in actions),
         accumulators=tuple(
-            Line(f"{a.monoid.value} {kind(held)}", where(defined[a.var]), reduction.bytes(a), names(a.var))
+            Line(f"{a.monoid.value} {kind(held)}", where(defined[a.var]), reduction.bytes(a), names(a.whole or a.var))
             for a, held in ((a, reduction.on_one(a)) for a in nodes.accumulators)
         ),
         collected=value_lines([var for var, _ in nodes.collected], defined, names),

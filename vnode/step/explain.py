@@ -62,15 +62,14 @@ def reports(
     batches = {form.outer * form.units: form.outer * flow.local(form) for form in forms}
     several: dict[str, Any] = {"batches": tuple(sorted(batches.items()))} if len(batches) > 1 else {}
     divided_by_xla = sharded_over_nodes(here) if spec.options.automatic else ()
-    emitted = emitted_schedule(made.schedule, spec.options)
-    parts = {} if local is None else local(emitted)
-    reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
-    return [
-        dataclasses.replace(
-            report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found), **several
-        )
-        for place in places
-    ]
+
+    def of_place(place: Placement | Layout) -> Report:
+        emitted = emitted_schedule(made.schedule, spec.options, place.together)
+        parts = {} if local is None else local(emitted)
+        reduction = Reduction(spec.options.reduction, spec.options.lane, divided_by_xla, parts)
+        return report(emitted, place, spec.name, made.couplings, reduction, names).found_by(here.found)
+
+    return [dataclasses.replace(of_place(place), **several) for place in places]
 
 
 def layout(here: Resolved, devices: int) -> Layout:

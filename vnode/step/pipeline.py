@@ -219,16 +219,23 @@ def check_estimates(flat: FlatStep) -> None:
         )
 
 
-def emitted_schedule(made: Schedule, options: Options) -> Schedule:
+def emitted_schedule(made: Schedule, options: Options, together: int) -> Schedule:
     """The schedule that is emitted for these options: sums that wait in tree order may have passes of their own.
 
-    The result depends on the number of nodes, and not on their placement. A plan's schedule stays as it was planned.
+    The result depends on the number of nodes, and on whether several devices compute a node, but not on where nodes
+    are. A plan's schedule stays as it was planned.
+
+    Args:
+      made: the schedule.
+      options: of the step.
+      together: devices that compute a node together. They have parts of sums already, and may have other parts of what
+        these are made of.
     """
     decided = options.planned or options.again or options.away or options.far
     if options.reduction != "invariant" or decided:
         return made
     tree = Tree.over(options.virtual_nodes, options.lane)
-    return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth)
+    return separate_sums(made, tree.fold(tree.runs(0, tree.leaves)).depth, in_parts=together == 1)
 
 
 @collector_paused()
@@ -244,7 +251,7 @@ def evaluate(flat: FlatStep, placement: Placement, differentiable: bool = False)
       The function's results.
     """
     made, options = analyse(flat, placement.devices), flat.options
-    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options)
+    emitted = made.schedule if differentiable else emitted_schedule(made.schedule, options, placement.together)
     check_effects(made.program, placement)
     check_references(made.program, placement)
     mode = Mode.DIFFERENTIABLE if differentiable else Mode.INVARIANT if options.reduction == "invariant" else Mode.FAST
@@ -393,7 +400,7 @@ def program_of_groups(flat: FlatStep, placement: Placement, name: str) -> GroupP
             )
     mode = Mode.INVARIANT if flat.options.reduction == "invariant" else Mode.FAST
     shared = [isinstance(leaf, ShardedBatch) for leaf in flat.leaves]
-    emitted = emitted_schedule(made.schedule, flat.options)
+    emitted = emitted_schedule(made.schedule, flat.options, placement.together)
     return GroupProgram(emitted, placement, mode, flat.options.lane, name, shared)
 
 

@@ -1,0 +1,234 @@
+"""Makes products that a loop over layers stacks after the loop, from operands that the loop stacks instead.
+
+Knows batch flow's steps, loops and descriptions. Must not know passes or devices, nor which products are wanted so.
+
+The derivative of a scan over layers stacks the gradients of the layers' parameters. Before and after::
+
+    dw = scan(layer: ...; x^T g)                                      dw: [layers, in, out]
+
+    g = scan(layer: ...; g)                                           g: [layers, examples, out]
+    dw = x^T g of all layers, a product with the layer as a batch dimension
+
+So a node's piece need not be made of all layers at a time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import JaxprEqn, Literal, Var
+
+from vnode.analysis.again import scan_of, stacked
+from vnode.analysis.forms import WHOLE, Form, Partial, Slice, locate, project
+from vnode.analysis.meshless import NO_MESH
+from vnode.analysis.program import bind, inline
+from vnode.analysis.states import ZERO, Flow, State, Step
+from vnode.operators import Algebra, Monoid
+from vnode.operators.control import Loop, region_of
+
+
+class NotAfter(Exception):
+    """A result of a loop cannot be made after it."""
+
+
+def products_after_loops(flow: Flow, wanted: set[Var]) -> Flow:
+    """Batch flow of the same program, in which loops do not make those of some sums that can be made after them.
+
+    Args:
+      flow: batch flow of the program.
+      wanted: sums, of which no node's piece is read.
+    """
+    steps: list[Step] = []
+    states = dict(flow.states)
+    for step in flow.steps:
+        if step.per_node and isinstance(step.region, Loop) and not (step.over_batch or step.nested or step.eqn.effects):
+            split = SplitLoop(flow, step)
+            for var in (var for var in step.eqn.outvars if var in wanted):
+                split.take_out(var)
+            if split.products:
+                steps += [split.loop_step(), *split.products]
+                states.update(split.states)
+                continue
+        steps.append(step)
+    if len(steps) == len(flow.steps):
+        return flow
+    program = flow.program.with_equations([step.eqn for step in steps])
+    return dataclasses.replace(flow, program=program, states=states, steps=steps)
+
+
+class SplitLoop:
+    """A loop, and the products that are made after it.
+
+    Attributes:
+      products: the steps after the loop, in order.
+      states: of what these make, and of what the loop stacks for them.
+    """
+
+    def __init__(self, flow: Flow, step: Step) -> None:
+        assert isinstance(step.region, Loop)
+        self.flow = flow
+        self.step = step
+        self.loop = step.region
+        (self.body,) = step.bodies
+        self.makers = {var: own for own in self.body.steps for var in own.eqn.outvars}
+        self.places = dict(zip(self.body.program.inputs, self.loop.inputs[0], strict=True))
+        self.products: list[Step] = []
+        self.states: dict[Var, State] = {}
+        self.gone: set[Var] = set()
+        self.dead: set[Step] = set()  # of the body
+        self.more: dict[Var, Var] = {}  # values of the body, and what of all turns is stacked of them
+
+    def take_out(self, var: Var) -> None:
+        """Makes a stacked sum after the loop, if that is possible."""
+        more = dict(self.more)
+        try:
+            chain, leaves = self.chain_of(self.body.program.outputs[self.step.eqn.outvars.index(var)])
+            operands = [self.outside(leaf, more) for leaf in leaves]
+            made = self.after(var, chain, leaves, operands)
+        except NotAfter:
+            return
+        self.more = more
+        self.gone.add(var)
+        self.dead |= {*chain}
+        self.products += made
+
+    def chain_of(self, output: Any) -> tuple[list[Step], list[Var]]:
+        """The steps of the body that make a sum of batched values, in order, and these values.
+
+        Raises:
+          NotAfter: it is made otherwise, or read in the body.
+        """
+        chain: dict[Step, None] = {}
+        leaves: dict[Var, None] = {}
+
+        def visit(var: Any) -> None:
+            step = self.makers.get(var)
+            if step is None or step.description is None or len(step.eqn.outvars) > 1 or step.eqn.effects:
+                raise NotAfter
+            for atom, form in zip(step.eqn.invars, step.operands, strict=True):
+                if isinstance(form, Partial):
+                    visit(atom)
+                elif isinstance(form, Slice) and isinstance(atom, Var) and self.body.states[atom].form == form:
+                    leaves[atom] = None
+                elif not self.body.state(atom).zero:
+                    raise NotAfter
+            chain[step] = None
+
+        visit(output)
+        own = {id(step.eqn) for step in chain}
+        for (var,) in (step.eqn.outvars for step in chain):
+            read = [eqn for eqn in self.body.program.readers.get(var, ()) if id(eqn) not in own]
+            if read or sum(atom is var for atom in self.body.program.outputs) != (var is output):
+                raise NotAfter
+        return list(chain), list(leaves)
+
+    def outside(self, leaf: Var, more: dict[Var, Var]) -> Var:
+        """What holds a value of the body for all turns: what the loop goes through, or what it stacks besides."""
+        place = self.places.get(leaf)
+        if place is not None and place in self.loop.scanned:
+            atom = self.step.eqn.invars[place]
+            if isinstance(atom, Var) and self.flow.states[atom].form == self.form_outside(leaf):
+                return atom
+        if leaf not in more:
+            more[leaf] = stacked(leaf.aval, self.loop.length)
+        return more[leaf]
+
+    def form_outside(self, leaf: Var) -> Slice:
+        """The form of a batched value of the body, of all turns."""
+        form = self.body.states[leaf].form
+        assert isinstance(form, Slice)
+        return form.move(form.dim + 1)
+
+    def after(self, var: Var, chain: Sequence[Step], leaves: Sequence[Var], operands: Sequence[Var]) -> list[Step]:
+        """The steps that make a sum of all turns.
+
+        Raises:
+          NotAfter: it is not known how the batch goes through one of them.
+        """
+
+        def one(*values: Any) -> Any:
+            held = dict(zip(leaves, values, strict=True))
+            for eqn in (step.eqn for step in chain):
+                given = [
+                    atom.val
+                    if isinstance(atom, Literal)
+                    else held.get(atom, jnp.zeros(atom.aval.shape, atom.aval.dtype))
+                    for atom in eqn.invars
+                ]
+                (held[eqn.outvars[0]],) = bind(eqn, given)
+            return held[chain[-1].eqn.outvars[0]]
+
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            shapes = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in operands]
+            traced = jax.make_jaxpr(jax.vmap(one))(*shapes)
+        program = inline(traced.jaxpr, traced.consts, chain[-1].eqn)
+        if program.constants:
+            raise NotAfter
+        names: dict[Any, Var] = {**dict(zip(program.inputs, operands, strict=True)), program.outputs[0]: var}
+        states = {
+            **{
+                v: self.flow.states.get(v) or State(self.form_outside(leaf), self.step.level)
+                for leaf, v in zip(leaves, operands, strict=True)
+            },
+            **self.states,
+        }
+        steps = []
+        for eqn in program.equations:
+            invars = [atom if isinstance(atom, Literal) else names.get(atom, atom) for atom in eqn.invars]
+            eqn = eqn.replace(invars=invars, outvars=[names.get(v, v) for v in eqn.outvars])
+            steps.append(self.followed(eqn, states))
+        states[var] = self.flow.states[var]
+        self.states = states
+        return steps
+
+    def followed(self, eqn: JaxprEqn, states: dict[Var, State]) -> Step:
+        """How an equation after the loop is evaluated; notes the state of its result."""
+        description, level = self.flow.program.describe(eqn), self.step.level
+        if description is None or len(eqn.outvars) > 1:
+            raise NotAfter
+        of = [self.flow.state(atom) if isinstance(atom, Literal) else states[atom] for atom in eqn.invars]
+        forms = tuple(state.form for state in of)
+        sliced = [i for i, form in enumerate(forms) if isinstance(form, Slice)]
+        partial = {i for i, form in enumerate(forms) if isinstance(form, Partial)}
+        others = [state for state in of if state.form == WHOLE]
+        if not all(state.zero for state in others):
+            raise NotAfter
+        location = None
+        result: Form | None = None
+        if sliced and not partial:
+            found = {locate(forms[i], description.operands[i], description.sizes) for i in sliced}  # type: ignore
+            (location,) = found if len(found) == 1 else (None,)
+            if location is not None and description.reduced.get(location.factor) is Monoid.SUM:
+                result = Partial(Monoid.SUM)
+            elif location is not None and location.factor not in {*description.whole, *description.reduced}:
+                result = project(location, description.results[0], description.sizes)
+        elif partial and not sliced and any(partial <= group for group in description.linear):
+            result = Partial(Monoid.SUM)
+        elif others and description.has(Algebra.MOVES):
+            result = WHOLE
+        if result is None:
+            raise NotAfter
+        states[eqn.outvars[0]] = ZERO if result == WHOLE else State(result, level)
+        return Step(eqn, result != WHOLE, level, forms, (result,), description, location)
+
+    def loop_step(self) -> Step:
+        """The loop without what is made after it, and with what that is made of."""
+        eqn, body = self.step.eqn, self.body
+        left = [j for j, var in enumerate(eqn.outvars) if var not in self.gone]
+        outputs = [*(body.program.outputs[j] for j in left), *self.more]
+        results = [*(eqn.outvars[j] for j in left), *self.more.values()]
+        steps = [step for step in body.steps if step not in self.dead]
+        program = body.program.derived(body.program.inputs, [step.eqn for step in steps], outputs)
+        made = scan_of(eqn, program, eqn.invars, len(self.loop.fixed), results)
+        forms = [*(body.output_forms[j] for j in left), *(body.states[leaf].form for leaf in self.more)]
+        return dataclasses.replace(
+            self.step,
+            eqn=made,
+            results=(*(self.step.results[j] for j in left), *map(self.form_outside, self.more)),
+            region=region_of(made),
+            bodies=(dataclasses.replace(body, program=program, steps=steps, output_forms=forms),),
+        )
