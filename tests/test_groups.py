@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vnode
+from tests.budget import examples
 from tests.rounding import assert_same
 from tests.test_invariance import digest, named
 from tests.zoo import compare
@@ -75,7 +76,7 @@ def masked(w: jax.Array, x: jax.Array, scale: jax.Array) -> Any:
     return w - grad, {"value": value, "each": each, "sorted": jnp.sort(each), "max": each.max(), "n": (each > 0).sum()}
 
 
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=examples(4), deadline=None)
 @given(data=st.data())
 def test_same_bits_however_nodes_are_grouped(data: st.DataObject) -> None:
     sizes = data.draw(st.lists(st.integers(1, 3), min_size=2, max_size=3).filter(lambda s: sum(s) <= 8))

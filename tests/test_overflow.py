@@ -252,6 +252,7 @@ def programs() -> tuple[Callable[[jax.Array], Any], list[Callable[[jax.Array], A
     ]
 
 
+@pytest.mark.thorough
 def test_finite_is_what_the_sum_is() -> None:
     """Not what each node's own is: half of them may have large numbers, and the others their negatives."""
     seen: dict[str, list[np.ndarray]] = {name: [] for name in SUMS}

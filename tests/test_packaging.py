@@ -45,7 +45,7 @@ def test_an_extra_suffices_for_its_page(page: str, extra: str | None) -> None:
     """What a page imports is what its extra brings, or vnode itself."""
     imported = {
         found
-        for _, code in blocks(ROOT / "docs" / page)
+        for _, code, _ in blocks(ROOT / "docs" / page)
         for found in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE)
     }
     brought = names(PROJECT["dependencies"] + (PROJECT["optional-dependencies"][extra] if extra else []))
@@ -75,7 +75,7 @@ def test_wheel(tmp_path: Path) -> None:
     run(*pip, "install", "--quiet", "--no-compile", wheel)
     there = run(*pip, "list", "--format=freeze").lower()
     assert not re.search(r"^(flax|optax|rich|orbax)", there, re.MULTILINE)
-    ((_, code),) = blocks(ROOT / "README.md")
+    ((_, code, _),) = blocks(ROOT / "README.md")
     (tmp_path / "ten_lines.py").write_text(code + "print(vnode.__file__, metrics)\n", encoding="utf-8")
     said = run(python, "-W", "error", tmp_path / "ten_lines.py")
     assert "256 examples on 32 virtual nodes of 8" in said

@@ -152,6 +152,7 @@ def table_loss(params: Any, words: jax.Array) -> jax.Array:
     return jnp.mean(jax.nn.logsumexp(x @ params["table"].T, axis=-1))
 
 
+@pytest.mark.thorough
 def test_a_table_and_stacked_layers_are_summed_in_parts() -> None:
     """In the memory of accumulation by hand and one gradient; the same bits on devices with unequal counts of nodes."""
     rng, nodes = np.random.default_rng(2), 16

@@ -91,6 +91,7 @@ def test_a_train_state_compiles_once() -> None:
     assert int(state.step) == 3
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("reduction", ["invariant", pytest.param("fast", marks=pytest.mark.thorough)])
 def test_nothing_leaks(reduction: str) -> None:
     step = vnode.virtualize(train, virtual_nodes=3, reduction=reduction).on(jax.devices()[:2])

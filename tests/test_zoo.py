@@ -57,7 +57,7 @@ def runs() -> list[object]:
             case,
             *combination,
             id=f"{case.name}-V{combination[0]}-D{combination[1]}-{combination[2]}",
-            marks=[*([pytest.mark.newest] if index % 8 == 0 else []), *([pytest.mark.thorough] if index % 4 else [])],
+            marks=[*([pytest.mark.newest] if index % 8 == 0 else []), *([pytest.mark.thorough] if index % 5 else [])],
         )
         for index, case in enumerate(zoo.cases())
         for combination in choose(case, index)

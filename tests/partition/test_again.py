@@ -95,6 +95,7 @@ def test_less_memory_is_taken() -> None:
     assert taken[1] < taken[0] / 2
 
 
+@pytest.mark.thorough
 def test_a_plan_keeps_less_where_memory_does_not_suffice(tmp_path: Any) -> None:
     args = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), arguments(8, 32, 2048))
     options = {"virtual_nodes": 2, "reduction": "fast", "donate_argnums": 0}

@@ -155,6 +155,7 @@ def on_two() -> Any:
     return vnode.virtualize(train, virtual_nodes=2, placement=vnode.Placement(2, jax.devices()[:2]))
 
 
+@pytest.mark.thorough
 @settings(max_examples=6 if ALL else 3, deadline=None)
 @given(st.integers(0, 3**12))
 def test_the_bits_are_the_same_whichever_are_chosen(on_two: Any, seed: int) -> None:

@@ -30,6 +30,7 @@ def test_lanes_are_as_many_as_nodes_where_that_fits() -> None:
     assert found(lanes="auto", memory=2 * MEMORY).pattern.options.lanes is None
 
 
+@pytest.mark.thorough
 def test_lanes_become_fewer_where_that_is_enough(tmp_path: Path) -> None:
     """Sums that wait are there no more; with as many lanes as nodes something has to be on the host."""
     assert found(memory=MEMORY).host

@@ -378,6 +378,7 @@ def test_the_timeline_says_of_loops_what_the_plan_does(name: str) -> None:
     assert re.findall(r">(\d+%)<", timeline.svg()) == shown
 
 
+@pytest.mark.thorough
 def test_explain_needs_no_devices_and_says_what_becomes_of_the_step(tmp_path: Path) -> None:
     """A machine of sixteen devices, where there are eight."""
     step, args = example("mlp")

@@ -47,7 +47,7 @@ def test_lanes_stay_whole(seconds: list[float], nodes: int, lane: int) -> None:
     assert all(start % lane == 0 for start, n in zip(starts, counts, strict=True) if n)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.thorough
 @pytest.mark.quickly
 @pytest.mark.parametrize("name", ["mlp", "layers"])
 def test_fast_devices_have_more_nodes(name: str, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_a_change_takes_what_it_takes_from_the_start(name: str) -> None:
     assert seen > 5
 
 
+@pytest.mark.thorough
 def test_a_walk_on_the_simulated_cost_finds_the_best_of_all_and_polishes_the_exact_search() -> None:
     def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = x @ w
