@@ -180,9 +180,14 @@ def products_of(
 
 
 def sums_in_parts(flow: Flow, sums: Sequence[Accumulator], makers: Makers, read: set[Var]) -> dict[Var, DividedSum]:
-    """Those of some sums that are divided: each that is larger than one of `PARTS` equal parts, if it can be."""
-    most = max(LEAST, sum(a.bytes for a in sums) // PARTS)
-    counts = {a.var: min(round(a.bytes / most), a.bytes // LEAST) for a in sums if a.var not in read}
+    """Those of some sums that are divided: each that is larger than one of `PARTS` equal parts, if it can be.
+
+    None is where such parts would have less than `LEAST` bytes: more passes take longer, and there is little to save.
+    """
+    most = sum(a.bytes for a in sums) // PARTS
+    if most < LEAST:
+        return {}
+    counts = {a.var: round(a.bytes / most) for a in sums if a.var not in read}
     found = {var: divided_sum(flow, makers, var, count) for var, count in counts.items() if count > 1}
     return {var: divided for var, divided in found.items() if divided is not None}
 
