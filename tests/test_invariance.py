@@ -78,9 +78,8 @@ def trained_names() -> list[str]:
     return list(TRAINED) if ALL else [n for n in TRAINED if n not in RARELY]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.thorough if i % 4 else []) for i, n in enumerate(trained_names())]
-)
+@pytest.mark.sampled(3, thorough=4)
+@pytest.mark.parametrize("name", trained_names())
 def test_twenty_steps_on_any_number_of_devices(name: str) -> None:
     with compare.running_in("float32"):
         program = compare.build(named(name), "float32")

@@ -203,7 +203,7 @@ def test_a_plan_for_devices_of_another_kind_is_carried_out(machine: Machine, tmp
         assert_same(made(made.put(state), batch), plain, state, batch)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, thorough=1)
 @pytest.mark.parametrize("name", CASES)
 def test_random_plans_with_a_state_sharded_over_the_nodes_too(name: str) -> None:
     """ZeRO on top of any split; gradients, and so the slots, have the bits that they have without it."""

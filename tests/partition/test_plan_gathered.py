@@ -147,7 +147,7 @@ def test_what_is_needed_of_all_examples_is_exchanged_as_planned(
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.sampled(0, thorough=3)
 @pytest.mark.parametrize("batch", [128, 125])
 @pytest.mark.parametrize("name", ["all_pairs", "ranked", "fixed_point"])
 def test_bits_do_not_depend_on_how_many_devices_put_values_together(name: str, batch: int) -> None:

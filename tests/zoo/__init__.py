@@ -87,6 +87,7 @@ class Case:
       exact: nothing is rounded, the results are equal.
       expect: for steps that must be refused: the name of an error class of `vnode`, and a pattern in its message.
       nodes: numbers of nodes that make sense, if not all.
+      lines: how many lines it prints on so many nodes.
       rare: runs with the whole matrix only.
       nnx: the step mutates flax.nnx modules in place and goes through `vnode.nnx.virtualize`.
     """
@@ -100,6 +101,7 @@ class Case:
     exact: bool = False
     expect: tuple[str, str] | None = None
     nodes: tuple[int, ...] | None = None
+    lines: Callable[[int], int] = lambda nodes: 0
     rare: bool = False
     nnx: bool = False
 

@@ -1,7 +1,7 @@
 """Runs a case of the zoo virtualized, and compares everything it returns with the step as the user wrote it.
 
-The same programs say how much memory they take. Where a step is compiled as users compile, it also runs on one device,
-and the bits are compared.
+The same programs say how much memory they take, and what they print is counted. Where a step is compiled as users
+compile, it also runs on one device, and the bits are compared.
 
 Knows vnode's public interface. Must not know any case, nor what counts as equal.
 
@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
+import io
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -93,7 +94,10 @@ def check(case: Case, nodes: int, devices: int, precision: str) -> None:
             plain = references(case, precision, nodes if program.reference else 0).temporary
             sums = (2 + 3 * math.log2(nodes)) * (needs.argument_size_in_bytes + needs.output_size_in_bytes)
             assert needs.temp_size_in_bytes <= 2 * plain + sums + SLACK, "memory"
-        got = program.outer(step)(*program.args)
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            got = jax.block_until_ready(program.outer(step)(*program.args))
+            jax.effects_barrier()
+        assert len(printed.getvalue().splitlines()) == case.lines(nodes), printed.getvalue()
         agrees(case, got, nodes, precision)
         if precision == "float32" and devices > 1 and case.name not in FROM_OUTSIDE:
             assert digest(got) == digest(call(case, program, nodes, 1)), "the bits depend on the number of devices"
