@@ -23,7 +23,6 @@ import numpy as np
 from jax import export
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
-from vnode.analysis.host_function import function_text
 from vnode.analysis.program import Program, inline, where
 from vnode.analysis.tracing import trace
 from vnode.operators.control import Region, region_of
@@ -197,7 +196,11 @@ def parameter_text(value: Any, is_read: bool) -> str:
       is_read: whether the equation has results: then it matters what a function of Python that it calls does.
     """
     called = getattr(value, "callback_func", None) if is_read else None
-    return value_text(value) if called is None else function_text(called)
+    if called is None:
+        return value_text(value)
+    from vnode.analysis.host_function import function_text  # rarely met
+
+    return function_text(called)
 
 
 @functools.singledispatch

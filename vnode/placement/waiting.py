@@ -26,7 +26,6 @@ from typing import Any, TypeVar
 import jax
 
 from vnode.errors import ProcessError, VnodeError, layout_message
-from vnode.placement import interruption
 from vnode.placement.board import NOTICE_DELAY, Notice
 from vnode.placement.world import World, world
 from vnode.threads import background
@@ -208,7 +207,9 @@ def interruptible(work: Callable[[], T], what: str, others: Collection[int], *, 
     def watch(is_done: Callable[[], bool]) -> None:
         wait_until(is_done, lambda: time.sleep(0.05), what, others, scopes=scopes, patience=math.inf)
 
-    return interruption.interruptible(work, watch)
+    from vnode.placement.interruption import interruptible as until_interrupted  # a single process needs none
+
+    return until_interrupted(work, watch)
 
 
 def tell(what: str) -> None:

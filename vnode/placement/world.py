@@ -19,13 +19,15 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
 from vnode.errors import ProcessError, layout_message
 from vnode.placement.board import Board, Notice
-from vnode.placement.lifeline import Lifeline
+
+if TYPE_CHECKING:
+    from vnode.placement.lifeline import Lifeline
 
 
 @dataclasses.dataclass(eq=False)
@@ -190,6 +192,8 @@ def new_world(state: Any) -> World:
     if count < 2:
         return World(client=client)
     board = Board(client, index)
+    from vnode.placement.lifeline import Lifeline  # a single process needs none
+
     lifeline = Lifeline(client, index, count, state.coordinator_address or "", board)
     made = World(count, index, client, board, lifeline)
     atexit.register(made.close)  # after jax's own, hence called before it
