@@ -128,7 +128,7 @@ def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _without_programs_that_put_arrays() -> None:
-    """NumPy's arrays are copied to the device as they are.
+    """Arrays of NumPy are copied to the device without a program.
 
     ``jnp.asarray`` compiles a program that returns its argument, for each shape and type: one of six programs in all.
     """

@@ -42,7 +42,7 @@ BLOCK = re.compile(
 )
 """A page's code, with the block right behind it, if there is one: what the code prints.
 
-What cannot run here says why in a comment before it.
+A block that cannot run here has a comment before it that says why.
 """
 
 

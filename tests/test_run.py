@@ -303,7 +303,7 @@ def test_fingerprints() -> None:
 def test_fingerprints_of_host_functions() -> None:
     """The same after calls that change what the function counts; another for other code, or other numbers around it."""
 
-    def made(by: float, power: int = 1) -> Any:
+    def scaling(by: float, power: int = 1) -> Any:
         calls = 0
 
         def scaled(x: Any) -> Any:
@@ -323,14 +323,14 @@ def test_fingerprints_of_host_functions() -> None:
         shape = jax.ShapeDtypeStruct((3,), jnp.float32)
         return fingerprint(lambda x: call(host, shape, x), shape).digest
 
-    scaled = made(2.0)
+    scaled = scaling(2.0)
     before = digest(scaled)
     for _ in range(20):  # Python specializes the code of what is called often
         scaled(np.ones(3, np.float32))
-    assert digest(scaled) == before == digest(made(2.0))
+    assert digest(scaled) == before == digest(scaling(2.0))
     others = [
-        made(3.0),
-        made(2.0, 2),
+        scaling(3.0),
+        scaling(2.0, 2),
         halved,
         np.sin,
         np.cos,
@@ -338,7 +338,7 @@ def test_fingerprints_of_host_functions() -> None:
         functools.partial(np.add, 2),
     ]
     assert len({before, *map(digest, others)}) == 1 + len(others)
-    told = [fingerprint(lambda x, h=h: jax.debug.callback(h, x), jnp.ones(3)).digest for h in (made(1), made(2))]
+    told = [fingerprint(lambda x, h=h: jax.debug.callback(h, x), jnp.ones(3)).digest for h in (scaling(1), scaling(2))]
     assert told[0] == told[1]  # it computes nothing, and may write to a file of its own process
 
 

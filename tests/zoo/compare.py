@@ -43,7 +43,7 @@ SLACK = 4096
 """Bytes that a virtualized step may take beside twice those of the plain step, and sums that wait for others.
 
 Of such sums there are some for each level of a tree over the nodes, as large as arguments and results at most. Most
-steps here have few examples: these take less than the plain step. What is caught is memory that grows with the nodes.
+steps here have few examples: these take less than the plain step. The bound catches memory that grows with the nodes.
 """
 
 
@@ -153,7 +153,7 @@ def build(case: Case, precision: str) -> Program:
 
 @dataclasses.dataclass(frozen=True)
 class References:
-    """What the step as the user wrote it gives.
+    """Results and memory of the step as the user wrote it.
 
     Attributes:
       results: the result, and those for arguments that are moved by a unit of rounding.
@@ -166,7 +166,7 @@ class References:
 
 @functools.lru_cache(maxsize=8)
 def references(case: Case, precision: str, nodes: int) -> References:
-    """What the step as the user wrote it gives."""
+    """Results and memory of the step as the user wrote it."""
     program = build(case, precision)
     step = program.reference(nodes) if program.reference else program.step
     rng = np.random.default_rng(0)

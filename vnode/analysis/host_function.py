@@ -1,4 +1,4 @@
-"""What a function of Python does, as text that is the same in every process and in every run of the same source.
+"""A Python function's behaviour as text, the same in every process and in every run of the same source.
 
 Knows functions and their code. Must not know jaxprs, nor who calls the function.
 
@@ -35,13 +35,13 @@ def function_text(function: Any) -> str:
 
 
 def name_of(function: Any) -> str:
-    """What people call a function."""
+    """The name of a function, for people."""
     inner = getattr(function, "func", function)
     return str(getattr(inner, "__qualname__", type(inner).__qualname__))
 
 
 def parts_of(value: Any, seen: set[int]) -> Iterator[str]:
-    """What makes a value what it is, as far as this says the same in every process.
+    """The parts of a value that are the same in every process.
 
     Args:
       value: a function, or what one has from around it.

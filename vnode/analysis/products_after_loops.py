@@ -127,7 +127,7 @@ class SplitLoop:
         return list(chain), list(leaves)
 
     def outside(self, leaf: Var, more: dict[Var, Var]) -> Var:
-        """What holds a value of the body for all turns: what the loop goes through, or what it stacks besides."""
+        """The variable of a body's value of all turns: an array that the loop scans, or one that it stacks."""
         place = self.places.get(leaf)
         if place is not None and place in self.loop.scanned:
             atom = self.step.eqn.invars[place]

@@ -9,7 +9,7 @@ Before and after, where ``x^T g`` is the gradient of a large matrix, divided alo
     dw_0 = x^T g[:, :n];  dw_1 = x^T g[:, n:]
     dw = pad(dw_0);  dw = dynamic_update_slice(dw, dw_1)
 
-What is put together is written into one array in place. A concatenation would hold all parts beside it.
+Each part is written into one array in place. A concatenation would hold all parts beside the result.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class StepSpec:
 
     @property
     def name(self) -> str:
-        """What the user calls the step."""
+        """The name of the step, for messages."""
         return getattr(self.fun, "__name__", type(self.fun).__name__)
 
     def call(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
