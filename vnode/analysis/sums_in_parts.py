@@ -80,7 +80,7 @@ def divided_sum(flow: Flow, makers: Makers, var: Var, count: int) -> DividedSum 
         bounds = bounds_of(shape[dim], count)
         if len(bounds) < 2:
             break
-        copies = Copies(flow, makers, dim)
+        copies = Copies(flow, makers)
         try:
             parts = [copies.part(var, flow.states[var].form, dim, *each) for each in bounds]
         except NotDivided:
@@ -117,7 +117,7 @@ class Copies:
       copied: the evaluations that were copied, in order.
     """
 
-    def __init__(self, flow: Flow, makers: Makers, dim: int) -> None:
+    def __init__(self, flow: Flow, makers: Makers) -> None:
         self.flow = flow
         self.makers = makers
         self.steps: list[Step] = []

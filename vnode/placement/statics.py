@@ -62,15 +62,15 @@ def static_scalars(tree: Any) -> list[bool]:
       >>> static_scalars({"rate": 0.1, "step": 3})
       [False, False]
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_sharded_batch)
-    inside = inside_modules(structure, len(leaves))
-    return [flag and is_number(leaf) for leaf, flag in zip(leaves, inside, strict=True)]
+    return static_flags(*jax.tree.flatten(tree, is_leaf=is_sharded_batch))
 
 
-def inside_modules(structure: Any, count: int) -> Sequence[bool]:
-    """For each of so many leaves whether the nearest enclosing module is of one of the libraries that are imported."""
+def static_flags(leaves: Sequence[Any], structure: Any) -> list[bool]:
+    """The same, given leaves and structure of the tree."""
     types = module_types()
-    return in_modules(structure, types) if types else (False,) * count
+    if not types:
+        return [False] * len(leaves)
+    return [flag and is_number(leaf) for leaf, flag in zip(leaves, in_modules(structure, types), strict=True)]
 
 
 def array_leaves(tree: Any) -> list[bool]:
@@ -80,8 +80,7 @@ def array_leaves(tree: Any) -> list[bool]:
 
 def are_arrays(leaves: Sequence[Any], structure: Any) -> list[bool]:
     """The same, given leaves and structure of the tree."""
-    inside = inside_modules(structure, len(leaves))
-    return [is_array(leaf) and not (flag and is_number(leaf)) for leaf, flag in zip(leaves, inside, strict=True)]
+    return [is_array(leaf) and not flag for leaf, flag in zip(leaves, static_flags(leaves, structure), strict=True)]
 
 
 def map_arrays(fun: Any, tree: Any) -> Any:
