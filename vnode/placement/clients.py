@@ -1,0 +1,121 @@
+"""Makes a client of JAX for several processes, beside the one that `jax.devices()` shows: the devices of another world.
+
+Knows the constructors that JAX keeps for itself, here alone. Must not know who asks for a world, nor what it computes.
+
+A process may have several clients, each with devices of its own, so that the next world is made while this one trains.
+The processes of a world find one another by a service outside of them. That has a single node, and every process
+connects as that node: then nobody waits for the others to connect, no heartbeat is missed when one dies, and JAX aborts
+no process because of another one. (JAX aborts a process whose service goes: it must live longer than the processes.)
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import jax
+
+from vnode.errors import ProcessError, layout_message
+from vnode.placement.board import Board
+from vnode.placement.rendezvous import Rendezvous
+from vnode.placement.world import World
+
+HEARTBEAT = 10**6
+"""Seconds between heartbeats: none is sent while a process lives."""
+
+CONNECT = 20
+"""Seconds within which the service must answer."""
+
+
+def join_world(address: str, index: int, count: int, *, generation: int = 0, interface: str = "127.0.0.1") -> World:
+    """Makes this process's part of a world; waits until all of its processes do.
+
+    Args:
+      address: of the service, ``host:port``.
+      index: of this process among them.
+      count: of processes.
+      generation: the number of the world.
+      interface: the address at which other processes reach this one.
+
+    Returns:
+      The world. One of a single process has no client of a service.
+
+    Raises:
+      ProcessError: this version of JAX has no such constructors, or the service does not answer.
+    """
+    devices = jax.local_device_count()
+    if count == 1:
+        backend = constructors()["make_cpu_client"](asynchronous=True, num_devices=devices)
+        return World(devices=tuple(backend.devices()), generation=generation)
+    check_reachable(address)
+    made = constructors()
+    client = made["get_distributed_runtime_client"](
+        address,
+        0,
+        init_timeout=CONNECT,
+        shutdown_timeout=1,
+        heartbeat_timeout=HEARTBEAT,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+    client.connect()
+    collectives = made["make_gloo_tcp_collectives"](distributed_client=client, hostname=interface)
+    backend = made["make_cpu_client"](
+        asynchronous=True,
+        distributed_client=client,
+        node_id=index,
+        num_nodes=count,
+        collectives=collectives,
+        num_devices=devices,
+    )
+    meeting = Rendezvous(client, index)
+    board = Board(meeting, index)
+    return World(count, index, meeting, board, devices=tuple(backend.devices()), generation=generation)
+
+
+def check_reachable(address: str) -> None:
+    """Makes sure that the service answers: JAX aborts a process that cannot connect.
+
+    Raises:
+      ProcessError: it does not.
+    """
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=CONNECT).close()
+    except OSError as error:
+        raise ProcessError(
+            layout_message(
+                f"the service of the workers at {address} does not answer: {error}",
+                remedies=["is the supervisor still there? start the job again: it goes on from its checkpoint"],
+            )
+        ) from error
+
+
+def constructors() -> dict[str, Any]:
+    """The constructors of JAX's clients, by name.
+
+    Raises:
+      ProcessError: this version of JAX does not have them.
+    """
+    if jax.default_backend() != "cpu":
+        raise ProcessError(
+            layout_message(
+                f"a second client of JAX was tried on CPUs only, and this process computes on {jax.default_backend()}.",
+                remedies=["run the workers on CPUs: JAX_PLATFORMS=cpu", "or without workers: python train.py"],
+            )
+        )
+    try:
+        from jax._src.lib import _jax, xla_client
+
+        return {
+            "get_distributed_runtime_client": _jax.get_distributed_runtime_client,
+            "make_gloo_tcp_collectives": _jax.make_gloo_tcp_collectives,
+            "make_cpu_client": xla_client.make_cpu_client,
+        }
+    except (ImportError, AttributeError) as error:
+        raise ProcessError(
+            layout_message(
+                f"JAX {jax.__version__} has no way to make a second client that vnode knows: {error}",
+                remedies=["use a version that vnode was tried with: 0.10.2 to 0.12", "or start without workers"],
+            )
+        ) from error
