@@ -88,7 +88,7 @@ def page() -> Any:
         memory = reported(device) or planned(device)
         kind = device.platform, device.device_kind, size(memory) if memory else "reports none"
         kinds[kind] = kinds.get(kind, 0) + 1
-    processes = jax.process_count()
+    processes = len({device.process_index for device in jax.devices()})
     devices = Table(
         "Devices",
         (Column("platform"), Column("kind"), Column("devices", right=True), Column("memory of each", right=True)),

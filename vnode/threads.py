@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import ctypes
 import functools
 import sys
@@ -27,8 +28,11 @@ STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 def background(work: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a thread for which the end of the process does not wait, nor is it aborted by it."""
-    thread = threading.Thread(target=parked()(work), name=name, daemon=True)
+    """Starts a thread for which the end of the process does not wait, nor is it aborted by it.
+
+    It works in a copy of the caller's context: what `contextvars` say here, they say there.
+    """
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(parked()(work),), name=name, daemon=True)
     STARTED.add(thread)
     thread.start()
     return thread

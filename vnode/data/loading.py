@@ -17,6 +17,7 @@ from jax.sharding import NamedSharding
 from vnode.data.source import check_rows
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch, in_equal_shards, node_size
+from vnode.placement.world import own_index
 
 
 def loaded(size: int, placement: Placement, take: Callable[[np.ndarray], Any]) -> Any:
@@ -94,7 +95,7 @@ def local_batch(local: Any, batch_size: int, placement: Placement) -> Any:
         local,
         len(wanted),
         "the batch",
-        f"process {jax.process_index()} must give {len(wanted)} of the batch's {batch_size} rows.",
+        f"process {own_index(placement.devices[0])} must give {len(wanted)} of the batch's {batch_size} rows.",
         "give the rows placement.local_examples(batch_size), in this order",
     )
     local = jax.tree.map(np.asarray, local)

@@ -5,6 +5,7 @@ Knows threads. Must not know what is loaded, from where, or what a step is.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import math
 import threading
@@ -56,6 +57,7 @@ class Prefetch:
         self.course = 0
         self.closed = False
         self.thread: threading.Thread | None = None
+        self.context = contextvars.copy_context()
 
     def get(self, step: int, placement: Any) -> Any:
         """What belongs to a step; waits for it if it is not there yet.
@@ -101,7 +103,7 @@ class Prefetch:
         """Has the background thread load a step, and those after it."""
         if self.closed:
             raise RuntimeError("the prefetch is closed")
-        self.asked = step
+        self.asked, self.context = step, contextvars.copy_context()
         for past in [number for number in self.ready if number < step]:
             del self.ready[past]
         coming = step in self.ready or step in (self.loading, self.next)
@@ -131,12 +133,12 @@ class Prefetch:
                     self.changed.wait()
                 if self.closed:
                     return
-                step, placement, course = self.next, self.placement, self.course
+                step, placement, course, context = self.next, self.placement, self.course, self.context
                 self.loading = step
                 self.next += 1
             value, error = None, None
             try:
-                value = self.aside(step, placement)
+                value = context.run(self.aside, step, placement)
             except BaseException as caught:  # whatever it is, it belongs to the step that asks
                 error = caught
             with self.changed:
@@ -144,7 +146,7 @@ class Prefetch:
                     self.loading = None
                     self.ready[step] = value, error
                     self.changed.notify_all()
-            del value, error
+            del value, error, context
 
     @property
     def over(self) -> bool:

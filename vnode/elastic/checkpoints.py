@@ -42,10 +42,7 @@ from vnode.placement.waiting import (
     process_names,
     timeout,
 )
-from vnode.placement.world import world
-
-OPENED = itertools.count()
-"""Counts the folders that this process has opened, as all others have."""
+from vnode.placement.world import in_world, world
 
 SHOWN = 4
 """Processes that a message shows."""
@@ -128,12 +125,17 @@ class Checkpoints(SharedReader):
 
     def opened(self) -> ocp.CheckpointManager:
         """Orbax's manager of the folder."""
-        together: dict[str, Any] = {}
-        if world().several:  # with named processes it waits by the service, which has deadlines, not by collectives
+        here, together = world(), dict[str, Any]()
+        if here.several:  # with named processes it waits by the service, which has deadlines, not by collectives
             multiprocessing = ocp.options.MultiprocessingOptions(
-                active_processes=set(range(world().count)), barrier_sync_key_prefix=f"vnode-{next(OPENED)}"
+                active_processes=set(range(here.count)), barrier_sync_key_prefix=f"vnode-{next(here.saves)}"
             )
             together = {"create": False, "multiprocessing_options": multiprocessing}
+
+        def meet_at_end(key: str, timeout_ms: int) -> None:
+            with in_world(here):  # orbax calls it in a thread of its own
+                meet("to finish a checkpoint", key=key)
+
         options = ocp.CheckpointManagerOptions(
             **together,
             preservation_policy=KeepLast(self),
@@ -142,7 +144,7 @@ class Checkpoints(SharedReader):
             async_options=ocp.AsyncOptions(
                 create_directories_asynchronously=False,
                 timeout_secs=math.ceil(timeout()),
-                barrier_sync_fn=lambda key, timeout_ms: meet("to finish a checkpoint", key=key),
+                barrier_sync_fn=meet_at_end,
             ),
         )
         return ocp.CheckpointManager(self.folder, options=options)

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import Placement, device_list
+from vnode.placement.world import is_local, is_shared, world
 
 
 class Devices:
@@ -70,7 +71,7 @@ class Request:
 
 def responds(device: Any) -> bool:
     """Whether a device still computes: asks it for a sum. Those of other processes cannot be asked."""
-    if device.process_index != jax.process_index():
+    if not is_local(device):
         return True
     try:
         return int(jax.device_put(np.int32(20), device) + jax.device_put(np.int32(22), device)) == 42
@@ -85,11 +86,11 @@ def requests(devices: Any, step: Any) -> Callable[[int], Request | None]:
       PlacementError: several processes would learn of a change at different steps.
     """
     if isinstance(devices, Devices):
-        if jax.process_count() > 1:
+        if is_shared():
             raise PlacementError(
                 layout_message(
                     "vnode.elastic.Devices changes the devices in one process, and there are others.",
-                    facts=[f"there are {jax.process_count()} processes"],
+                    facts=[f"there are {world().count} processes"],
                     remedies=["a function of the step number, the same in all processes: devices=lambda number: ..."],
                 )
             )

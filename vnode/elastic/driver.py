@@ -415,7 +415,7 @@ class Driver:
         """Passes the metrics of a step on."""
         self.history.append(number, values)
         named = by_name(values)
-        writing = self.options.writers and jax.process_index() == 0
+        writing = self.options.writers and world().index == 0
         self.write(number, named | (self.speed.metrics(number, self.step, self.state, self.batch) if writing else {}))
         self.look(number, named)
         end = number + 1 + (0 if self.exact else AHEAD)

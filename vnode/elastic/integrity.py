@@ -26,6 +26,7 @@ import numpy as np
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import is_key, shape_of
 from vnode.placement.waiting import ready
+from vnode.placement.world import world
 from vnode.threads import background
 
 K = TypeVar("K", bound=Hashable)
@@ -210,7 +211,7 @@ def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tupl
         if not isinstance(data, jax.Array) or not data.size:
             continue
         holders = holders_of(data.sharding, data.shape)
-        if len(set(holders)) == len(holders) or len(holders) < jax.process_count():
+        if len(set(holders)) == len(holders) or len(holders) < world().count:
             continue  # each process has parts of its own, or nothing
         group = groups.setdefault(holders, len(groups))
         taken = {str(shard.index): shard for shard in reversed(data.addressable_shards)}

@@ -64,7 +64,7 @@ class Agreement:
         here = world()
         here.launches[frozenset(range(here.count))] += 1
         mine = np.array([number, *checked, *flags], np.uint32)
-        self.votes.append(counted(rows(mine, jax.devices())))
+        self.votes.append(counted(rows(mine, here.devices)))
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
         votes = np.asarray(ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))
@@ -170,7 +170,7 @@ def check_present(placement: Placement) -> None:
       PlacementError: it does.
     """
     there = {device.process_index for device in placement.devices}
-    left_out = sorted(set(range(jax.process_count())) - there)
+    left_out = sorted({device.process_index for device in world().devices} - there)
     if left_out:
         raise PlacementError(
             layout_message(

@@ -31,7 +31,7 @@ from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
 from vnode.placement.waiting import exchange_words, process_names, ready
-from vnode.placement.world import is_shared
+from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.show.units import several
 
 NONE, COPY, SPREAD, HERE = range(4)
@@ -65,8 +65,10 @@ def exchanged(leaves: Sequence[Any], placement: Placement, names: Sequence[str],
     """
     made = [leaf.whole() if isinstance(leaf, ShardedBatch) and leaf.placement != placement else leaf for leaf in leaves]
     moving = [i for i, leaf in enumerate(made) if not isinstance(leaf, ShardedBatch)]
-    move = between_processes if is_shared() else to_placements
-    arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
+    here = world_of(placement.devices)
+    move = between_processes if is_shared(here) else to_placements
+    with in_world(here):
+        arrays = move([made[i] for i in moving], placement, [names[i] for i in moving], batch)
     for i, array in zip(moving, arrays, strict=True):
         made[i] = array
     return made
@@ -81,9 +83,9 @@ def between_processes(leaves: Sequence[Any], placement: Placement, names: Sequen
     """`exchanged` of arrays that are in one piece."""
     devices = {*placement.devices, *(device for leaf in leaves for device in devices_of(leaf))}
     processes = {device.process_index for device in devices}
-    if not leaves or processes == {jax.process_index()}:
+    if not leaves or processes == {world().index}:
         return to_placements(leaves, placement)
-    if jax.process_index() not in processes:
+    if world().index not in processes:
         return [moved(leaf, placement, [NONE], devices, own=NONE) for leaf in leaves]
     what = "to compare a batch" if batch else "to compare a state that is put on devices"
     mine = np.array([vote(leaf, placement) for leaf in leaves], np.uint32)
@@ -345,7 +347,7 @@ def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> n
     there = meeting(devices)
     data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     words = np.pad(data, (0, max(-data.size % 4, ASYNCHRONOUS - data.size))).view(np.uint32)
-    if there[holder].process_index != jax.process_index():
+    if not is_local(there[holder]):
         words = np.zeros_like(words)
     row = rows(words, devices)
     total = ready(summed(NamedSharding(row.sharding.mesh, PartitionSpec()))(row), "a state of another process")

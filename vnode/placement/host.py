@@ -21,6 +21,7 @@ from vnode.placement.exchange import exchanged, global_array, whole_everywhere
 from vnode.placement.leaves import is_array, is_key, shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.transfer import fitting, partition
+from vnode.placement.world import is_shared
 
 
 def abstract(leaf: Any) -> Any:
@@ -131,7 +132,7 @@ class HostCopy:
         for leaf in leaves:
             if isinstance(leaf, jax.Array) and not is_key(leaf) and leaf.is_fully_addressable:
                 leaf.copy_to_host_async()
-        kind = HostParts if jax.process_count() > 1 else HostLeaf
+        kind = HostParts if is_shared() else HostLeaf
         return cls(tuple(kind.copy(leaf) if isinstance(leaf, jax.Array) else leaf for leaf in leaves), treedef)
 
     def on(self, placement: Placement) -> Any:

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.placement import device_list
+from vnode.placement.world import world
 from vnode.show.units import several
 
 
@@ -34,7 +33,7 @@ def by_kind(devices: Mapping[str, Sequence[Any]] | Sequence[Any] | None = None) 
       >>> list(by_kind({"quiet": jax.devices()[:1]}))
       ['quiet']
     """
-    devices = jax.devices() if devices is None else devices
+    devices = world().devices if devices is None else devices
     if isinstance(devices, Mapping):
         groups = {str(kind): list(group) for kind, group in devices.items()}
     else:

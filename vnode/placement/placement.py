@@ -14,11 +14,11 @@ import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import Bound, PlacementError, layout_message
+from vnode.placement.world import is_local, world
 from vnode.show.drawn import Drawn
 from vnode.show.grid import Grid
 from vnode.show.page import Page, Picture
@@ -263,11 +263,11 @@ class Placement(Drawn, Bound):
           >>> Placement(4, jax.devices()[:1]).local_examples(6)
           array([0, 1, 2, 3, 4, 5])
         """
-        node, here, rows = -(-batch_size // self.virtual_nodes), jax.process_index(), [np.zeros(0, np.int64)]
+        node, rows = -(-batch_size // self.virtual_nodes), [np.zeros(0, np.int64)]
         for group in self.groups:
             slices = np.moveaxis(group.mesh.devices, group.mesh.axis_names.index(group.axis), 0)
             for devices, start, count in zip(slices.reshape(group.size, -1), group.starts, group.counts, strict=True):
-                if any(device.process_index == here for device in devices):
+                if any(map(is_local, devices)):
                     rows.append(np.arange(start * node, (start + count) * node))
         return np.unique(np.minimum(np.concatenate(rows), batch_size - 1))
 
@@ -325,7 +325,7 @@ def device_list(devices: Any) -> list[Any]:
       PlacementError: it holds something else.
     """
     if isinstance(devices, int | np.integer) and not isinstance(devices, bool):
-        there = jax.devices()
+        there = world().devices
         if not 1 <= devices <= len(there):
             raise PlacementError(
                 layout_message(
@@ -343,7 +343,7 @@ def device_list(devices: Any) -> list[Any]:
             f"devices must be a number or a sequence of devices, such as jax.devices()[:2], not {devices!r}; "
             "groups=[...] takes several such sequences"
         )
-    devices = list(jax.devices() if devices is None else devices)
+    devices = list(world().devices if devices is None else devices)
     if devices and all(isinstance(each, int | np.integer) for each in devices):
         raise PlacementError(
             layout_message(

@@ -27,7 +27,7 @@ import jax
 
 from vnode.errors import ProcessError, VnodeError, layout_message
 from vnode.placement.board import NOTICE_DELAY, Notice
-from vnode.placement.world import World, world
+from vnode.placement.world import World, is_local, own_index, world
 from vnode.threads import background
 
 VARIABLE = "VNODE_PROCESS_TIMEOUT"
@@ -57,8 +57,6 @@ PATIENCE = 10.0
 LOOK_EVERY = 2.0
 """Seconds between two looks at where those are that do not come."""
 
-_LOCK = threading.Lock()
-_TOLD = [0.0]
 T = TypeVar("T")
 
 
@@ -162,7 +160,7 @@ def next_meeting(here: World, expected: Sequence[int], key: str = "", come: bool
     inside = f"{here.scopes[-1]}/{among}".replace(" ", "-") if here.scopes else among
     if key:
         return among, f"{inside}/{key}"
-    with _LOCK:
+    with here.lock:
         number = here.meetings[inside]
         here.meetings[inside] += come
     return among, f"{inside}/{number}"
@@ -221,8 +219,8 @@ def tell(what: str) -> None:
     here, now = world(), time.monotonic()
     if not here.several:
         return
-    if now - _TOLD[0] > TELL_EVERY:
-        _TOLD[0] = now
+    if now - here.told > TELL_EVERY:
+        here.told = now
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # whoever needs the service will say that it is gone
             here.client.key_value_set(f"{PLACE_KEY}{here.index}", f"- {what}", allow_overwrite=True)
 
@@ -535,12 +533,12 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
     Raises:
       ProcessError: some are another process's.
     """
-    away = sorted({device.process_index for device in devices} - {jax.process_index()})
+    away = [device for device in devices if not is_local(device)]
     if away:
+        names = process_names(sorted({device.process_index for device in away}))
         raise ProcessError(
             layout_message(
-                f"{asks} runs in one process, and was to use devices of {process_names(away)} in process "
-                f"{jax.process_index()}.",
+                f"{asks} runs in one process, and was to use devices of {names} in process {own_index(away[0])}.",
                 facts=["each process would come to an answer of its own, and go on in another way than the others"],
                 remedies=remedies,
             )

@@ -1,10 +1,16 @@
 """The processes that run one program together: how many there are, which one this is, and by what they tell of ends.
 
-Knows `jax.distributed`, and how a process ends. Must not know what processes do together, nor wait for any.
+Knows `jax.distributed`, clients of XLA, and how a process ends. Must not know what processes do together, nor wait for
+any.
 
-A world begins with the first question for it after `jax.distributed.initialize`, and ends with the process, or with
-`jax.distributed.shutdown`. It is a value: what belongs to it (its client, the board, how often its processes have met)
-is not shared with the next one.
+The world of JAX begins with the first question for it after `jax.distributed.initialize`, and ends with the process, or
+with `jax.distributed.shutdown`. A process may be in other worlds besides, each with a client of XLA and devices of its
+own: it trains in one while a thread prepares the next. A world is a value: what belongs to it (its client, the board,
+how often its processes have met) is not shared with another one.
+
+    with in_world(next_world):      # also for the threads that vnode starts in here
+        world() is next_world
+    world_of(next_world.devices) is next_world
 """
 
 from __future__ import annotations
@@ -12,13 +18,15 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import contextvars
 import ctypes
 import dataclasses
 import itertools
 import os
 import sys
 import threading
-from collections.abc import Iterator
+import weakref
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -37,14 +45,20 @@ class World:
     Attributes:
       count: how many.
       index: which one this is.
-      client: of the service that `jax.distributed.initialize` starts; None in one process.
+      client: of the service by which they agree; None in one process.
       board: what is known of those that have failed; None in one process.
       lifeline: the connection by which an end is known.
+      generation: which one it is of those that a job's processes were in; 0: the world of JAX.
+      own_devices: the devices of a client of XLA that is this world's alone, those of all its processes. None: those of
+        JAX.
       meetings: how often some of the processes have met, by which.
       runs: how often `vnode.elastic.run` was called.
       scopes: what this process does with the others just now: the runs that it is in.
       launches: how many programs of some of the processes this one has begun, by which processes.
       said: the last thing that this process has left for others to read, by which.
+      saves: counts the folders of checkpoints that were opened, as all others do.
+      told: when this process said last where it is.
+      lock: of the meetings, which several threads count.
     """
 
     count: int = 1
@@ -52,12 +66,26 @@ class World:
     client: Any = None
     board: Board | None = None
     lifeline: Lifeline | None = None
+    generation: int = 0
+    own_devices: tuple[Any, ...] | None = None
     meetings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     scopes: list[str] = dataclasses.field(default_factory=list)
     launches: collections.Counter[frozenset[int]] = dataclasses.field(default_factory=collections.Counter)
     said: dict[str, str] = dataclasses.field(default_factory=dict)
+    saves: Iterator[int] = dataclasses.field(default_factory=itertools.count)
+    told: float = 0.0
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     process: int = dataclasses.field(default_factory=os.getpid)
+
+    def __post_init__(self) -> None:
+        if self.own_devices:
+            OTHERS.add(self)
+
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """The devices of all its processes, in order."""
+        return tuple(jax.devices()) if self.own_devices is None else self.own_devices
 
     @property
     def several(self) -> bool:
@@ -134,7 +162,7 @@ def abandon() -> None:
 
 
 class Current:
-    """The world that this process is in."""
+    """The world of JAX that this process is in."""
 
     def __init__(self) -> None:
         self.world = World()
@@ -143,9 +171,69 @@ class Current:
 
 CURRENT = Current()
 
+OTHERS: weakref.WeakSet[World] = weakref.WeakSet()
+"""The worlds with devices of their own."""
+
+CHOSEN: contextvars.ContextVar[World | None] = contextvars.ContextVar("world", default=None)
+"""The world that `in_world` names."""
+
+
+@contextlib.contextmanager
+def in_world(chosen: World) -> Iterator[None]:
+    """Has `world` answer with a world, in this context and in the threads that vnode starts in it.
+
+    Args:
+      chosen: the world, whatever `jax.distributed` says.
+
+    Example:
+      >>> with in_world(World(count=3, index=1)):
+      ...     world().count, world().index
+      (3, 1)
+      >>> world().count
+      1
+    """
+    token = CHOSEN.set(chosen)
+    try:
+        yield
+    finally:
+        CHOSEN.reset(token)
+
 
 def world() -> World:
-    """The processes that run this program together.
+    """The processes that run this program together: those that `in_world` names, else those that JAX knows."""
+    return CHOSEN.get() or world_of_jax()
+
+
+def world_of(devices: Sequence[Any]) -> World:
+    """The world that devices belong to: one that has their client of XLA, else the one of JAX.
+
+    Args:
+      devices: of one world.
+    """
+    client = getattr(devices[0], "client", None) if OTHERS and devices else None
+    for other in list(OTHERS) if client is not None else ():
+        if other.devices[0].client is client:
+            return other
+    return world_of_jax()
+
+
+def own_index(device: Any) -> int:
+    """The number of this process in the world of a device."""
+    client = getattr(device, "client", None)
+    return world().index if client is None else client.process_index()
+
+
+def is_local(device: Any) -> bool:
+    """Whether a device is one of this process, in whatever world.
+
+    >>> is_local(jax.devices()[0])
+    True
+    """
+    return device.process_index == own_index(device)
+
+
+def world_of_jax() -> World:
+    """The processes that JAX knows.
 
     jax shows no way to the service by which they find one another: what it has for waiting
     (`jax.experimental.multihost_utils`) are collective operations. So one of its inner modules is asked, in this file
@@ -160,22 +248,27 @@ def world() -> World:
         return CURRENT.world
     with CURRENT.lock:
         if CURRENT.world.client is not state.client:
-            CURRENT.world = new_world(state)
+            CURRENT.world = contextvars.Context().run(new_world, state)  # its threads are of no other world
     return CURRENT.world
 
 
-def is_shared() -> bool:
-    """Whether devices are those of several processes.
+def is_shared(here: World | None = None) -> bool:
+    """Whether the devices of a world are those of several processes.
+
+    Args:
+      here: the world; by default that of the context.
 
     Raises:
       ProcessError: they are, and the processes have no service by which to agree.
     """
-    if jax.process_count() == 1:
+    here = world() if here is None else here
+    count = len({device.process_index for device in here.devices})
+    if count == 1:
         return False
-    if not world().several:
+    if not here.several:
         raise ProcessError(
             layout_message(
-                f"there are {jax.process_count()} processes, which have no service by which to agree.",
+                f"there are {count} processes, which have no service by which to agree.",
                 remedies=["call jax.distributed.initialize() in each of them before anything asks for a device"],
             )
         )
@@ -183,7 +276,7 @@ def is_shared() -> bool:
 
 
 def new_world(state: Any) -> World:
-    """A new world.
+    """A new world of JAX.
 
     Args:
       state: what jax knows of it.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextvars
 import functools
 import math
 import threading
@@ -38,10 +39,10 @@ class Worker:
         self.thread: threading.Thread | None = None
 
     def submit(self, task: Callable[[], Any]) -> concurrent.futures.Future[Any]:
-        """Does a task after those before it, unless its future is cancelled until then."""
+        """Does a task after those before it, unless its future is cancelled until then; in a copy of this context."""
         future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         with self.lock:
-            self.tasks.append((future, task))
+            self.tasks.append((future, functools.partial(contextvars.copy_context().run, task)))
             if self.thread is None:
                 self.thread = threads.background(self.work, "vnode-prepare")
         return future

@@ -35,7 +35,7 @@ from vnode.placement.transfer import (
     transferred,
     typed_sharding,
 )
-from vnode.placement.world import is_shared
+from vnode.placement.world import is_shared, world_of
 from vnode.step.call import is_static, wrap
 from vnode.step.given import check_arguments, check_donated_once, repeated
 from vnode.step.rooms import check_known, put_by_name
@@ -61,7 +61,7 @@ class ArgumentPlacer:
         self.placement = placement
         self.wholes = functools.cache(spec.wholes)
         self.several = len(placement.devices) > 1
-        self.across = is_shared()
+        self.across = is_shared(world_of(placement.devices))
         self.sharded = len(placement.devices) > placement.size
         self.in_place = InPlace(self.several)
         self._given_again = GivenAgain()

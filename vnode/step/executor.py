@@ -37,7 +37,7 @@ from vnode.placement.transfer import (
     tracing,
 )
 from vnode.placement.waiting import check_failed, interruptible, tell_failure, upcoming_meeting, watched
-from vnode.placement.world import world
+from vnode.placement.world import in_world, is_local, world, world_of
 from vnode.runtime.groups import GroupProgram
 from vnode.step.argument_placement import ArgumentPlacer
 from vnode.step.call import Call, OutputTree, has_static, unwrap, wrap
@@ -115,13 +115,18 @@ class Executor:
         """Runs the step. Of several processes the others learn of an error, so that they need not wait for this one."""
         if not self.arguments.across:
             return self._call(args, kwargs)
-        try:
-            return self._call(args, kwargs)
-        except Exception as error:
-            if not tracing():
-                check_failed(f"to run {self.spec.name!r}", self._processes, cause=error)
-                tell_failure(error, self._processes)
-            raise
+        with self._in_its_world():
+            try:
+                return self._call(args, kwargs)
+            except Exception as error:
+                if not tracing():
+                    check_failed(f"to run {self.spec.name!r}", self._processes, cause=error)
+                    tell_failure(error, self._processes)
+                raise
+
+    def _in_its_world(self) -> contextlib.AbstractContextManager[None]:
+        """The context in which it meets other processes: those of the placement's devices."""
+        return in_world(world_of(self.placement.devices))
 
     @with_jit
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -180,7 +185,7 @@ class Executor:
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         processes = self._processes
-        if jax.process_index() not in processes:
+        if world().index not in processes:
             return self._jit(around, *args, **kwargs)
         launches = world().launches
         if program in self._launched:
@@ -198,8 +203,8 @@ class Executor:
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
         """Lowers and compiles a program before several processes meet; no longer than these are there."""
-        others, name = self._processes - {jax.process_index()}, self.spec.name
-        with upcoming_meeting(self._processes) as meeting:
+        with self._in_its_world(), upcoming_meeting(self._processes) as meeting:
+            others, name = self._processes - {world().index}, self.spec.name
             lowered = interruptible(lower, f"to trace {name!r}", others, scopes=(meeting,))
             return watched(lowered.compile, f"to compile {name!r}", others, scopes=(meeting,), patience=math.inf)
 
@@ -362,7 +367,8 @@ class Executor:
             if len(self.placement.groups) > 1:
                 return self._on_groups(mesh, args, kwargs)
             placed, named_ones = self.arguments(args, kwargs)
-            return self._launch(self._surroundings(mesh, placed), placed, named_ones)
+            with self._in_its_world():
+                return self._launch(self._surroundings(mesh, placed), placed, named_ones)
 
     def clear(self) -> None:
         """Forgets all programs; the next call compiles again."""
@@ -429,7 +435,7 @@ class Executor:
                     ],
                 )
             )
-        if any(device.process_index != jax.process_index() for device in self.placement.devices):
+        if not all(map(is_local, self.placement.devices)):
             raise PlacementError(
                 layout_message(
                     "a step on groups of devices is several programs, which run in one process.",

@@ -74,7 +74,7 @@ class VirtualStep(Step[P, R]):
     def placement(self) -> Placement:
         """Where the nodes live."""
         if self._placement is None:
-            self._placement = Placement(self.options.virtual_nodes, counts=self._counts(len(jax.devices())))
+            self._placement = Placement(self.options.virtual_nodes, counts=self._counts(len(world().devices)))
             self.family.add(self)
         return self._placement
 

@@ -9,8 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
 from vnode.errors import MachineError
 from vnode.partition.machine.build import DCN, HOP, LINKS, SLICES, Device, Link, Parts, hosts_of, wraps
 from vnode.partition.machine.kinds import Kind
@@ -19,6 +17,7 @@ from vnode.partition.machine.networks import Network
 from vnode.partition.machine.table import JAX_NAMES, KINDS
 from vnode.partition.machine.torus import Axis, Torus
 from vnode.placement.placement import device_list
+from vnode.placement.world import is_local
 from vnode.plan.nodes.memory import reported
 
 
@@ -52,7 +51,7 @@ def here(devices: Sequence[Any] | None, measure: bool) -> Parts:
 
 def own(name: str, group: Sequence[Any], memory: int) -> Measured:
     """Measures those devices of a kind that are this process's."""
-    mine = [device for device in group if device.process_index == jax.process_index()]
+    mine = [device for device in group if is_local(device)]
     if not mine:
         raise MachineError(
             f"{name!r} is no known kind, and no device of it is in this process, where it could be measured.",

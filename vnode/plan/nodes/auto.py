@@ -18,7 +18,7 @@ from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.waiting import tell_failure
-from vnode.placement.world import world
+from vnode.placement.world import is_local, is_shared, world
 from vnode.plan.nodes.memory import device_memory, planned, reported
 from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
@@ -85,7 +85,7 @@ class AutoStep(Step[P, R]):
     def template(self) -> Placement:
         """The devices, and how many nodes each has in one wave; there is one before V is chosen."""
         if self._template is None:
-            self._template = Placement(len(jax.devices()))
+            self._template = Placement(len(world().devices))
         return self._template
 
     @property
@@ -256,7 +256,7 @@ class AutoStep(Step[P, R]):
 
     def _limit(self) -> int:
         devices = self.template.devices
-        if jax.process_count() > 1:
+        if is_shared():
             return common_limit(self._memory, devices)
         return device_memory(devices) if self._memory is None else self._memory
 
@@ -271,7 +271,7 @@ def common_limit(memory: int | None, devices: Sequence[Any]) -> int:
     Raises:
       MemoryLimitError: some process does not know.
     """
-    own = [device for device in devices if device.process_index == jax.process_index()]
+    own = [device for device in devices if is_local(device)]
     mine = min((reported(device) or planned(device) for device in own), default=MOST) if memory is None else memory
     limits = [join(*words) for words in everywhere(split(mine), "to agree about the memory of a device").tolist()]
     if 0 in limits:
