@@ -97,6 +97,7 @@ class Driver:
         self.agreement = Agreement(AHEAD)
         self.stopping = False
         self.late = False
+        self.ahead = AHEAD
         self.display: Display
         self.shapes = map_arrays(shape_of, state)
         self.recovery = Recovery(options.alive, checkpoints, map_arrays(abstract, state))
@@ -267,7 +268,7 @@ class Driver:
             self.resized = None
         self.pending.append((self.number, metrics))
         self.number += 1
-        self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else AHEAD)
+        self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else self.ahead)
         self.sum_up()
         if due(self.number, self.options.keep_every):
             self.keep()
@@ -292,7 +293,15 @@ class Driver:
         tell(f"to step {self.number}")
         check_others(f"to step {self.number}", self.number)
         checked = () if self.own is None else self.summed(self.own, AHEAD)
-        self.stopping, self.late = self.agreement.vote(self.number, [self.stop.asked, self.is_late()], checked)
+        self.take_flags(self.agreement.vote(self.number, self.flags(), checked))
+
+    def flags(self) -> list[bool]:
+        """What this process raises its hand for: the end of the run, a checkpoint."""
+        return [self.stop.asked, self.is_late()]
+
+    def take_flags(self, flags: list[bool]) -> None:
+        """Takes note of what the processes have agreed about."""
+        self.stopping, self.late = flags
 
     def sum_up(self) -> None:
         """Begins to compare this process's copy of the state with those of the others, now and then."""

@@ -42,11 +42,13 @@ class Handover:
 
     Attributes:
       address: ``host:port``.
+      types: the arrays of the state as this worker trains with them; none while it does not train.
     """
 
     def __init__(self, interface: str, token: str) -> None:
         self.token = token
         self.offers: dict[int, Held] = {}
+        self.types: tuple[Leaf, ...] = ()
         self.changed = threading.Condition()
         self.server = socket.create_server((interface, 0), backlog=64)
         self.address = f"{interface}:{self.server.getsockname()[1]}"
@@ -84,6 +86,9 @@ class Handover:
                 if not secrets.compare_digest(str(asked.get("token")), self.token):
                     return
                 line.settimeout(STALL)
+                if asked["kind"] == "types":
+                    send_line(line, {"leaves": [leaf.to_json() for leaf in self.types]})
+                    continue
                 held = self.held(int(asked["generation"]))
                 if held is None:
                     send_line(line, {"error": "it does not offer that state"})
@@ -166,6 +171,18 @@ class Source:
     def ask(self, kind: str, boxes: Sequence[Request] = ()) -> None:
         """Asks for a manifest, or for boxes."""
         send_line(self.line, {"token": self.token, "generation": self.generation, "kind": kind, "boxes": list(boxes)})
+
+    def types(self) -> list[Leaf]:
+        """The arrays of the state as the worker trains with them; none if it does not train.
+
+        Raises:
+          ProcessError: it does not answer.
+        """
+        try:
+            self.ask("types")
+            return [Leaf.from_json(leaf) for leaf in json.loads(self.stream.readline())["leaves"]]
+        except (OSError, ValueError, KeyError) as error:
+            raise self.failed(error) from error
 
     def manifest(self) -> tuple[int, list[Leaf], list[list[Box]]]:
         """The step, the arrays, and the boxes of each that the holder has.

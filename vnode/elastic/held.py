@@ -91,24 +91,28 @@ class Held:
           state: a pytree of arrays on devices, and other leaves, which are left out.
           copy: whether to copy; otherwise CPUs' arrays are shown as they are, and are not donated in place meanwhile.
         """
-        leaves, parts = [], []
-        for path, leaf in jax.tree.leaves_with_path(state):
-            if not is_array(leaf):
-                continue
-            leaf = leaf if hasattr(leaf, "shape") else jnp.asarray(leaf)  # a Python number
-            key = str(jax.random.key_impl(leaf)) if is_key(leaf) else ""
-            data = jax.random.key_data(leaf) if key else leaf
-            spec = tuple(names_of(entry) for entry in partition(leaf))
-            leaves.append(
-                Leaf(jax.tree_util.keystr(path), tuple(data.shape), str(data.dtype), spec, key, bool(is_weak(leaf)))
-            )
-            parts.append(boxes_of(data, copy))
-        return cls(step, tuple(leaves), tuple(parts))
+        arrays = [leaf for leaf in jax.tree.leaves(state) if is_array(leaf)]
+        data = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in arrays]
+        return cls(step, types_of(state), tuple(boxes_of(each, copy) for each in data))
 
     @property
     def nbytes(self) -> int:
         """Bytes that are held."""
         return sum(part.nbytes for parts in self.parts for part in parts.values())
+
+
+def types_of(state: Any) -> tuple[Leaf, ...]:
+    """The arrays of a state on devices."""
+    leaves = []
+    for path, leaf in jax.tree.leaves_with_path(state):
+        if is_array(leaf):
+            leaf = leaf if hasattr(leaf, "shape") else jnp.asarray(leaf)  # a Python number
+            key = str(jax.random.key_impl(leaf)) if is_key(leaf) else ""
+            data = jax.eval_shape(jax.random.key_data, leaf) if key else leaf
+            spec = tuple(names_of(entry) for entry in partition(leaf))
+            name = jax.tree_util.keystr(path)
+            leaves.append(Leaf(name, tuple(data.shape), str(data.dtype), spec, key, bool(is_weak(leaf))))
+    return tuple(leaves)
 
 
 def names_of(entry: Any) -> tuple[str, ...]:

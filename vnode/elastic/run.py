@@ -24,7 +24,7 @@ from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.options import CHECKPOINTS_KEPT, RunOptions
 from vnode.elastic.result import Result
 from vnode.elastic.signals import SecondInterrupt, Stop
-from vnode.errors import CheckpointError
+from vnode.errors import CheckpointError, VnodeError, layout_message
 from vnode.placement.gone import check_there
 from vnode.placement.records import check_same
 from vnode.placement.world import world
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
 
 logger = logging.getLogger("vnode")
+
+SUPERVISOR = "VNODE_SUPERVISOR"
+"""The environment variable by which a process knows that it is a worker, and where its supervisor is."""
 
 
 @api_boundary
@@ -229,6 +232,8 @@ def repeated(data: Any) -> Any:
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` for a step on pytrees."""
     load = loader(data, options.steps)
+    if SUPERVISOR in os.environ:
+        return run_as_worker(step, state, data, load, options)
     if world().several:
         facts = facts_of_run(step, state, data, options)
         check_same("to begin a run", facts, shows={"state": differing_lines})
@@ -246,6 +251,37 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         result = driver.run()
         if saved is not None:
             finish_checkpoints(saved, result, stop)
+        return result
+
+
+def run_as_worker(step: Any, state: Any, data: Any, load: Any, options: RunOptions) -> Result:
+    """`run` in a process that a supervisor has started, as one of several that come and go.
+
+    Raises:
+      VnodeError: an option needs what the supervisor decides.
+    """
+    from vnode.elastic.membership import Membership  # a run without workers needs none of this
+    from vnode.elastic.worker import WorkerDriver
+
+    if options.devices is not None or isinstance(step, AutoStep):
+        what = "virtual_nodes='auto'" if isinstance(step, AutoStep) else f"devices={options.devices!r}"
+        raise VnodeError(
+            layout_message(
+                f"{what} has no meaning for a worker: its supervisor decides on which devices the step runs.",
+                remedies=["leave it out, with a number of virtual nodes", "or run the script without vnode run"],
+            )
+        )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(plain_interrupt())
+        stop = stack.enter_context(Stop.on(options.stop_signals))
+        feed = stack.enter_context(Prefetch(load, depth=options.prefetch, stop=options.steps))
+        driver = WorkerDriver(Membership.from_environment(), step, data, feed, state, options, None, stop)
+        del state
+        stack.callback(driver.close)
+        driver.display = stack.enter_context(display(False, driver.number, options.steps))
+        result = driver.run()
+        if driver.checkpoints is not None:
+            finish_checkpoints(driver.checkpoints, result, stop)
         return result
 
 

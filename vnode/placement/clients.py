@@ -38,15 +38,13 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
       interface: the address at which other processes reach this one.
 
     Returns:
-      The world. One of a single process has no client of a service.
+      The world. That of a single process has the devices that JAX shows.
 
     Raises:
       ProcessError: this version of JAX has no such constructors, or the service does not answer.
     """
-    devices = jax.local_device_count()
     if count == 1:
-        backend = constructors()["make_cpu_client"](asynchronous=True, num_devices=devices)
-        return World(devices=tuple(backend.devices()), generation=generation)
+        return World(own_devices=tuple(jax.local_devices()), generation=generation)
     check_reachable(address)
     made = constructors()
     client = made["get_distributed_runtime_client"](
@@ -66,11 +64,11 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
         node_id=index,
         num_nodes=count,
         collectives=collectives,
-        num_devices=devices,
+        num_devices=jax.local_device_count(),
     )
-    meeting = Rendezvous(client, index)
+    meeting = Rendezvous(client, index, count)
     board = Board(meeting, index)
-    return World(count, index, meeting, board, devices=tuple(backend.devices()), generation=generation)
+    return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
 
 
 def check_reachable(address: str) -> None:

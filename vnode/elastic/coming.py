@@ -1,0 +1,143 @@
+"""Makes the next generation of a worker: its world of JAX, the step on its devices, and the programs, ahead of time.
+
+Knows orders to prepare, steps, and states as what is held of them. Must not know when the generation begins.
+
+While this generation trains, a thread makes the next one: a second client of JAX, the step compiled for its devices, and
+one vote, by which the connections between its workers are made. So a switch waits for the state alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from vnode.elastic.handover import Source
+from vnode.elastic.held import Leaf
+from vnode.elastic.membership import Membership
+from vnode.elastic.processes import Agreement
+from vnode.errors import ProcessError
+from vnode.placement.clients import join_world
+from vnode.placement.leaves import is_array
+from vnode.placement.placement import Placement
+from vnode.placement.world import World, in_world, one_line
+from vnode.threads import background
+
+SCOPE = "run 0"
+"""The name of a run to the workers of a generation, of which each has one run."""
+
+
+class Coming:
+    """The generation to come, as one of its workers makes it.
+
+    Args:
+      order: the supervisor's, ``{generation, members, service}``.
+      member: this process among the workers.
+      home: the step, wherever its devices are.
+      like: the state as the script has it.
+      types: the arrays of the state as training has them; None where that must be asked for.
+      batch: loads a batch for a placement, to see its types.
+
+    Attributes:
+      world: its world, once it is made.
+      step: the step on its devices.
+      error: why it could not be made.
+    """
+
+    def __init__(
+        self,
+        order: dict[str, Any],
+        member: Membership,
+        home: Any,
+        like: Any,
+        types: Sequence[Leaf] | None,
+        batch: Callable[[Placement], Any],
+    ) -> None:
+        self.order, self.member = order, member
+        self.home, self.like, self.types, self.batch = home, like, types, batch
+        self.generation: int = order["generation"]
+        self.members: list[dict[str, Any]] = order["members"]
+        self.rank = next(i for i, each in enumerate(self.members) if each["worker"] == member.number)
+        self.world: World | None = None
+        self.step: Any = None
+        self.error: BaseException | None = None
+        self.thread = background(self.make, "vnode-coming")
+
+    def make(self) -> None:
+        """The thread that makes it, and tells the supervisor."""
+        began = time.monotonic()
+        try:
+            self.build()
+        except BaseException as error:  # the supervisor decides what becomes of it
+            self.error = error
+            self.member.send("unprepared", generation=self.generation, error=one_line(error))
+            return
+        self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
+
+    def build(self) -> None:
+        """Makes the world, and compiles for it."""
+        world = join_world(
+            self.order["service"],
+            self.rank,
+            len(self.members),
+            generation=self.generation,
+            interface=self.member.interface,
+        )
+        world.scopes.append(SCOPE)
+        self.world = world
+        self.member.enter(world)
+        with in_world(world):
+            self.step = self.home.on(world.devices)
+            placement = self.step.placement
+            types = self.types if self.types is not None else self.asked_types()
+            args, kwargs = self.step.spec.bound((abstract_state(self.like, types, placement), self.batch(placement)), {})
+            self.step.executor.compile_for(args, kwargs)
+            vote_once()
+
+    def asked_types(self) -> list[Leaf] | None:
+        """The arrays of the state as those that train have them; None if nobody trains yet."""
+        for each in self.members:
+            if each["worker"] != self.member.number:
+                with contextlib.suppress(ProcessError):
+                    source = Source(f"worker {each['worker']}", each["handover"], self.member.token, 0)
+                    try:
+                        found = source.types()
+                    finally:
+                        source.close()
+                    if found:
+                        return found
+        return None
+
+
+def vote_once() -> None:
+    """One vote of all workers, so that its program is compiled, and the connections between them are made."""
+    agreement = Agreement(1)
+    for number in range(2 if agreement.delay else 0):
+        agreement.vote(number, [False] * 3)
+
+
+def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:
+    """What stands for a state on a placement's devices.
+
+    Args:
+      like: a state of the same structure.
+      types: its arrays, as training has them; None for those of `like`.
+      placement: where it will be.
+    """
+    if types is None:
+        return like
+    rest = iter(types)
+    return jax.tree.map(lambda leaf: abstract_leaf(next(rest), placement) if is_array(leaf) else leaf, like)
+
+
+def abstract_leaf(leaf: Leaf, placement: Placement) -> jax.ShapeDtypeStruct:
+    """What stands for one array."""
+    sharding, dtype = leaf.sharding(placement), jnp.dtype(leaf.dtype)
+    if not leaf.key:
+        return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=leaf.weak)
+    made = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=leaf.key), jax.ShapeDtypeStruct(leaf.shape, dtype))
+    return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=leaf.sharding(placement) if made.shape else placement.sharding())

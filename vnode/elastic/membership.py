@@ -1,0 +1,234 @@
+"""This process's place among the workers of a job: what the supervisor asks for, and what it is told.
+
+Knows the channel to the supervisor, and worlds that end. Must not know steps, states, nor what is done about a message.
+
+The supervisor gives a worker its address, a file with a token, and a number, in the environment. One thread receives its
+messages, and sends a sign of life five times a second. Whoever waits in a world looks at the board of that world: when
+the supervisor says that a worker is lost, this thread writes it there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import os
+import pathlib
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vnode.errors import ProcessError, layout_message
+from vnode.placement.board import Notice
+from vnode.placement.world import World
+from vnode.threads import background
+from vnode.workers.wire import Channel, WireError
+
+SUPERVISOR, TOKEN, NUMBER = "VNODE_SUPERVISOR", "VNODE_TOKEN_FILE", "VNODE_WORKER"
+"""The environment variables by which a worker finds its supervisor."""
+
+BEAT = 0.2
+"""Seconds between two signs of life."""
+
+WORD = 20.0
+"""Seconds to wait for the supervisor's word after an error that another worker may be the cause of."""
+
+ORPHANED = 75
+"""The exit code of a worker whose supervisor has died (EX_TEMPFAIL of sysexits.h: try again later)."""
+
+
+class Orphaned(SystemExit):
+    """The supervisor has died: the process ends."""
+
+
+class Membership:
+    """This process among the workers of a job.
+
+    Args:
+      address: of the supervisor, ``host:port``.
+      token: which it asks for.
+      number: of this worker.
+
+    Attributes:
+      doing: what this worker does, for people.
+      stop: why the supervisor has asked for the end of the run; empty if it has not.
+      closed: whether the channel is.
+    """
+
+    def __init__(self, address: str, token: str, number: int) -> None:
+        self.number, self.token = number, token
+        self.interface = address.rsplit(":", 1)[0].strip("[]")
+        self.channel = Channel.connect(address)
+        self.changed = threading.Condition()
+        self.prepare: dict[str, Any] | None = None
+        self.gone: dict[int, dict[str, Any]] = {}
+        self.left: dict[int, dict[str, Any]] = {}
+        self.cancelled: dict[int, str] = {}
+        self.released: set[int] = set()
+        self.end: dict[str, Any] | None = None
+        self.stop, self.closed = "", False
+        self.worlds: dict[int, World] = {}
+        self.step, self.doing, self.waits, self.nodes, self.generation = -1, "to start", False, 0, 0
+        self.metrics: dict[str, float] = {}
+        self.calls = 0
+        self.send("hello", protocol=1, worker=number, pid=os.getpid(), host=socket.gethostname(), token=token)
+        background(self.receive, "vnode-member")
+        background(self.beat, "vnode-member")
+
+    @classmethod
+    def from_environment(cls) -> Membership:
+        """The membership of this process, which a supervisor has started.
+
+        Raises:
+          ProcessError: the supervisor cannot be reached.
+        """
+        global _OWN
+        address = os.environ[SUPERVISOR]
+        if _OWN is None or _OWN[0] != os.getpid():
+            try:
+                token = pathlib.Path(os.environ[TOKEN]).read_text().strip()
+                _OWN = os.getpid(), cls(address, token, int(os.environ[NUMBER]))
+            except (KeyError, OSError, ValueError, WireError) as error:
+                raise ProcessError(
+                    layout_message(
+                        f"the supervisor at {address} cannot be reached: {type(error).__name__}: {error}",
+                        remedies=[
+                            "start the script by vnode run",
+                            f"or without workers: unset {SUPERVISOR} in the environment",
+                        ],
+                    )
+                ) from error
+        return _OWN[1]
+
+    def send(self, kind: str, **message: Any) -> None:
+        """Tells the supervisor something; nothing if it is gone, which the receiving thread finds out."""
+        with contextlib.suppress(WireError):
+            self.channel.send({"kind": kind, **message})
+
+    def beat(self) -> None:
+        """The thread that gives signs of life."""
+        while not self.closed:
+            self.send(
+                "progress",
+                generation=self.generation,
+                step=self.step,
+                doing=self.doing,
+                waits=self.waits,
+                nodes=self.nodes,
+                metrics=self.metrics,
+            )
+            time.sleep(BEAT)
+
+    def receive(self) -> None:
+        """The thread that receives messages."""
+        while True:
+            try:
+                message = self.channel.receive()
+            except (WireError, OSError):
+                break
+            with self.changed:
+                self.take(message)
+                self.changed.notify_all()
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
+    def take(self, message: dict[str, Any]) -> None:
+        """Takes note of a message."""
+        kind, generation = message["kind"], message.get("generation", 0)
+        if kind == "prepare":
+            self.prepare = message
+        elif kind == "go":
+            self.gone[generation] = message
+        elif kind == "cancel":
+            self.cancelled[generation] = message.get("why", "")
+            if self.prepare is not None and self.prepare["generation"] == generation:
+                self.prepare = None
+            self.lose(generation, [{"rank": -1, "why": f"it is not used: {message.get('why', '')}"}])
+        elif kind == "leave":
+            self.left[generation] = message
+            self.lose(generation, message["lost"])
+        elif kind == "release":
+            self.released.add(generation)
+        elif kind == "stop":
+            self.stop = message.get("why") or "the supervisor asked for it"
+        elif kind == "end":
+            self.end = message
+            self.lose(self.generation, [{"rank": -1, "why": "the supervisor ends this worker"}])
+
+    def lose(self, generation: int, lost: list[dict[str, Any]]) -> None:
+        """Has whoever waits in a world wait no longer."""
+        world = self.worlds.get(generation)
+        if world is None or world.board is None:
+            return
+        for each in lost:
+            rank = each["rank"] if 0 <= each["rank"] < world.count and each["rank"] != world.index else world.others[0]
+            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=True))
+
+    def enter(self, world: World) -> None:
+        """From now on, this process may wait in a world."""
+        with self.changed:
+            self.worlds[world.generation] = world
+            for generation in [known for known in self.worlds if known < world.generation - 1]:
+                del self.worlds[generation]
+            if world.generation in self.left:
+                self.lose(world.generation, self.left[world.generation]["lost"])
+
+    def wait(self, found: Callable[[], Any], seconds: float | None = None) -> Any:
+        """Waits until something is there.
+
+        Args:
+          found: what it is, or None or False.
+          seconds: to wait; None for as long as it takes.
+
+        Returns:
+          What `found` returns; None after so many seconds.
+
+        Raises:
+          SystemExit: the supervisor ends this worker, or has died.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        with self.changed:
+            while not (value := found()):
+                self.check()
+                left = None if end is None else end - time.monotonic()
+                if left is not None and left <= 0:
+                    return None
+                self.changed.wait(left)
+            return value
+
+    def check(self) -> None:
+        """Ends this process where the supervisor wants it, or has died.
+
+        Raises:
+          SystemExit: so it is.
+        """
+        self.check_end()
+        if self.closed:
+            raise Orphaned(ORPHANED)
+
+    def check_end(self) -> None:
+        """Ends this process where the supervisor wants it.
+
+        Raises:
+          SystemExit: so it is.
+        """
+        if self.end is not None:
+            raise SystemExit(self.end.get("code", 0))
+
+    def take_prepare(self) -> dict[str, Any] | None:
+        """What generation is to be prepared, once."""
+        with self.changed:
+            order, self.prepare = self.prepare, None
+            return order
+
+    def loss(self, *generations: int) -> dict[str, Any] | None:
+        """The order to leave one of some generations; the last, if there are several."""
+        with self.changed:
+            found = [self.left[generation] for generation in generations if generation in self.left]
+            return found[-1] if found else None
+
+
+_OWN: tuple[int, Membership] | None = None
+"""The membership of this process, and its process number: a forked process has none."""

@@ -1,0 +1,524 @@
+"""The loop of a run in one of several workers: generations of workers follow one another, and the state goes with them.
+
+Knows the loop of a run, the supervisor's messages, and states as what workers hold of them. Must not know sockets, nor
+how a world is made.
+
+A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
+switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is; the furthest
+wins, and whoever has less fetches it. Either way the next generation begins with the bits that an undisturbed run has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import time
+import traceback
+from collections import deque
+from typing import Any
+
+import jax
+
+from vnode.elastic.coming import Coming
+from vnode.elastic.driver import AHEAD, Driver, due
+from vnode.elastic.handover import Handover, Source, fetch_boxes
+from vnode.elastic.held import Held, IncompleteState, made_state, missing, types_of
+from vnode.elastic.identity import differing_lines, facts_of_run
+from vnode.elastic.integrity import OwnCopy
+from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
+from vnode.elastic.metrics import by_name, finished
+from vnode.elastic.processes import Agreement
+from vnode.elastic.recovery import Recovery, whole
+from vnode.elastic.result import Resize, Result
+from vnode.errors import CheckpointError, ProcessError
+from vnode.placement.exchange import whole_everywhere
+from vnode.placement.gone import given_away
+from vnode.placement.leaves import is_key
+from vnode.placement.placement import Placement
+from vnode.placement.records import check_same
+from vnode.placement.waiting import exchange_words, is_runtime_error, ready
+from vnode.placement.world import ALONE, in_world, one_line, world
+from vnode.step.identity import step_facts, versions
+
+logger = logging.getLogger("vnode")
+
+CHECK_AFTER = 8
+"""Steps of a generation after which its copies of the state are compared for the first time."""
+
+
+class WorkerDriver(Driver):
+    """One run, as one of the workers of a job has part in it.
+
+    Attributes:
+      member: this process among the workers.
+      generation: the number of the generation that it is in; 0 for none.
+      coming: the generation to come, as far as it is made.
+      recent: the states before the last steps, of which the last that is computed is what a loss leaves.
+      held: what this worker holds of the last state that was whole, between two generations.
+    """
+
+    def __init__(self, member: Membership, *args: Any) -> None:
+        self.member = member
+        super().__init__(*args)
+
+    def begin(self, step: Any, state: Any) -> None:
+        """Comes to the run; the loop begins with the first generation."""
+        self.home = self.step = step
+        self.script_state = state
+        self.recovery = HeldRecovery(self.recovery.alive, None, self.recovery.like)
+        self.handover = Handover(self.member.interface, self.member.token)
+        self.context = contextlib.ExitStack()
+        self.generation = 0
+        self.coming: Coming | None = None
+        self.recent: deque[tuple[int, Any]] = deque(maxlen=2)
+        self.held: Held | None = None
+        self.offered = -1
+        self.ahead = 1
+        self.members: list[dict[str, Any]] = []
+        self.donates = bool(step.spec.donate_argnums)
+        self.saves = self.options.checkpoint is not None
+        self.resumed: int | None = None
+        self.best: tuple[int, float] | None = None
+        self.number = self.first = self.told = self.options.start
+        self.state: Any = None
+        self.last_save = time.monotonic()
+        self.call, self.member.calls = self.member.calls, self.member.calls + 1
+        self.arrive()
+
+    def arrive(self) -> None:
+        """Tells the supervisor that this worker can be used."""
+        self.member.doing, self.member.waits = "to join", True
+        facts = {**versions(), "virtual nodes": self.home.options.virtual_nodes, "step": step_facts(self.home.options)}
+        self.member.send(
+            "arrived",
+            call=self.call,
+            facts={name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()},
+            handover=self.handover.address,
+            virtual_nodes=self.home.options.virtual_nodes,
+        )
+
+    def run(self) -> Result:
+        """The loop, generation after generation.
+
+        Raises:
+          BaseException: what ended it; the supervisor is told.
+        """
+        enters = True
+        try:
+            while True:
+                try:
+                    if enters:
+                        self.enter()
+                        enters = False
+                    while self.number < self.end and not self.stopping and self.diverged is None:
+                        self.advance()
+                    self.finish()
+                    break
+                except Exception as error:
+                    self.give_up(error)
+                    enters = True
+        except SystemExit:
+            raise
+        except BaseException as error:
+            self.member.send("error", text=one_line(error), step=self.number)
+            self.rescue(error)
+            raise
+        result = self.result()
+        self.member.doing = "the rest of the script"
+        self.member.send("finished", generation=self.generation, step=self.number, reason=result.reason)
+        if self.member.closed:
+            logger.error("the supervisor has died; the run ends after %d steps", self.number)
+            raise Orphaned(ORPHANED)
+        return result
+
+    def enter(self) -> None:
+        """Waits for the next generation of which this worker is a member, and begins there.
+
+        Raises:
+          SystemExit: the supervisor has no use for this worker any longer.
+        """
+        self.member.waits = True
+        while True:
+            self.member.wait(self.something_to_do)
+            order = self.member.take_prepare()
+            if order is not None:
+                self.coming = self.prepared(order, self.held)
+                continue
+            coming = self.coming
+            if coming is None:
+                continue
+            if coming.generation in self.member.cancelled:
+                self.coming = None
+            elif (loss := self.member.loss(coming.generation)) is not None:
+                self.coming = None
+                self.say_left(loss)
+            elif coming.generation in self.member.gone:
+                coming.thread.join()
+                if coming.error is not None:
+                    raise coming.error
+                self.begin_in(coming, self.member.gone[coming.generation])
+                return
+
+    def something_to_do(self) -> bool:
+        """Whether the supervisor has said something about a generation to come."""
+        coming, member = self.coming, self.member
+        if member.prepare is not None:
+            return True
+        return coming is not None and any(
+            coming.generation in known for known in (member.cancelled, member.left, member.gone)
+        )
+
+    def prepared(self, order: dict[str, Any], held: Held | None) -> Coming:
+        """The generation to come, in the making."""
+        types = self.handover.types or (None if held is None else held.leaves) or None
+        number = self.number
+        return Coming(
+            order, self.member, self.home, self.script_state, types, lambda placement: self.feed.aside(number, placement)
+        )
+
+    def begin_in(self, coming: Coming, order: dict[str, Any]) -> None:
+        """Begins in a generation that is made."""
+        began = time.perf_counter()
+        assert coming.world is not None
+        self.coming = None
+        self.context.close()
+        self.context.enter_context(in_world(coming.world))
+        self.generation, self.members = coming.generation, coming.members
+        self.agreement, self.own = Agreement(AHEAD), None
+        self.sums.clear()
+        self.pending.clear()
+        before, self.step = self.step, coming.step
+        number = self.number
+        if order["step"] == -1:
+            self.begin_new()
+        else:
+            self.take_over(order)
+        self.held = None
+        self.back_to(self.number)
+        self.first = self.number
+        self.handover.types = types_of(self.state)
+        self.recent.clear()
+        self.keep()
+        self.member.generation = self.generation
+        self.member.nodes = own_nodes(self.step.placement, coming.world.index)
+        self.report()
+        self.member.send("switched", generation=self.generation, step=self.number)
+        if order["step"] != -1:
+            change = Resize(self.number, before.placement, self.step.placement, repeated=max(0, number - self.number))
+            change.move = time.perf_counter() - began
+            self.changed(self.step, change)
+
+    def begin_new(self) -> None:
+        """Begins with the state that the script made, or with the newest checkpoint."""
+        facts = facts_of_run(self.home, self.script_state, self.data, self.options)
+        check_same("to begin a run", facts, shows={"state": differing_lines})
+        self.number, state = self.options.start, self.script_state
+        if self.saves:
+            found = self.restored() if world().index == 0 else None
+            if found is not None:
+                self.handover.offer(self.generation, Held.from_state(*found))
+            number = int(exchange_words("to restore a checkpoint", str(-1 if found is None else found[0]))[0])
+            if number >= 0:
+                self.number = self.resumed = self.recovery.saved = number
+                state = found[1] if found is not None else self.fetched_whole()
+                logger.info("resumed from step %d", number)
+        self.state = self.step.put(state)
+        ready(self.state, "the state of a new run")
+
+    def restored(self) -> tuple[int, Any] | None:
+        """The newest checkpoint, on a device of this process alone; rank 0 asks for it."""
+        from vnode.elastic.checks import check_start
+
+        with in_world(ALONE):
+            folder = self.folder()
+            found = self.recovery.resume(lambda number: alone(self.home.placement))
+            check_start(self.options.start if found is None else found[0], self.options, folder)
+            return found
+
+    def folder(self) -> Any:
+        """The folder of checkpoints, which rank 0 alone opens."""
+        if self.checkpoints is None:
+            from vnode.elastic.checkpoints import Checkpoints
+            from vnode.elastic.options import CHECKPOINTS_KEPT
+
+            self.checkpoints = Checkpoints(self.options.checkpoint, self.options.checkpoints_kept or CHECKPOINTS_KEPT)
+            self.recovery.checkpoints = self.checkpoints
+        return self.checkpoints
+
+    def fetched_whole(self) -> Any:
+        """The state that rank 0 has restored, on a device of this process alone."""
+        with in_world(ALONE):
+            return self.fetched(self.members[:1], None, alone(self.home.placement))[1]
+
+    def take_over(self, order: dict[str, Any]) -> None:
+        """Begins with the state that the holders have, of which this worker may be one."""
+        others = [holder for holder in order["holders"] if holder["worker"] != self.member.number]
+        held = self.held
+        if held is not None and order["step"] not in (None, held.step):
+            held = None
+        if held is not None:
+            self.handover.offer(self.generation, held)
+            self.offered = held.step
+        try:
+            if held is None:
+                raise IncompleteState("")
+            missing(held.leaves, held, {}, self.step.placement)
+            self.number, self.state = held.step, made_state(
+                self.script_state, held.leaves, held, {}, self.step.placement
+            )
+        except IncompleteState:
+            self.number, self.state = self.fetched(others, held, self.step.placement)
+        ready(self.state, "the state of a new generation")
+
+    def fetched(self, holders: list[dict[str, Any]], held: Held | None, placement: Placement) -> tuple[int, Any]:
+        """The state, of what this worker holds and what others do.
+
+        Args:
+          holders: the others, by worker and address.
+          held: what this worker holds.
+          placement: where the state is to be.
+        """
+        if not holders:
+            raise ProcessError("no worker is left that holds the state.")
+        with contextlib.ExitStack() as stack:
+            sources = {}
+            for holder in holders:
+                name = f"worker {holder['worker']}"
+                sources[name] = Source(name, holder["handover"], self.member.token, self.generation)
+                stack.callback(sources[name].close)
+            manifests = {name: source.manifest() for name, source in sources.items()}
+            steps = {name: step for name, (step, _, _) in manifests.items()}
+            if held is not None:
+                steps["this worker"] = held.step
+            if len(set(steps.values())) != 1:
+                raise ProcessError(f"the holders of the state are not at the same step: {steps}")
+            leaves = next((leaves for _, leaves, _ in manifests.values()), None) or held.leaves  # pyright: ignore
+            asked = missing(leaves, held, {name: boxes for name, (_, _, boxes) in manifests.items()}, placement)
+            boxes = fetch_boxes(sources, leaves, asked)
+        return next(iter(steps.values())), made_state(self.script_state, leaves, held, boxes, placement)
+
+    def agree(self) -> None:
+        """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
+        self.member.check_end()
+        order = self.member.take_prepare()
+        if order is not None:
+            self.coming = self.prepared(order, None)
+        self.report()
+        self.compare_later()
+        self.hold_back()
+        super().agree()
+
+    def flags(self) -> list[bool]:
+        """What this worker raises its hand for."""
+        asked = self.stop.asked or bool(self.member.stop) or self.member.closed
+        coming = self.coming
+        switch = coming is not None and coming.generation in self.member.gone
+        return [asked, self.is_late(), switch]
+
+    def take_flags(self, flags: list[bool]) -> None:
+        """Does what the workers have agreed about."""
+        self.stopping, self.late, switch = flags
+        if switch and not self.stopping:
+            self.switch()
+        self.recent.append((self.number, self.state))
+
+    def switch(self) -> None:
+        """Goes on in the next generation, or leaves; every worker of this one does before the same step."""
+        self.fetch(0)
+        ready(self.state, f"step {self.number - 1}")
+        self.held = Held.from_state(self.number, self.state)
+        coming = self.coming
+        known = self.member.wait(self.knows_switch, WORD)
+        if not known:
+            raise ProcessError("the supervisor has not said to which generation the workers switch.")
+        self.state = None
+        self.recent.clear()
+        if coming is None:  # a worker that is left out offers what it holds, and stands by
+            generation = max(self.member.gone)
+            self.handover.offer(generation, self.held)
+            self.step_out(generation)
+        self.enter()
+
+    def knows_switch(self) -> bool:
+        """Whether the supervisor has said what comes next."""
+        newer = [generation for generation in self.member.gone if generation > self.generation]
+        return bool(newer) or self.member.loss(self.generation) is not None
+
+    def step_out(self, generation: int) -> None:
+        """Leaves the workers that train; the others fetch what they need."""
+        self.member.doing, self.member.waits, self.member.nodes = "to hand over its state", True, 0
+        self.member.wait(lambda: generation in self.member.released or self.member.loss(generation, self.generation))
+        self.handover.withdraw()
+        self.context.close()
+        self.generation = self.member.generation = 0
+        self.held = None
+        self.arrive()
+
+    def give_up(self, error: Exception) -> None:
+        """After an error: leaves the generation, if another worker is lost.
+
+        Raises:
+          Exception: the error, if it is this worker's own.
+        """
+        generations = [self.generation] + ([self.coming.generation] if self.coming is not None else [])
+        loss = self.member.loss(*generations)
+        if loss is None and (isinstance(error, ProcessError) or is_runtime_error(error)):
+            self.member.send("lost_peer", generation=self.generation, text=one_line(error))
+            loss = self.member.wait(lambda: self.member.loss(*generations), WORD)
+        if loss is None:
+            raise error
+        logger.warning("step %d: %s", self.number, one_line(error))
+        traceback.clear_frames(error.__traceback__)  # they hold the state
+        self.held = self.last_whole() or self.held
+        self.state = None
+        self.recent.clear()
+        self.pending.clear()
+        self.say_left(loss)
+
+    def say_left(self, loss: dict[str, Any]) -> None:
+        """Tells the supervisor which state this worker has after a loss."""
+        self.member.doing, self.member.waits = "to go on without a worker that is lost", True
+        step = -1 if self.held is None else self.held.step
+        self.member.send("left", generation=loss["generation"], step=step)
+
+    def last_whole(self) -> Held | None:
+        """The furthest state that is computed, as what this worker holds of it."""
+        states = [*self.recent, (self.number, self.state)]
+        for number, state in sorted(states, key=lambda each: -each[0]):
+            if state is None or given_away(state, "state"):
+                continue
+            arrays = [leaf for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+            if all(is_key(array) or array.is_ready() for array in arrays) and whole(state):
+                self.tell_finished(number)
+                return Held.from_state(number, state)
+        kept = self.recovery.kept
+        return kept[1].held if kept is not None else None  # pyright: ignore[reportAttributeAccessIssue]
+
+    def tell_finished(self, number: int) -> None:
+        """Tells the metrics of the steps behind a state that is computed."""
+        while self.pending and self.pending[0][0] < number and finished(self.pending[0][1]):
+            self.fetch(len(self.pending) - 1)
+
+    def report(self) -> None:
+        """Tells the supervisor where this worker is."""
+        self.member.step, self.member.waits = self.number, False
+        self.member.doing = f"step {self.number}"
+
+    def tell(self, number: int, values: Any) -> None:
+        """As in one process; the supervisor is told the numbers, too."""
+        self.member.metrics = {
+            name: float(value) for name, value in by_name(values).items() if isinstance(value, bool | int | float)
+        }
+        super().tell(number, values)
+
+    def compare_later(self) -> None:
+        """Begins to compare the workers' copies of the state, some steps after a generation began."""
+        if self.agreement.delay and self.own is None and self.number == self.first + CHECK_AFTER:
+            self.own = OwnCopy(self.state)
+            self.agreement.holders = self.own.holders
+            self.agreement.votes.clear()
+
+    def hold_back(self) -> None:
+        """Keeps what was offered to others until all of them have it."""
+        if self.offered >= 0 and self.number > self.offered + AHEAD + 1:
+            self.handover.withdraw()
+            self.offered = -1
+
+    def follow(self, request: Any) -> None:
+        """The supervisor alone says on which devices the run goes on."""
+
+    def keep(self) -> None:
+        """Copies the state, where the states before the last steps are not there to go back to."""
+        if self.donates or self.options.on_nan == "stop":
+            super().keep()
+
+    def save_is_due(self) -> bool:
+        """Whether it is time for a checkpoint."""
+        late = self.late if self.agreement.delay else self.is_late()
+        return self.saves and (late or due(self.number, self.options.checkpoint_every))
+
+    def save(self) -> None:
+        """Has rank 0 save the state, of which every worker gives its parts."""
+        if not self.saves:
+            return
+        state = whole_everywhere(self.state)
+        self.last_save = time.monotonic()
+        saved = self.recovery.saved
+        if world().index or (saved is not None and self.number <= saved):
+            return
+        try:
+            with in_world(ALONE):
+                self.folder()
+                self.write_checkpoint(self.number, own_copy_of(state))
+        except CheckpointError as error:
+            if self.number >= self.end or self.stopping:
+                raise
+            self.say(f"the run goes on without a checkpoint of step {self.number}: {error}", logging.ERROR)
+
+    def rescue(self, error: BaseException) -> None:
+        """Saves what there is before an error ends the run, where no other worker has it."""
+        if self.saves and world().count == 1 and self.generation:
+            super().rescue(error)
+        elif self.generation:
+            error.add_note("The other workers go on without this one.")
+
+    def close(self) -> None:
+        """Ends what this worker did for others."""
+        super().close()
+        self.handover.close()
+        if self.checkpoints is not None:
+            with in_world(ALONE):
+                self.checkpoints.close()
+        self.context.close()
+
+
+class HeldRecovery(Recovery):
+    """Copies of what a worker holds of a state; checkpoints are read when a run begins."""
+
+    def keep(self, number: int, state: Any) -> None:
+        """Copies what this worker holds to the host."""
+        held = Held.from_state(number, ready(state, f"the state after {number} steps"), copy=True)
+        self.kept = number, HeldCopy(held, self.like)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @property
+    def good(self) -> int | None:
+        """The step number of the copy to go back to."""
+        return None if self.kept is None else self.kept[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldCopy:
+    """A copy of what a worker holds of a state, as a copy of a state.
+
+    Attributes:
+      held: the copy.
+      like: a state of the same structure.
+    """
+
+    held: Held
+    like: Any
+
+    def on(self, placement: Placement) -> Any:
+        """The state on a placement's devices, if this worker holds all that it needs there."""
+        missing(self.held.leaves, self.held, {}, placement)
+        return made_state(self.like, self.held.leaves, self.held, {}, placement)
+
+
+def own_nodes(placement: Placement, rank: int) -> int:
+    """How many nodes a worker computes."""
+    return sum(
+        count for device, count in zip(placement.devices, placement.counts, strict=False) if device.process_index == rank
+    )
+
+
+def alone(placement: Placement) -> Placement:
+    """A placement of the same nodes on one device of this process."""
+    return Placement(placement.virtual_nodes, jax.local_devices()[:1], axis=placement.axis)
+
+
+def own_copy_of(state: Any) -> Any:
+    """A state that is whole in this process, on a device of its own client of JAX."""
+    held = Held.from_state(0, state)
+    return made_state(state, held.leaves, held, {}, Placement(1, jax.local_devices()[:1]))
