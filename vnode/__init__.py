@@ -3,27 +3,6 @@
 import importlib as _importlib
 import typing as _typing
 
-from vnode import operators
-from vnode.errors import (
-    BatchError,
-    CouplingError,
-    MachineError,
-    MemoryLimitError,
-    PartitionError,
-    PlacementError,
-    ProcessError,
-    ProfileError,
-    SearchError,
-    TaskGraphError,
-    UnsupportedPrimitiveError,
-    VnodeError,
-    VnodeWarning,
-)
-from vnode.placement.placement import Placement
-from vnode.placement.uneven import UnevenSpec
-from vnode.step.virtual import VirtualStep
-from vnode.transform import virtualize
-
 __all__ = [
     "AutoStep",
     "Balance",
@@ -60,9 +39,27 @@ __all__ = [
 if _typing.TYPE_CHECKING:
     from vnode import data as data
     from vnode import elastic as elastic
+    from vnode import operators as operators
     from vnode import partition as partition
     from vnode.data import grain as grain
+    from vnode.errors import (
+        BatchError,
+        CouplingError,
+        MachineError,
+        MemoryLimitError,
+        PartitionError,
+        PlacementError,
+        ProcessError,
+        ProfileError,
+        SearchError,
+        TaskGraphError,
+        UnsupportedPrimitiveError,
+        VnodeError,
+        VnodeWarning,
+    )
     from vnode.integrations import nnx as nnx
+    from vnode.placement.placement import Placement
+    from vnode.placement.uneven import UnevenSpec
     from vnode.plan.balance.balance import Balance, balance
     from vnode.plan.balance.measure import profile
     from vnode.plan.balance.profiles import Measurement, Profile, Profiles
@@ -71,6 +68,8 @@ if _typing.TYPE_CHECKING:
     from vnode.plan.compare import explain
     from vnode.plan.nodes.auto import AutoStep
     from vnode.plan.nodes.fit import Fit, fit
+    from vnode.step.virtual import VirtualStep
+    from vnode.transform import virtualize
 
     __version__: str
 
@@ -79,25 +78,43 @@ _LAZY = {
     "elastic": "vnode.elastic",
     "grain": "vnode.data.grain",
     "nnx": "vnode.integrations.nnx",
+    "operators": "vnode.operators",
     "partition": "vnode.partition",
 }
-"""Modules that are imported when they are asked for: the core needs neither them nor the libraries behind them."""
+"""Modules that are imported when they are first asked for: steps need most of them and the libraries behind them not."""
 
 _HOMES = {
     "AutoStep": "vnode.plan.nodes.auto",
     "Balance": "vnode.plan.balance.balance",
+    "BatchError": "vnode.errors",
     "Check": "vnode.plan.check.answer",
+    "CouplingError": "vnode.errors",
     "Fit": "vnode.plan.nodes.fit",
+    "MachineError": "vnode.errors",
     "Measurement": "vnode.plan.balance.profiles",
+    "MemoryLimitError": "vnode.errors",
+    "PartitionError": "vnode.errors",
+    "Placement": "vnode.placement.placement",
+    "PlacementError": "vnode.errors",
+    "ProcessError": "vnode.errors",
     "Profile": "vnode.plan.balance.profiles",
+    "ProfileError": "vnode.errors",
     "Profiles": "vnode.plan.balance.profiles",
+    "SearchError": "vnode.errors",
+    "TaskGraphError": "vnode.errors",
+    "UnevenSpec": "vnode.placement.uneven",
+    "UnsupportedPrimitiveError": "vnode.errors",
+    "VirtualStep": "vnode.step.virtual",
+    "VnodeError": "vnode.errors",
+    "VnodeWarning": "vnode.errors",
     "balance": "vnode.plan.balance.balance",
     "check": "vnode.plan.check.check",
     "explain": "vnode.plan.compare",
     "fit": "vnode.plan.nodes.fit",
     "profile": "vnode.plan.balance.measure",
+    "virtualize": "vnode.transform",
 }
-"""Where names are that not every step needs; imported when they are asked for."""
+"""Where each public name is. It is imported when it is first asked for: the command line needs neither jax nor steps."""
 
 
 if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there
@@ -111,11 +128,12 @@ if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is
             except metadata.PackageNotFoundError:  # a source tree that is not installed
                 return "0+unknown"
         if name in _HOMES:
-            return getattr(_importlib.import_module(_HOMES[name]), name)
+            found = getattr(_importlib.import_module(_HOMES[name]), name)
+            return globals().setdefault(name, found)
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return _importlib.import_module(_LAZY[name])
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY, "__version__"])
+    return sorted({*__all__, *_LAZY, "__version__"})

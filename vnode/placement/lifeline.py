@@ -22,7 +22,7 @@ import weakref
 from typing import Any
 
 from vnode.placement.board import SERVICE_GONE, Board, Notice
-from vnode.placement.stopped import Resident
+from vnode.stopped import Resident
 from vnode.threads import background
 
 KEY = "vnode/lifeline"

@@ -1,0 +1,860 @@
+"""Turns events (a worker arrived, died, said something; time passed) into actions (send, spawn, kill) of a supervisor.
+
+Knows which workers train together, and the deadlines of all waits. Must not know processes, sockets or clocks.
+
+A generation is a set of workers that train together, with a coordination service of its own. The next one is prepared
+while the current one trains:
+
+    resize(3)            ->  Spawn(2)
+    arrived(worker 2)    ->  StartService(2), then Send(0 1 2, prepare)
+    prepared by all      ->  Send(0 1 2, go)
+    switched by all      ->  the next generation is the current one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from typing import Any, NamedTuple
+
+from vnode.errors import VnodeError, layout_message
+
+STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "ending", "lost"
+"""States of a worker: its process runs; `run` was called; its run ended well; it was told to end; it is gone."""
+
+
+class WorkerError(VnodeError):
+    """Workers cannot be started, resized or reached as asked, or the job that they belong to has failed.
+
+    Args:
+      message: what happened.
+      code: the exit code of the job, if it has ended.
+    """
+
+    def __init__(self, message: str = "", *, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class Send(NamedTuple):
+    """Sends a message to a worker."""
+
+    worker: int
+    message: dict[str, Any]
+
+
+class Spawn(NamedTuple):
+    """Starts the process of a worker."""
+
+    worker: int
+
+
+class Kill(NamedTuple):
+    """Ends the process of a worker with SIGKILL."""
+
+    worker: int
+
+
+class StartService(NamedTuple):
+    """Starts a coordination service; `Generations.service` is told its address."""
+
+    generation: int
+
+
+class EndService(NamedTuple):
+    """Ends a coordination service, to which no process is connected any more."""
+
+    service: str
+
+
+class Record(NamedTuple):
+    """Writes an event down."""
+
+    event: str
+    worker: int | None
+    step: int | None
+    why: str
+
+
+class End(NamedTuple):
+    """Ends the job with an exit code. `why` is empty if it ended well."""
+
+    code: int
+    why: str
+
+
+Action = Send | Spawn | Kill | StartService | EndService | Record | End
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long waits may last, in seconds, and how often workers are started again.
+
+    Attributes:
+      start: from the start of a process to its call of `run`, of a preparation, of a switch without a further step.
+      silence: of a worker that sends nothing.
+      restarts: of each worker number within `forget`.
+      forget: after this long a restart does not count any more.
+      errors: how long to wait for errors of other workers, once one has reported its own.
+      left: from the first answer to `leave` to the last.
+      leave: from `leave` to the last answer.
+      end: from `end`, or the report of an error, to the end of the process.
+    """
+
+    start: float = 300
+    silence: float = 10
+    restarts: int = 3
+    forget: float = 600
+    errors: float = 0.3
+    left: float = 1
+    leave: float = 5
+    end: float = 10
+
+
+@dataclasses.dataclass(eq=False)
+class Worker:
+    """One process with a number; a replacement of it is another `Worker` with the same number."""
+
+    number: int
+    started: float
+    state: str = STARTING
+    pid: int | None = None
+    connected: bool = False
+    heard: float = 0
+    call: int = 0
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    handover: str = ""
+    virtual_nodes: int = 0
+    step: int | None = None
+    doing: str = "starts"
+    nodes: int = 0
+    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
+    waits: bool = False
+    error: str | None = None
+    errored: float = 0
+    why: str = ""
+    kill_at: float | None = None
+    again: dict[str, Any] | None = None
+    code: int | None = None
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether it can train: it has called `run`, and has not failed."""
+        return self.state == READY and self.error is None
+
+
+@dataclasses.dataclass(eq=False)
+class Generation:
+    """Workers, in the order of their ranks, that train or will train together."""
+
+    number: int
+    members: list[Worker]
+    started: float
+    service: str | None = None
+    prepared: set[Worker] = dataclasses.field(default_factory=set)
+    switched: set[Worker] = dataclasses.field(default_factory=set)
+    go: float | None = None
+    seen: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Leave:
+    """A generation that is broken: which workers were told to leave it, and which state each holds."""
+
+    generation: int
+    asked: list[Worker]
+    started: float
+    steps: dict[Worker, int] = dataclasses.field(default_factory=dict)
+    first: float | None = None
+    complete: bool = False
+
+
+class Generations:
+    """Decides for one job. Each method is an event; it returns actions, to be done in their order.
+
+    Args:
+      workers: how many shall train.
+      spares: how many more shall stand by.
+      limits: deadlines.
+
+    Attributes:
+      wanted: how many workers shall train; at most as many as there are virtual nodes.
+      workers: the processes that have not ended, by number.
+      current: the generation that trains.
+      next: the one that is prepared, or switched to.
+      leave: what is left of a broken one, from the loss until the survivors train again.
+    """
+
+    def __init__(self, workers: int, *, spares: int = 0, limits: Limits | None = None) -> None:
+        self.wanted, self.spares, self.limits = workers, spares, limits or Limits()
+        self.workers: dict[int, Worker] = {}
+        self.current: Generation | None = None
+        self.next: Generation | None = None
+        self.leave: Leave | None = None
+        self.reference: Worker | None = None  # the first that arrived: others must not differ
+        self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
+        self.losses: dict[int, list[float]] = {}
+        self.services: dict[str, list[Worker]] = {}
+        self.generation, self.call, self.failures = 0, 0, 0
+        self.trained = False
+        self.stopping: tuple[str, int] | None = None
+        self.over: End | None = None
+        self.actions: list[Action] = []
+
+    # Events
+
+    def begin(self, now: float) -> list[Action]:
+        """The job begins."""
+        return self.settle(now)
+
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        return self.settle(now)
+
+    def connected(self, number: int, pid: int, now: float) -> list[Action]:
+        """A worker has connected."""
+        if worker := self.workers.get(number):
+            worker.connected, worker.pid, worker.heard = True, pid, now
+            self.send(worker, kind="welcome")
+        return self.settle(now)
+
+    def closed(self, number: int, why: str, now: float) -> list[Action]:
+        """The connection of a worker is closed."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.state in (STARTING, READY):
+            self.lose(worker, why, now)
+        return self.settle(now)
+
+    def exited(self, number: int, code: int, now: float) -> list[Action]:
+        """The process of a worker has ended."""
+        worker = self.workers.pop(number, None)
+        if worker is not None and not self.over:
+            worker.code = code
+            if worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
+                self.end(code or 1, self.never_ran(worker) if code == 0 else f"Worker {number} {ending(code)}.")
+            elif worker.state in (STARTING, READY):
+                self.lose(worker, ending(code), now)
+        return self.settle(now)
+
+    def stopped(self, number: int, now: float) -> list[Action]:
+        """The process of a worker has been stopped for a while, as by SIGSTOP."""
+        worker = self.workers.get(number)
+        if worker is not None and worker.state in (STARTING, READY):
+            self.lose(worker, "is stopped (SIGSTOP or a debugger)", now)
+        return self.settle(now)
+
+    def service(self, generation: int, address: str, now: float) -> list[Action]:
+        """A service that was asked for is there."""
+        following = self.next
+        if following is None or following.number != generation:
+            self.do(EndService(address))
+        else:
+            following.service, self.services[address] = address, list(following.members)
+            members = [holder(worker) for worker in following.members]
+            for worker in following.members:
+                self.send(worker, kind="prepare", generation=generation, members=members, service=address)
+        return self.settle(now)
+
+    def message(self, number: int, message: dict[str, Any], now: float) -> list[Action]:
+        """A worker has said something."""
+        worker = self.workers.get(number)
+        if worker is None or worker.state == LOST:
+            return []
+        worker.heard = now
+        try:
+            self.take(worker, message["kind"], message, now)
+        except (KeyError, TypeError, ValueError) as error:
+            self.lose(worker, f"sent a message that cannot be read ({type(error).__name__}: {error})", now)
+        return self.settle(now)
+
+    def resize(self, workers: int, now: float) -> list[Action]:
+        """Someone asks for another number of workers.
+
+        Raises:
+          WorkerError: so many cannot be.
+        """
+        if workers < 1:
+            raise WorkerError(
+                layout_message(
+                    f"a job cannot have {workers} workers.",
+                    remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
+                )
+            )
+        nodes = self.reference.virtual_nodes if self.reference else workers
+        if workers > nodes:
+            raise WorkerError(too_few_nodes(nodes, workers))
+        if self.call > 0 and workers > self.wanted:
+            raise WorkerError(
+                layout_message(
+                    "the script is in its second run, which later workers cannot join.",
+                    remedies=["call vnode.elastic.run once in a script"],
+                )
+            )
+        if workers != self.wanted:
+            self.record("resize", None, f"{self.wanted} -> {workers} workers asked for")
+            self.wanted, self.failures = workers, 0
+            self.losses.clear()
+            if self.current is not None:
+                self.cancel("another number of workers was asked for")
+        return self.settle(now)
+
+    def stop(self, why: str, code: int, now: float) -> list[Action]:
+        """Someone asks the run to end with a checkpoint.
+
+        Args:
+          why: for the log.
+          code: the exit code of the job if nothing trains yet.
+          now: the time.
+        """
+        if not self.stopping and not self.over:
+            self.record("stop", None, why)
+            self.stopping = why, code
+            if self.current is not None:
+                self.cancel("the run is to stop")
+                self.send_stop()
+            elif not self.trained:
+                self.end(code, f"Stopped before it trained: {why}.")
+        return self.settle(now)
+
+    # What workers say
+
+    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+        """Takes in one message."""
+        if kind == "progress":
+            worker.step, worker.doing = message["step"], str(message["doing"])
+            worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})
+            worker.waits = bool(message.get("waits"))
+        elif kind == "arrived":
+            if worker.state == FINISHED:
+                worker.again = message
+            elif worker.state == STARTING:
+                self.arrive(worker, message, now)
+        elif kind == "prepared":
+            if self.next is not None and message["generation"] == self.next.number:
+                self.next.prepared.add(worker)
+                self.record("prepared", worker, f"generation {self.next.number}, {float(message['seconds']):.2f} s")
+        elif kind == "unprepared":
+            if self.next is not None and message["generation"] == self.next.number:
+                self.unprepared(worker, str(message["error"]), now)
+        elif kind == "switched":
+            worker.step = int(message["step"])
+            if self.next is not None and message["generation"] == self.next.number:
+                self.next.switched.add(worker)
+        elif kind == "left":
+            if self.leave is not None and worker in self.leave.asked:
+                self.leave.steps.setdefault(worker, int(message["step"]))
+                self.leave.first = self.leave.first or now
+        elif kind == "finished":
+            if worker.state == READY:
+                worker.state, worker.step = FINISHED, int(message["step"])
+                self.record("finished", worker, str(message.get("reason") or ""))
+        elif kind == "error":
+            if worker.error is None:
+                worker.error, worker.errored = str(message["text"]), now
+                worker.kill_at = now + self.limits.end
+                self.record("error", worker, worker.error)
+                if not self.trained and not self.active():
+                    self.end(1, f"Worker {worker.number} failed before the first step.\n{worker.error}")
+        else:
+            raise ValueError(f"kind {kind!r}")
+
+    def arrive(self, worker: Worker, message: dict[str, Any], now: float) -> None:
+        """A worker has come to `run`, and may differ from the others."""
+        worker.call, worker.handover = int(message["call"]), str(message["handover"])
+        worker.facts, worker.virtual_nodes = dict(message["facts"]), int(message["virtual_nodes"])
+        if worker.call != self.call:
+            self.tell_end(worker, "the other workers are in another run of the script", 0, now)
+            return
+        worker.state = READY
+        self.record("arrived", worker, "")
+        if self.reference is None or self.reference.call != self.call:
+            self.reference = worker
+            if worker.virtual_nodes < self.wanted:
+                self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
+        elif why := difference(self.reference, worker):
+            self.record("refused", worker, why)
+            if not self.trained:
+                self.end(1, why)
+            else:
+                self.losses.setdefault(worker.number, []).extend([now] * (self.limits.restarts + 1))
+                self.tell_end(worker, why, 1, now)
+
+    def unprepared(self, worker: Worker, error: str, now: float) -> None:
+        """A worker could not prepare the next generation."""
+        assert self.next is not None
+        self.record("unprepared", worker, error)
+        if not self.trained and self.leave is None:
+            self.end(1, f"Worker {worker.number} could not prepare the first step.\n{error}")
+        elif self.current is not None and worker in self.current.members:
+            self.failures += 1
+            self.cancel(f"worker {worker.number} could not prepare it")
+            if self.failures > 1:
+                self.wanted = len(self.current.members)
+                self.record("gave up", None, f"goes on with {self.wanted} workers: {error}")
+        else:
+            self.lose(worker, f"could not prepare generation {self.next.number}: {error}", now)
+
+    # What follows
+
+    def settle(self, now: float) -> list[Action]:
+        """Does what is due; returns the actions since the last event."""
+        while not self.over and (self.expired(now) or self.advance(now)):
+            pass
+        if not self.over:
+            self.fill(now)
+            self.end_services()
+        done, self.actions = self.actions, []
+        return done
+
+    def expired(self, now: float) -> bool:
+        """Looks at the deadlines. Returns whether one has passed."""
+        limits = self.limits
+        for worker in list(self.workers.values()):
+            if worker.kill_at is not None and now >= worker.kill_at:
+                worker.kill_at = None
+                if worker.state == LOST or worker.state == ENDING:
+                    self.do(Kill(worker.number))
+                elif worker.state != FINISHED:
+                    self.lose(worker, "did not end after its error", now)
+                    self.do(Kill(worker.number))
+            elif worker.state == READY and now - worker.heard > limits.silence:
+                self.lose(worker, f"has given no sign of life for {limits.silence:g} s", now)
+            elif worker.state == STARTING and now - worker.started > limits.start:
+                if not self.trained:
+                    self.end(1, self.not_come())
+                    return False
+                self.lose(worker, f"did not call vnode.elastic.run within {limits.start:g} s", now)
+            else:
+                continue
+            return True
+        if self.leave is not None and not self.leave.complete:
+            first, started = self.leave.first, self.leave.started
+            if now - started >= limits.leave or (first is not None and now - first >= limits.left):
+                late = [w for w in self.leave.asked if w.is_usable and w not in self.leave.steps]
+                for worker in late:
+                    self.lose(worker, f"did not leave generation {self.leave.generation} ({worker.doing})", now)
+                return bool(late)
+        if self.next is not None:
+            return self.expired_next(self.next, now)
+        return False
+
+    def expired_next(self, following: Generation, now: float) -> bool:
+        """Looks at the deadlines of the next generation."""
+        if following.go is None:
+            if now - following.started <= self.limits.start:
+                return False
+            if following.service is None:
+                self.end(1, f"No coordination service of jax has started within {self.limits.start:g} s.")
+                return False
+            late = [w for w in following.members if w.state == READY and w not in following.prepared]
+            trains = set(self.current.members) if self.current else set()
+            if outside := [w for w in late if w not in trains]:
+                for worker in outside:
+                    self.lose(worker, f"did not prepare generation {following.number} in time ({worker.doing})", now)
+            elif late:
+                self.unprepared(late[0], f"not ready after {self.limits.start:g} s ({late[0].doing})", now)
+            return bool(late)
+        steps = [worker.step for worker in following.members if worker.step is not None]
+        if steps and max(steps) != following.seen:  # the old generation still trains
+            following.seen, following.go = max(steps), now
+        if now - following.go <= self.limits.start:
+            return False
+        late = [w for w in following.members if w.state == READY and w not in following.switched]
+        for worker in [w for w in late if not w.waits] or late:
+            self.lose(worker, f"did not switch to generation {following.number} ({worker.doing})", now)
+        return bool(late)
+
+    def advance(self, now: float) -> bool:
+        """Takes one step towards what is wanted. Returns whether there was one to take."""
+        following = self.next
+        if following is not None and following.go is None and not all(w.is_usable for w in following.members):
+            gone = next(w for w in following.members if not w.is_usable)
+            self.cancel(f"worker {gone.number} {gone.why or gone.state}")
+            return True
+        active = self.active()
+        lost = [w for w in active if w.state != FINISHED and not w.is_usable]
+        if lost:
+            return self.broken(active, lost, now)
+        if following is not None and following.go is not None:
+            if all(w in following.switched or w.state == FINISHED for w in following.members):
+                self.adopt(following, now)
+                return True
+            return False
+        if self.leave is not None:
+            return self.recover(self.leave, now)
+        if self.current is not None and all(w.state == FINISHED for w in self.current.members):
+            self.complete(self.current.members, now)
+            return True
+        if following is not None:
+            if following.service is None or not following.prepared.issuperset(following.members):
+                return False
+            if self.current is not None:
+                if any(w.state == FINISHED for w in self.current.members):
+                    self.cancel("the run ends")
+                    return True
+                self.start(following, None, self.current.members, now)
+            else:
+                self.start(following, -1, [], now)
+            return True
+        members = self.desired()
+        if members is None or (self.current is not None and members == self.current.members):
+            return False
+        self.propose(members, now)
+        return True
+
+    def active(self) -> list[Worker]:
+        """The workers on which training depends: the current generation's, and those told to switch to the next."""
+        found = list(self.current.members) if self.current else []
+        if self.next is not None and self.next.go is not None:
+            found += [w for w in self.next.members if w not in found]
+        return found
+
+    def broken(self, active: list[Worker], lost: list[Worker], now: float) -> bool:
+        """Workers that train are lost: the others shall leave that generation."""
+        errors = [w.errored for w in active if w.error is not None]
+        survivors = [w for w in active if w.is_usable]
+        if errors and survivors and now < min(errors) + self.limits.errors:
+            return False
+        for worker in lost:
+            if worker.state == READY:
+                self.lose(worker, "failed", now)
+        self.last = [w for w in active if w.state in (READY, FINISHED)] or self.last
+        newest = self.next if self.next is not None and self.next.go is not None else self.current
+        assert newest is not None
+        if newest is self.next:
+            self.next = None
+        said = [{"worker": w.number, "rank": active.index(w), "why": w.why} for w in lost]
+        self.leave, self.current = Leave(newest.number, survivors, now), None
+        for worker in survivors:
+            self.send(worker, kind="leave", generation=newest.number, lost=said)
+        if not survivors:
+            self.nobody_left(active, now)
+        return True
+
+    def nobody_left(self, active: list[Worker], now: float) -> None:
+        """No worker can go on: the run is over, well if one came to its end."""
+        self.leave = None
+        self.cancel("nobody is left")
+        if any(w.state == FINISHED for w in active):
+            self.complete([w for w in active if w.state == FINISHED], now)
+            return
+        first = min((w for w in active if w.error), key=lambda w: w.errored, default=None)
+        facts = [f"worker {w.number} {w.why}" for w in active]
+        text = first.error if first is not None and first.error else ""
+        self.end(1, layout_message("All workers are lost.", facts=facts) + (f"\n{text}" if text else ""))
+
+    def recover(self, leave: Leave, now: float) -> bool:
+        """Has the survivors of a broken generation train again, from the highest step that one of them holds."""
+        survivors = [w for w in leave.asked if w.is_usable]
+        if not survivors:
+            self.nobody_left(list(dict.fromkeys(leave.asked + self.last)), now)
+            return True
+        if not leave.complete:
+            if any(w not in leave.steps for w in survivors):
+                return False
+            leave.complete = True
+            self.record("left", None, ", ".join(f"worker {w.number}: step {leave.steps[w]}" for w in survivors))
+        if self.next is None:
+            others = [w for w in self.spare() if w not in survivors]
+            self.propose((survivors + others)[: max(self.wanted, 1)], now)
+            return True
+        if self.next.service is None or not self.next.prepared.issuperset(self.next.members):
+            return False
+        step = max(leave.steps[w] for w in survivors)
+        self.start(self.next, step, [w for w in survivors if leave.steps[w] == step] if step >= 0 else [], now)
+        return True
+
+    def start(self, following: Generation, step: int | None, holders: list[Worker], now: float) -> None:
+        """Tells all workers concerned to go on in the next generation."""
+        following.go = now
+        told = list(following.members) + [w for w in holders if w not in following.members]
+        said = [holder(worker) for worker in holders]
+        for worker in told:
+            self.send(worker, kind="go", generation=following.number, holders=said, step=step)
+        where = "from the step that is voted" if step is None else "from the start" if step < 0 else f"from step {step}"
+        self.record("go", None, f"generation {following.number} {where}", step)
+
+    def adopt(self, following: Generation, now: float) -> None:
+        """All have switched: the next generation is the current one."""
+        old = list(self.current.members) if self.current else self.leave.asked if self.leave else []
+        self.current, self.next, self.leave, self.trained, self.failures = following, None, None, True, 0
+        self.last = list(following.members)
+        names = " ".join(str(w.number) for w in following.members)
+        step = max((w.step for w in following.members if w.step is not None), default=None)
+        self.record("trains", None, f"generation {following.number}: workers {names}", step)
+        for worker in old:
+            if worker not in following.members and worker.state == READY:
+                self.send(worker, kind="release", generation=following.number)
+                worker.state, worker.started, worker.doing = STARTING, now, "is released"
+        if self.stopping:
+            self.send_stop()
+
+    def complete(self, members: list[Worker], now: float) -> None:
+        """The run has come to its end: its workers go on to the ends of their scripts, or to the next run."""
+        self.record("complete", None, "", max((w.step for w in members if w.step is not None), default=None))
+        self.current, self.leave, self.last = None, None, list(members)
+        self.cancel("the run has ended")
+        self.call += 1
+        for worker in list(self.workers.values()):
+            if worker.state in (STARTING, READY):
+                self.tell_end(worker, "the run has ended", 0, now)
+
+    def desired(self) -> list[Worker] | None:
+        """The workers that shall train next, or None as long as some are waited for, or nothing is to be changed."""
+        if self.call > 0 and self.current is None:
+            return self.desired_again()
+        coming = any(w.state == STARTING for w in self.workers.values()) or self.respawns()
+        if self.current is None:
+            ready = self.spare()
+            if len(ready) >= self.wanted:
+                return ready[: self.wanted]
+            if not coming and not self.over:
+                self.end(1, self.not_come())
+            return None
+        members = self.current.members
+        if self.stopping or any(w.state == FINISHED for w in members):
+            return None
+        wanted = min(self.wanted, members[0].virtual_nodes)
+        if len(members) >= wanted:
+            return members[:wanted]
+        ready = self.spare()[: wanted - len(members)]
+        return members + ready if len(members) + len(ready) == wanted or not coming else None
+
+    def desired_again(self) -> list[Worker] | None:
+        """The workers of a later run of the script: those that have come to it, when all have, or have ended."""
+        alive = [w for w in self.workers.values() if w.state in (FINISHED, STARTING, READY)]
+        for worker in alive:
+            if worker.state == FINISHED and worker.again is not None:
+                message, worker.again, worker.state = worker.again, None, STARTING
+                self.arrive(worker, message, worker.heard)
+        ready = [w for w in alive if w.state == READY]
+        if not self.workers:
+            well = any(w.state == FINISHED for w in self.last)
+            self.end(self.code() if well else 1, "" if well else "All workers were lost after their run.")
+        return sorted(ready, key=lambda w: w.number) if ready and len(ready) == len(alive) else None
+
+    def spare(self) -> list[Worker]:
+        """Workers that could join, by number."""
+        taken = self.active()
+        return sorted((w for w in self.workers.values() if w.is_usable and w not in taken), key=lambda w: w.number)
+
+    def propose(self, members: list[Worker], now: float) -> None:
+        """Begins to prepare a generation."""
+        self.generation += 1
+        self.next = Generation(self.generation, list(members), now)
+        names = " ".join(str(w.number) for w in members)
+        self.record("prepare", None, f"generation {self.generation}: workers {names}")
+        self.do(StartService(self.generation))
+
+    def cancel(self, why: str) -> None:
+        """Gives the next generation up, unless workers were told to switch to it."""
+        following = self.next
+        if following is None or following.go is not None:
+            return
+        self.next = None
+        self.record("cancel", None, f"generation {following.number}: {why}")
+        for worker in following.members:
+            if worker.state == READY and following.service is not None:
+                self.send(worker, kind="cancel", generation=following.number, why=why)
+
+    def fill(self, now: float) -> None:
+        """Starts workers that are missing, and ends those that nobody needs."""
+        if self.call > 0 or self.stopping or self.over:
+            return
+        alive = [w for w in self.workers.values() if w.state in (STARTING, READY)]
+        if not any(w.state == FINISHED for w in self.active() + self.last):
+            for number in self.vacant(now)[: max(self.wanted + self.spares - len(alive), 0)]:
+                self.workers[number] = Worker(number, now)
+                self.record("start", self.workers[number], "")
+                self.do(Spawn(number))
+        if self.current is None or self.next is not None or self.leave is not None:
+            return
+        extra = len(alive) - max(self.wanted + self.spares, len(self.current.members))
+        idle = [w for w in alive if w not in self.current.members]
+        idle.sort(key=lambda w: (w.state == STARTING, w.number), reverse=True)
+        for worker in idle[: max(extra, 0)] if len(self.current.members) <= self.wanted else []:
+            self.tell_end(worker, "it is not needed any more", 0, now)
+
+    def vacant(self, now: float) -> list[int]:
+        """Numbers for which a worker may be started."""
+        free = []
+        for number in range(self.wanted + self.spares):
+            recent = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]
+            self.losses[number] = recent
+            if number not in self.workers and len(recent) <= self.limits.restarts:
+                free.append(number)
+        return free
+
+    def respawns(self) -> bool:
+        """Whether a worker that is missing will be started once its process has ended, or is about to be."""
+        restarts = self.limits.restarts
+        numbers = range(self.wanted + self.spares)
+        alive = sum(w.state in (STARTING, READY) for w in self.workers.values())
+        if self.call > 0 or self.stopping or alive >= self.wanted + self.spares:
+            return False
+        ending = {n for n, w in self.workers.items() if w.state in (LOST, ENDING)}
+        return any((n in ending or n not in self.workers) and len(self.losses.get(n, ())) <= restarts for n in numbers)
+
+    def end_services(self) -> None:
+        """Ends services whose workers' processes have all ended: a client of jax does not survive its service."""
+        kept = {g.service for g in (self.current, self.next) if g is not None}
+        for address, members in list(self.services.items()):
+            if address not in kept and all(self.workers.get(w.number) is not w for w in members):
+                del self.services[address]
+                self.do(EndService(address))
+
+    # Small things
+
+    def lose(self, worker: Worker, why: str, now: float) -> None:
+        """Counts a worker as lost, and has its process ended."""
+        alive = self.workers.get(worker.number) is worker
+        failed = worker.error is not None and alive  # it ends by itself, with a traceback
+        worker.state, worker.why = LOST, f"failed: {one_line(worker.error)}" if worker.error else why
+        worker.kill_at = now + self.limits.end if failed else None
+        self.losses.setdefault(worker.number, []).append(now)
+        self.record("lost", worker, worker.why)
+        if alive and not failed:
+            self.do(Kill(worker.number))
+
+    def tell_end(self, worker: Worker, why: str, code: int, now: float) -> None:
+        """Tells a worker to end; kills one that cannot hear it."""
+        worker.state, worker.why = ENDING, why
+        self.record("end", worker, why)
+        if worker.connected:
+            self.send(worker, kind="end", why=why, code=code)
+            worker.kill_at = now + self.limits.end
+        else:
+            self.do(Kill(worker.number))
+
+    def send_stop(self) -> None:
+        """Asks those that train to stop."""
+        assert self.current is not None and self.stopping is not None
+        for worker in self.active():
+            if worker.state == READY:
+                self.send(worker, kind="stop", why=self.stopping[0])
+
+    def end(self, code: int, why: str) -> None:
+        """Ends the job."""
+        if not self.over:
+            self.over = End(code, why)
+            self.record("ended", None, f"exit code {code}" + (f": {why}" if why else ""))
+            self.do(self.over)
+
+    def status(self) -> dict[str, Any]:
+        """What is said of the job: its step, and the workers that train, in order of their ranks."""
+        members = self.current.members if self.current else [w for w in self.last if w.state == READY]
+        ranks = [
+            {"rank": rank, "pid": w.pid, "nodes": w.nodes, "worker": w.number, "doing": w.doing}
+            for rank, w in enumerate(members)
+        ]
+        steps = [w.step for w in self.last if w.step is not None]
+        return {
+            "step": max(steps, default=None),
+            "workers": ranks,
+            "wanted": self.wanted,
+            "metrics": members[0].metrics if members else {},
+            "starting": sum(w.state == STARTING for w in self.workers.values()),
+            "spares": len(self.spare()) if self.current else 0,
+        }
+
+    def speaker(self) -> int | None:
+        """The worker whose output is passed on: the lowest rank that is there."""
+        there = [w for w in self.active() or self.last if self.workers.get(w.number) is w and w.state != LOST]
+        if there:
+            return there[0].number
+        return None if self.trained else min(self.workers, default=None)
+
+    def code(self) -> int:
+        """The exit code of a run that came to its end: that of its lowest rank."""
+        codes = [w.code for w in self.last if w.state == FINISHED and w.code is not None]
+        return 0 if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
+
+    def do(self, action: Action) -> None:
+        """Adds an action."""
+        self.actions.append(action)
+
+    def send(self, worker: Worker, **message: Any) -> None:
+        """Adds a message to send."""
+        self.do(Send(worker.number, message))
+
+    def record(self, event: str, worker: Worker | None, why: str, step: int | None = None) -> None:
+        """Adds an event to write down."""
+        if worker is not None:
+            step = worker.step
+        self.do(Record(event, None if worker is None else worker.number, step, why))
+
+    def not_come(self) -> str:
+        """The message of workers that did not come to `run`."""
+        facts = [
+            f"worker {w.number} {w.why or w.doing} (process {w.pid or 'without connection'})"
+            for w in self.workers.values()
+            if w.state != READY
+        ]
+        facts += [
+            f"worker {n} was lost {len(times)} times"
+            for n, times in sorted(self.losses.items())
+            if len(times) > self.limits.restarts
+        ]
+        ready = sum(w.state == READY for w in self.workers.values())
+        return layout_message(
+            f"Only {ready} of {self.wanted} workers have called vnode.elastic.run.",
+            facts=facts,
+            remedies=[
+                "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
+                f"if their start takes longer than {self.limits.start:g} s: start_timeout=, --start-timeout",
+            ],
+        )
+
+    def never_ran(self, worker: Worker) -> str:
+        """The message of a script that does not call `run`."""
+        return layout_message(
+            f"Worker {worker.number} ended without a call of vnode.elastic.run.",
+            facts=["its script came to its end with exit code 0"],
+            remedies=["call vnode.elastic.run(step, state, data) in the script", "or run it without workers"],
+        )
+
+
+def holder(worker: Worker) -> dict[str, Any]:
+    """A worker, and where its state can be fetched."""
+    return {"worker": worker.number, "handover": worker.handover}
+
+
+def ending(code: int) -> str:
+    """How a process ended, after the name of its worker.
+
+    >>> ending(-9), ending(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def one_line(text: str | None) -> str:
+    """The last line of a text that is not empty: of a traceback, the error."""
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
+
+
+def difference(first: Worker, other: Worker) -> str:
+    """What a worker has otherwise than the first; empty if nothing."""
+    mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
+    fields = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+    if not fields:
+        return ""
+    return layout_message(
+        f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
+        facts=[f"{name}: {mine.get(name)!r} in worker {first.number}, {its.get(name)!r} in it" for name in fields],
+        remedies=["start all workers with the same script and the same versions", "or start the job again"],
+    )
+
+
+def too_few_nodes(nodes: int, workers: int) -> str:
+    """The message of more workers than virtual nodes."""
+    return layout_message(
+        f"{workers} workers cannot share {nodes} virtual nodes: each needs one at least.",
+        remedies=[f"ask for at most {nodes} workers", "or virtualize the step with more virtual_nodes"],
+    )

@@ -1,0 +1,107 @@
+"""Turns numbers of workers into child processes of this host, whose output goes to files.
+
+Knows processes and signals. Must not know which workers train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from vnode.stopped import Resident
+
+
+class Handle(Protocol):
+    """One worker's process, wherever it is."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """The exit code (a signal's number, negative, if one ended it), or None while the process is there."""
+        ...
+
+    def kill(self) -> None:
+        """Ends the process, whatever it does; again does nothing."""
+        ...
+
+    def is_stopped(self) -> bool:
+        """Whether it is known to be stopped, as by SIGSTOP."""
+        ...
+
+
+class Backend(Protocol):
+    """Starts workers."""
+
+    def spawn(self, number: int, environment: Mapping[str, str]) -> Handle:
+        """Starts the process of a worker.
+
+        Args:
+          number: of the worker.
+          environment: variables that it must have besides those of the supervisor.
+        """
+        ...
+
+
+class Child:
+    """A child process with a session of its own, so that a Ctrl-C in the terminal reaches the supervisor only."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process, self.pid = process, process.pid
+        self.place = Resident.this_process()._replace(pid=process.pid)
+
+    def poll(self) -> int | None:
+        """Its exit code, or None. Processes that it has started are ended with it, if it did not end well."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+                if ended is None:
+                    return None
+                if ended.si_code != os.CLD_EXITED or ended.si_status != 0:
+                    self.kill()  # it is not waited for yet, so the number is still its own
+        return self.process.poll()
+
+    def kill(self) -> None:
+        """Ends it, and the processes of its session."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def is_stopped(self) -> bool:
+        """Whether the kernel says that it is stopped."""
+        return self.process.returncode is None and self.place.is_stopped()
+
+
+class Processes:
+    """Starts workers as processes of this host.
+
+    Args:
+      command: the command line of each.
+      folder: where ``worker-0.out`` and ``worker-0.err`` are written. Files, and no pipes: a worker goes on to print
+        while it saves, when the supervisor is gone.
+      environment: variables for all workers, besides those of this process.
+    """
+
+    def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.command, self.folder = list(command), folder
+        self.environment = dict(environment or {})
+
+    def spawn(self, number: int, environment: Mapping[str, str]) -> Child:
+        """Starts one.
+
+        Raises:
+          OSError: the system starts no process.
+        """
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment, **environment}
+        with (
+            open(self.folder / f"worker-{number}.out", "ab") as out,
+            open(self.folder / f"worker-{number}.err", "ab") as err,
+        ):
+            process = subprocess.Popen(
+                self.command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
+            )
+        return Child(process)

@@ -1,0 +1,324 @@
+"""Turns jobs of this machine into folders (token, address, events, output), and a folder of checkpoints into its job.
+
+Knows files and process numbers. Must not know what workers do.
+
+    $XDG_RUNTIME_DIR/vnode/jobs/7f3a.../   job.json  token  events.jsonl  keeper.err  worker-0.out  worker-0.err
+    runs/7/vnode.job                       names that folder, and is locked as long as the supervisor lives
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import json
+import os
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+import time
+import uuid
+from pathlib import Path
+from typing import Any, TextIO
+
+from vnode import files
+from vnode.errors import layout_message
+from vnode.workers.generations import Record, WorkerError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LINK = "vnode.job"
+"""The file in a folder of checkpoints that names its job."""
+
+KEPT = 20
+"""Jobs that have ended whose events and output are kept."""
+
+LEAVE_SECONDS = 60
+"""How long workers of a supervisor that was killed are waited for."""
+
+
+def home() -> Path:
+    """The folder of all jobs of this user on this machine; made if it is not there.
+
+    Raises:
+      WorkerError: somebody else could read or write it.
+    """
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    user = os.getuid() if hasattr(os, "getuid") else 0
+    top = Path(runtime) / "vnode" if runtime else Path(tempfile.gettempdir()) / f"vnode-{user}"
+    folder = top / "jobs"
+    try:
+        top.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for path in (top, folder):
+            found = path.lstat()
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
+                raise PermissionError(f"{path} is not a folder that this user alone can read")
+    except OSError as error:
+        raise WorkerError(
+            layout_message(
+                f"the folder of jobs {folder} cannot be used.",
+                facts=[str(error)],
+                remedies=["set XDG_RUNTIME_DIR to a folder of your own, of mode 0700"],
+            )
+        ) from error
+    return folder
+
+
+def started(pid: int) -> str | None:
+    """When a process was started, as the kernel tells; "" where it does not tell; None if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]
+    except (OSError, IndexError):
+        if Path("/proc/self/stat").exists():
+            return None
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except OSError:
+        pass
+    return ""
+
+
+def write_privately(path: Path, text: str) -> None:
+    """Writes a new file that only this user can read."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """A job as its folder tells.
+
+    Attributes:
+      folder: of the job.
+      facts: pid, started, address, checkpoint, script, since; code and why once it has ended.
+    """
+
+    folder: Path
+    facts: dict[str, Any]
+
+    @property
+    def runs(self) -> bool:
+        """Whether its supervisor is there."""
+        pid, since = self.facts.get("pid"), self.facts.get("started")
+        return "code" not in self.facts and isinstance(pid, int) and started(pid) == since is not None
+
+    @property
+    def name(self) -> str:
+        """What users call it: its folder of checkpoints, or else its own."""
+        return self.facts.get("checkpoint") or str(self.folder)
+
+    @property
+    def token(self) -> str:
+        """The secret of its control channel."""
+        return (self.folder / "token").read_text(encoding="utf-8")
+
+    def workers_alive(self) -> list[int]:
+        """Process numbers of its workers that are there."""
+        return [pid for pid, since in self.facts.get("children", []) if started(pid) == since]
+
+    def events(self) -> list[dict[str, Any]]:
+        """What has happened, in order."""
+        try:
+            lines = (self.folder / "events.jsonl").read_text(encoding="utf-8").splitlines()
+        except OSError:
+            return []
+        events = []
+        for line in lines:
+            with contextlib.suppress(ValueError):  # the last one, while it is written
+                events.append(json.loads(line))
+        return events
+
+
+def load(folder: Path) -> Found | None:
+    """Reads a job's folder; None if it is none."""
+    try:
+        facts = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return Found(folder, facts) if isinstance(facts, dict) else None
+
+
+def jobs() -> list[Found]:
+    """The jobs of this user on this machine, the newest first; those that have ended included."""
+    found = [job for path in home().iterdir() if (job := load(path)) is not None]
+    return sorted(found, key=lambda job: str(job.facts.get("since")), reverse=True)
+
+
+def find(target: str | os.PathLike[str]) -> Found:
+    """The running job of a folder of checkpoints, a job's folder or a process number.
+
+    Raises:
+      WorkerError: there is none.
+    """
+    name = os.fspath(target)
+    running = [job for job in jobs() if job.runs]
+    whole = os.path.realpath(name)
+    for job in running:
+        if name == str(job.facts["pid"]) or whole in (os.path.realpath(job.name), os.path.realpath(job.folder)):
+            return job
+    facts = [f"process {job.facts['pid']}: {job.name}" for job in running] or ["no job is running"]
+    raise WorkerError(
+        layout_message(
+            f"no job is running in {name!r}.",
+            facts=facts,
+            remedies=["give the folder of checkpoints or the process number that `vnode runs` lists"],
+        )
+    )
+
+
+class Entry:
+    """A job's own folder, as long as it runs.
+
+    Args:
+      script: what it runs, for those who look.
+      checkpoint: its folder of checkpoints, if it has one.
+
+    Raises:
+      WorkerError: another supervisor has that folder, or it cannot be written.
+    """
+
+    def __init__(self, script: str, checkpoint: str | None) -> None:
+        since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.folder = home() / f"{since[:19].replace(':', '')}-{uuid.uuid4().hex[:8]}"
+        self.checkpoint = checkpoint if checkpoint is None or "://" in checkpoint else os.path.realpath(checkpoint)
+        pid = os.getpid()
+        self.facts: dict[str, Any] = {
+            "pid": pid,
+            "started": started(pid),
+            "host": socket.gethostname(),
+            "since": since,
+            "script": script,
+            "checkpoint": self.checkpoint,
+        }
+        self.lock: int | None = None
+        if self.checkpoint is not None and "://" not in self.checkpoint:
+            self.take(Path(self.checkpoint))
+        self.folder.mkdir(mode=0o700)
+        self.token = secrets.token_hex(32)
+        write_privately(self.folder / "token", self.token)
+        self.log: TextIO = open(self.folder / "events.jsonl", "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self.save()
+        clean()
+
+    @property
+    def token_file(self) -> Path:
+        """Where workers read the token."""
+        return self.folder / "token"
+
+    def take(self, checkpoint: Path) -> None:
+        """Makes this supervisor the only one of a folder of checkpoints."""
+        try:
+            checkpoint.mkdir(parents=True, exist_ok=True)
+            self.lock = os.open(checkpoint / LINK, os.O_RDWR | os.O_CREAT, 0o644)
+            if fcntl is not None:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            before = json.loads(os.read(self.lock, 1 << 16) or b"{}")
+            wait_for_workers(before, checkpoint)
+            os.ftruncate(self.lock, 0)
+            said = {**self.facts, "job": str(self.folder)}
+            os.pwrite(self.lock, json.dumps(said).encode(), 0)
+        except BlockingIOError as error:
+            self.release()
+            raise held(checkpoint) from error
+        except ValueError:  # a file of that name that says nothing
+            pass
+        except OSError as error:
+            self.release()
+            raise WorkerError(
+                layout_message(
+                    f"cannot write to the folder of checkpoints {checkpoint}.",
+                    facts=[files.reason(error)],
+                    remedies=["give --checkpoint a folder that this process may write to"],
+                )
+            ) from error
+
+    def save(self, **facts: Any) -> None:
+        """Writes down what the folder says of the job."""
+        self.facts.update(facts)
+        files.write(self.folder / "job.json", json.dumps(self.facts, indent=1), WorkerError)
+
+    def event(self, record: Record) -> dict[str, Any]:
+        """Writes an event down; returns it as it stands in the file."""
+        said = {
+            "time": round(time.time(), 3),
+            "event": record.event,
+            "worker": record.worker,
+            "step": record.step,
+            "why": record.why,
+        }
+        with contextlib.suppress(OSError):  # a full disk stops no training
+            self.log.write(json.dumps(said) + "\n")
+        return said
+
+    def close(self, code: int, why: str) -> None:
+        """The job has ended."""
+        with contextlib.suppress(OSError, WorkerError):
+            self.save(code=code, why=why, ended=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        with contextlib.suppress(OSError):
+            self.log.close()
+        with contextlib.suppress(OSError):
+            self.token_file.unlink()
+        self.release()
+
+    def release(self) -> None:
+        """Gives the folder of checkpoints back."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+
+def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:
+    """Waits for the workers of a supervisor that was killed: they may still save to the same folder.
+
+    Raises:
+      WorkerError: they do not end.
+    """
+    job = load(Path(before["job"])) if "job" in before else None
+    end = time.monotonic() + LEAVE_SECONDS
+    while job is not None and (left := job.workers_alive()):
+        if time.monotonic() > end:
+            raise WorkerError(
+                layout_message(
+                    f"workers of an earlier job still write to {checkpoint}.",
+                    facts=[f"its supervisor {before['pid']} is gone; processes {' '.join(map(str, left))} are there"],
+                    remedies=[f"end them: kill -9 {' '.join(map(str, left))}", "or use another folder"],
+                )
+            )
+        time.sleep(0.1)
+
+
+def held(checkpoint: Path) -> WorkerError:
+    """The error of a folder that another supervisor has."""
+    try:
+        facts = json.loads((checkpoint / LINK).read_text(encoding="utf-8"))
+        pid, host, since = facts["pid"], facts["host"], facts["since"]
+    except (OSError, ValueError, KeyError):
+        pid, host, since = "?", "?", "?"
+    return WorkerError(
+        layout_message(
+            f"a supervisor already runs a job in {checkpoint}.",
+            facts=[f"process {pid} on {host} since {since}"],
+            remedies=[
+                f"ask it for other workers: vnode workers {checkpoint} N",
+                f"end it with a checkpoint: kill {pid}",
+                "or use another folder",
+            ],
+        )
+    )
+
+
+def clean() -> None:
+    """Deletes the folders of jobs that ended longest ago."""
+    for job in [job for job in jobs() if not job.runs and not job.workers_alive()][KEPT:]:
+        shutil.rmtree(job.folder, ignore_errors=True)
