@@ -9,6 +9,7 @@ one vote, by which the connections between its workers are made. So a switch wai
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
 from vnode.placement.world import World, in_world, one_line
 from vnode.threads import background
+
+logger = logging.getLogger("vnode")
 
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
@@ -74,6 +77,7 @@ class Coming:
             self.build()
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
+            logger.exception("generation %d cannot be made", self.generation)
             self.member.send("unprepared", generation=self.generation, error=one_line(error))
             return
         self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)

@@ -244,8 +244,7 @@ class Driver:
 
     def advance(self) -> None:
         """One step, and what is due after it."""
-        self.agree()
-        if self.stopping:
+        if not self.agree():
             return
         self.follow(self.requests(self.number))
         if not self.feed.wait(self.number, self.step.placement, self.no_longer_waits):
@@ -288,20 +287,25 @@ class Driver:
         """Whether the last checkpoint is so old that another one is due, by this process's clock."""
         return time.monotonic() - self.last_save >= self.options.save_seconds
 
-    def agree(self) -> None:
-        """Learns whether any process was asked to stop, or finds that a checkpoint is due."""
+    def agree(self) -> bool:
+        """Learns whether any process was asked to stop, or finds that a checkpoint is due.
+
+        Returns:
+          Whether the next step is to be made now.
+        """
         tell(f"to step {self.number}")
         check_others(f"to step {self.number}", self.number)
         checked = () if self.own is None else self.summed(self.own, AHEAD)
-        self.take_flags(self.agreement.vote(self.number, self.flags(), checked))
+        return self.take_flags(self.agreement.vote(self.number, self.flags(), checked))
 
     def flags(self) -> list[bool]:
         """What this process raises its hand for: the end of the run, a checkpoint."""
         return [self.stop.asked, self.is_late()]
 
-    def take_flags(self, flags: list[bool]) -> None:
-        """Takes note of what the processes have agreed about."""
+    def take_flags(self, flags: list[bool]) -> bool:
+        """Takes note of what the processes have agreed about; says whether the next step is to be made."""
         self.stopping, self.late = flags
+        return not self.stopping
 
     def sum_up(self) -> None:
         """Begins to compare this process's copy of the state with those of the others, now and then."""

@@ -299,7 +299,7 @@ class WorkerDriver(Driver):
             boxes = fetch_boxes(sources, leaves, asked)
         return next(iter(steps.values())), made_state(self.script_state, leaves, held, boxes, placement)
 
-    def agree(self) -> None:
+    def agree(self) -> bool:
         """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
         self.member.check_end()
         order = self.member.take_prepare()
@@ -308,7 +308,7 @@ class WorkerDriver(Driver):
         self.report()
         self.compare_later()
         self.hold_back()
-        super().agree()
+        return super().agree()
 
     def flags(self) -> list[bool]:
         """What this worker raises its hand for."""
@@ -317,12 +317,14 @@ class WorkerDriver(Driver):
         switch = coming is not None and coming.generation in self.member.gone
         return [asked, self.is_late(), switch]
 
-    def take_flags(self, flags: list[bool]) -> None:
+    def take_flags(self, flags: list[bool]) -> bool:
         """Does what the workers have agreed about."""
         self.stopping, self.late, switch = flags
         if switch and not self.stopping:
             self.switch()
+            return False  # the workers of the next generation vote, too
         self.recent.append((self.number, self.state))
+        return not self.stopping
 
     def switch(self) -> None:
         """Goes on in the next generation, or leaves; every worker of this one does before the same step."""
