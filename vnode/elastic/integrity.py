@@ -137,12 +137,7 @@ class OwnCopy:
     def __init__(self, state: Any) -> None:
         self.holders, parts = copied_parts(state)
         self.places = {device: [place for place, _ in here] for device, here in parts.items()}
-        self.lowered = {
-            device: jax.jit(functools.partial(sums_by_group, self.places[device], len(self.holders))).lower(
-                [shape_of(part, sharding="keep") for _, part in here]
-            )
-            for device, here in parts.items()
-        }
+        self.shapes = {device: [shape_of(part, sharding="keep") for _, part in here] for device, here in parts.items()}
         self.programs: dict[Any, Any] | None = None
         self.thread = background(self.compile, "vnode-checksums")
 
@@ -153,7 +148,12 @@ class OwnCopy:
 
     def compile(self) -> None:
         """Compiles the programs, beside the first steps."""
-        self.programs = {device: lowered.compile() for device, lowered in self.lowered.items()}
+        self.programs = {
+            device: jax.jit(functools.partial(sums_by_group, self.places[device], len(self.holders)))
+            .lower(shapes)
+            .compile()
+            for device, shapes in self.shapes.items()
+        }
 
     def begin(self, state: Any) -> list[jax.Array] | None:
         """Begins to add up a state.
