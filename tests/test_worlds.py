@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import vnode
-from tests.worlds import in_threads, in_worlds
+from tests.worlds import in_threads, in_worlds, joined, service
 from vnode.errors import ProcessError
 from vnode.placement.exchange import everywhere
 from vnode.placement.world import World, in_world, world
@@ -65,6 +65,22 @@ def test_runs_in_two_worlds_at_once() -> None:
     assert {result for world in found for result, _ in world} == {reference}
     assert all(firsts == [first, first] for world in found for _, firsts in world)
     assert world() is own and not own.several
+
+
+def test_a_state_goes_from_one_world_to_the_next() -> None:
+    """What each process has of it is its copy there; a process that is not in the next world is not waited for."""
+
+    def leave(here: World) -> bytes:
+        state = step.on(here.devices).put({"w": WEIGHTS, "key": jax.random.key(3)})
+        if here.index == 2:
+            return WEIGHTS.tobytes()
+        with joined(address, here.index, 2, generation=2) as there:
+            moved = step.on(there.devices).put(state)
+            assert moved["w"].sharding.device_set == moved["key"].sharding.device_set == {*there.devices}
+            return bits(moved["w"])
+
+    with service() as address:
+        assert set(in_worlds(leave, 3)) == {WEIGHTS.tobytes()}
 
 
 def test_an_error_is_told_in_its_world_only() -> None:

@@ -50,8 +50,9 @@ def connected(address: str) -> Any:
     return client
 
 
-def made(address: str, index: int, count: int, generation: int) -> World:
-    """The world of one of several processes, which must all call it at once."""
+@contextlib.contextmanager
+def joined(address: str, index: int, count: int, generation: int) -> Iterator[World]:
+    """The context of a world, for one of its processes, which must all call it at once."""
     client = Rendezvous(connected(address), index, count)
     gloo = _jax.make_gloo_tcp_collectives(distributed_client=client.client, hostname="127.0.0.1")
     backend = xla_client.make_cpu_client(
@@ -63,7 +64,14 @@ def made(address: str, index: int, count: int, generation: int) -> World:
         num_devices=1,
     )
     board = Board(client, index) if count > 1 else None
-    return World(count, index, client, board, generation=generation, own_devices=tuple(backend.devices()))
+    here = World(count, index, client, board, generation=generation, own_devices=tuple(backend.devices()))
+    try:
+        with in_world(here):
+            yield here
+    finally:
+        if board is not None:
+            board.close()
+        client.client.shutdown()  # or it would abort this process when the service ends
 
 
 def in_threads(work: Callable[[int], Any], count: int, patience: float = 60.0) -> list[Any]:
@@ -96,14 +104,8 @@ def in_worlds(work: Callable[[World], Any], count: int, generation: int = 1) -> 
     """What a function returns in each process of a world, which are threads of this one."""
 
     def begin(index: int) -> Any:
-        here = made(address, index, count, generation)
-        try:
-            with in_world(here):
-                return work(here)
-        finally:
-            if here.board is not None:
-                here.board.close()
-            here.client.client.shutdown()  # or it would abort this process when the service ends
+        with joined(address, index, count, generation) as here:
+            return work(here)
 
     with service() as address:
         return in_threads(begin, count)
