@@ -97,3 +97,37 @@ def test_the_docs_show_the_same_table() -> None:
     rows = re.findall(r"^\| `vnode/(\w+)(?:/|\.py)` \| [^|]* \| ([^|]*) \|$", page, re.MULTILINE)
     shown = {room: " ".join(re.findall(r"\w+", imports)) for room, imports in rows}
     assert shown == ROOMS and list(shown) == list(ROOMS)
+
+
+def asks_of_jax(text: str) -> list[int]:
+    """The lines at which a module asks jax how many processes there are, or which one this is."""
+    names, lines = {"process_count", "process_index"}, []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "jax":
+            lines += [node.lineno for alias in node.names if alias.name in names]
+        if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in names:
+            lines.append(node.lineno)
+        if isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value).split(".")[0] == "jax":
+            lines.append(node.lineno)
+    return sorted({*lines})
+
+
+def test_the_world_is_asked_and_not_jax() -> None:
+    """In a second world of one process jax answers with the first: vnode.placement.world knows better."""
+    asking = {name_of(file): lines for file in FILES if (lines := asks_of_jax(file.read_text()))}
+    assert [*asking] == ["vnode/placement/world.py"], asking
+
+
+@pytest.mark.parametrize(
+    ("text", "asks"),
+    [
+        ("jax.process_count() > 1", True),
+        ("ask = jax.process_index", True),
+        ("from jax import process_count as count", True),
+        ("from jax._src import xla_bridge as xb\nxb.process_index()", True),
+        ("device.client.process_index()", True),
+        ("device.process_index", False),
+    ],
+)
+def test_how_jax_may_be_asked(text: str, asks: bool) -> None:
+    assert bool(asks_of_jax(text)) == asks

@@ -148,9 +148,13 @@ def agreed(mine: np.ndarray, names: Sequence[str], placement: Placement, what: s
 
 
 def devices_of(leaf: Any) -> set[Any]:
-    """The devices of an array that all processes know of: one on a mesh, also if all of that is this process's own."""
+    """The devices of an array that all processes know of: one on a mesh, also if all of that is this process's own.
+
+    What this process has of an array of another world is its own copy, of which these processes need not know.
+    """
     known = isinstance(leaf, jax.Array) and (isinstance(leaf.sharding, NamedSharding) or not leaf.is_fully_addressable)
-    return leaf.sharding.device_set if known else set()
+    devices = leaf.sharding.device_set if known else set()
+    return devices if world_of([*devices]) is world() else set()
 
 
 def vote(leaf: Any, placement: Placement) -> Vote:

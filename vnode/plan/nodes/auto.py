@@ -18,7 +18,7 @@ from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import shape_of
 from vnode.placement.placement import Placement
 from vnode.placement.waiting import tell_failure
-from vnode.placement.world import is_local, is_shared, world
+from vnode.placement.world import in_world, is_local, is_shared, world, world_of
 from vnode.plan.nodes.memory import device_memory, planned, reported
 from vnode.plan.nodes.search import Need, NodeSearch, in_fewer_lanes, search
 from vnode.step.ahead import Preparation
@@ -218,7 +218,7 @@ class AutoStep(Step[P, R]):
         if self._step is not None:
             return self._step
         choice = self._choice
-        with choice.lock:  # two threads must not choose two numbers
+        with choice.lock, in_world(world_of(self.template.devices)):  # two threads must not choose two numbers
             if choice.step is None:
                 if len(self.template.groups) > 1:
                     raise PlacementError(
