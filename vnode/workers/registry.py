@@ -223,16 +223,16 @@ class Entry:
             self.lock = os.open(checkpoint / LINK, os.O_RDWR | os.O_CREAT, 0o644)
             if fcntl is not None:
                 fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            before = json.loads(os.read(self.lock, 1 << 16) or b"{}")
-            wait_for_workers(before, checkpoint)
+            wait_for_workers(parsed(os.read(self.lock, 1 << 16)), checkpoint)
             os.ftruncate(self.lock, 0)
             said = {**self.facts, "job": str(self.folder)}
             os.pwrite(self.lock, json.dumps(said).encode(), 0)
         except BlockingIOError as error:
             self.release()
             raise held(checkpoint) from error
-        except ValueError:  # a file of that name that says nothing
-            pass
+        except WorkerError:
+            self.release()
+            raise
         except OSError as error:
             self.release()
             raise WorkerError(
@@ -276,6 +276,15 @@ class Entry:
         if self.lock is not None:
             os.close(self.lock)
             self.lock = None
+
+
+def parsed(text: bytes) -> dict[str, Any]:
+    """What a link file says; nothing if it is empty or something else."""
+    try:
+        said = json.loads(text)
+    except ValueError:
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:

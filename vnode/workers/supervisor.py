@@ -1,0 +1,512 @@
+"""Runs a job: hands what sockets, processes and clocks deliver to `Generations`, and does what it decides.
+
+Knows sockets, the keeper, output of workers. Must not know which workers train, nor jax.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hmac
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from vnode.errors import layout_message
+from vnode.workers.generations import (
+    Action,
+    End,
+    EndService,
+    Generations,
+    Kill,
+    Limits,
+    Record,
+    Send,
+    Spawn,
+    StartService,
+    WorkerError,
+)
+from vnode.workers.processes import Backend, Handle
+from vnode.workers.registry import Entry, started
+from vnode.workers.wire import LARGEST, Channel, Message, WireError
+
+TICK = 0.05
+"""Seconds between two looks at processes, output and deadlines."""
+
+STOPPED_SECONDS = 1
+"""How long a process may be stopped."""
+
+HELLO_SECONDS = 10
+HELLO_BYTES = 1 << 16
+GRACE = 5
+"""How long workers have to end by themselves, once the job has ended."""
+
+PROTOCOL = 1
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "GLOG_minloglevel": "3"}
+
+
+@dataclasses.dataclass(eq=False)
+class Running:
+    """A worker's process and connection."""
+
+    handle: Handle
+    channel: Channel | None = None
+    closed: bool = False
+    stopped_since: float | None = None
+    ended_since: float | None = None
+
+
+class Tail:
+    """Passes on the lines that are added to a file, as they come.
+
+    Args:
+      path: of the file.
+      take: called with each line.
+    """
+
+    def __init__(self, path: Path, take: Callable[[str], None]) -> None:
+        self.path, self.take = path, take
+        self.position, self.rest = 0, b""
+
+    def look(self, whole: bool = False) -> None:
+        """Passes on what is new; with `whole`, a last line without an end, too."""
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(self.position)
+                new = file.read()
+        except OSError:
+            new = b""
+        self.position += len(new)
+        *lines, self.rest = (self.rest + new).split(b"\n")
+        if whole and self.rest:
+            lines, self.rest = [*lines, self.rest], b""
+        for line in lines:
+            self.take(line.decode(errors="replace"))
+
+
+class Supervisor:
+    """Starts workers, and has them train together until the run has come to its end.
+
+    Args:
+      backend: starts them.
+      workers: how many shall train.
+      entry: the folder of the job.
+      spares: how many more stand by.
+      limits: deadlines.
+      interface: the address at which it and the services listen.
+      port: of the supervisor; 0 for any that is free.
+      checkpoint: the folder of checkpoints, which workers are told of.
+      out: where the output of the lowest rank goes.
+      err: where errors of all workers go, and the supervisor's words.
+      observe: called a few times a second with what `Generations.status` says, and with each event.
+
+    Raises:
+      WorkerError: the port is in use.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        workers: int,
+        entry: Entry,
+        *,
+        spares: int = 0,
+        limits: Limits | None = None,
+        interface: str = "127.0.0.1",
+        port: int = 0,
+        checkpoint: str | None = None,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        observe: Callable[[dict[str, Any], dict[str, Any] | None], None] | None = None,
+    ) -> None:
+        self.backend, self.entry, self.interface = backend, entry, interface
+        self.out, self.err = out or sys.stdout, err or sys.stderr
+        self.observe = observe or (lambda status, event: None)
+        self.checkpoint = checkpoint
+        self.generations = Generations(workers, spares=spares, limits=limits)
+        self.running: dict[int, Running] = {}
+        self.tails: dict[int, list[Tail]] = {}
+        self.events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
+        self.over: End | None = None
+        self.killed = False
+        self.asked: list[int] = []
+        self.looked = 0.0
+        self.listener = listen(interface, port)
+        port = self.listener.getsockname()[1]
+        self.address = f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"
+        entry.save(address=self.address)
+        threading.Thread(target=self.accept, name="vnode accept", daemon=True).start()
+        self.keeper = self.start_keeper()
+
+    # From other threads, and signal handlers
+
+    def stop(self, why: str, code: int) -> None:
+        """Asks the run to end with a checkpoint; asked again, ends all workers at once."""
+        self.killed = self.over is not None  # it ends already: now at once
+        self.events.put(lambda now: self.stop_now(why, code, now))
+
+    def kill(self, why: str) -> None:
+        """Ends all workers at once."""
+        self.events.put(lambda now: self.end_now(137, why))
+
+    def grow(self, by: int) -> None:
+        """Asks for more workers than were asked for, or fewer."""
+
+        def work(now: float) -> None:
+            try:
+                self.do(self.generations.resize(self.generations.wanted + by, now))
+            except WorkerError as error:
+                self.say(str(error))
+
+        self.events.put(work)
+
+    def accept(self) -> None:
+        """Takes connections in."""
+        while True:
+            try:
+                sock, _ = self.listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self.serve, args=(sock,), name="vnode connection", daemon=True).start()
+
+    def serve(self, sock: socket.socket) -> None:
+        """Reads a connection to its end."""
+        channel = Channel(sock, HELLO_BYTES)
+        try:
+            hello = channel.receive(HELLO_SECONDS)
+            token = hello.get("token")
+            if not isinstance(token, str) or not hmac.compare_digest(token.encode(), self.entry.token.encode()):
+                raise WireError("a connection without the token of this job")
+        except (WireError, TimeoutError) as error:
+            channel.close()
+            why = str(error)
+            self.events.put(lambda now: self.record(Record("refused", None, None, why)))
+            return
+        channel.frames.largest = LARGEST
+        if hello["kind"] == "control":
+            take = self.control
+        else:
+            self.events.put(lambda now: self.greet(channel, hello, now))
+            take = self.hear
+        try:
+            while True:
+                message = channel.receive()
+                self.events.put(lambda now, message=message: take(channel, message, now))
+        except WireError as error:
+            channel.close()
+            why = str(error).splitlines()[0]
+            self.events.put(lambda now: self.hang_up(channel, why, now))
+
+    # The loop
+
+    def run(self) -> int:
+        """Runs the job to its end.
+
+        Returns:
+          Its exit code.
+        """
+        try:
+            self.do(self.generations.begin(time.monotonic()))
+            while self.over is None:
+                self.turn()
+            self.finish(self.over)
+            return self.over.code
+        finally:
+            for worker in self.running.values():
+                worker.handle.kill()
+            self.listener.close()
+            with contextlib.suppress(OSError):
+                assert self.keeper.stdin is not None
+                self.keeper.stdin.write("".join(f"end {service}\n" for service in self.generations.services))
+                self.keeper.stdin.close()
+            over = self.over or End(1, "the supervisor failed")
+            self.entry.close(over.code, over.why)
+
+    def turn(self) -> None:
+        """Waits for an event, or for the next look at processes and deadlines."""
+        now = time.monotonic()
+        with contextlib.suppress(queue.Empty):
+            event = self.events.get(timeout=max(self.looked + TICK - now, 0))
+            event(time.monotonic())
+            while True:
+                event = self.events.get_nowait()
+                event(time.monotonic())
+        now = time.monotonic()
+        if now >= self.looked + TICK:
+            self.looked = now
+            self.look(now)
+
+    def look(self, now: float) -> None:
+        """Looks at processes, output and deadlines."""
+        for number, worker in list(self.running.items()):
+            self.look_at(number, worker, now)
+        self.pass_on()
+        if self.keeper.poll() is not None and self.over is None:
+            self.over = End(1, "The process that keeps jax's coordination services has ended; see keeper.err.")
+        self.do(self.generations.tick(now))
+        self.observe(self.generations.status(), None)
+
+    def look_at(self, number: int, worker: Running, now: float) -> None:
+        """Looks whether a worker's process has ended, or is stopped."""
+        code = worker.handle.poll()
+        if code is not None:
+            worker.ended_since = worker.ended_since or now
+            if worker.channel is not None and not worker.closed and now - worker.ended_since < 1:
+                return  # what it said last is still on its way
+            self.running.pop(number)
+            if worker.channel is not None:
+                worker.channel.close()
+            for tail in self.tails.get(number, []):
+                tail.look(whole=True)
+            self.do(self.generations.exited(number, code, now))
+            self.save_children()
+        elif worker.handle.is_stopped():
+            worker.stopped_since = worker.stopped_since or now
+            if now - worker.stopped_since >= STOPPED_SECONDS:
+                self.do(self.generations.stopped(number, now))
+        else:
+            worker.stopped_since = None
+
+    def pass_on(self) -> None:
+        """Passes on what workers have printed."""
+        for tails in self.tails.values():
+            for tail in tails:
+                tail.look()
+
+    # Events
+
+    def greet(self, channel: Channel, hello: Message, now: float) -> None:
+        """A worker has connected."""
+        number = hello.get("worker")
+        worker = self.running.get(number) if isinstance(number, int) else None
+        if hello.get("protocol") != PROTOCOL or worker is None or worker.channel is not None:
+            why = f"worker {number!r} with protocol {hello.get('protocol')!r} is not waited for"
+            with contextlib.suppress(WireError):
+                channel.send({"kind": "end", "why": why, "code": 1})
+            channel.close()
+            self.record(Record("refused", None, None, why))
+            return
+        worker.channel = channel
+        assert isinstance(number, int)
+        self.do(self.generations.connected(number, int(hello.get("pid") or worker.handle.pid), now))
+
+    def find(self, channel: Channel) -> int | None:
+        """The worker that has a connection."""
+        return next((number for number, worker in self.running.items() if worker.channel is channel), None)
+
+    def hear(self, channel: Channel, message: Message, now: float) -> None:
+        """A worker has said something."""
+        if (number := self.find(channel)) is not None:
+            self.do(self.generations.message(number, message, now))
+
+    def hang_up(self, channel: Channel, why: str, now: float) -> None:
+        """A connection is closed: usually because its process has ended."""
+        if (number := self.find(channel)) is None:
+            return
+        worker = self.running[number]
+        worker.closed = True
+        for _ in range(20):  # the system closes sockets first, and tells of the end of the process then
+            if worker.handle.poll() is not None:
+                self.look_at(number, worker, now)
+                return
+            time.sleep(0.001)
+        self.do(self.generations.closed(number, f"closed its connection: {why}", now))
+
+    def control(self, channel: Channel, message: Message, now: float) -> None:
+        """Someone asks for something."""
+        kind = message["kind"]
+        try:
+            if kind == "resize":
+                self.do(self.generations.resize(int(message["workers"]), now))
+            elif kind == "stop":
+                self.stop_now(str(message.get("why") or "asked for"), 143, now)
+            elif kind == "kill":
+                self.end_now(137, "killed by request")
+            elif kind != "status":
+                raise WorkerError(f"a supervisor does not know {kind!r}")
+            answer = {"kind": "ok", **self.generations.status()}
+        except (WorkerError, KeyError, TypeError, ValueError) as error:
+            answer = {"kind": "error", "text": str(error)}
+        with contextlib.suppress(WireError):
+            channel.send(answer)
+
+    def stop_now(self, why: str, code: int, now: float) -> None:
+        """The run shall end."""
+        if self.generations.stopping:
+            self.end_now(code, f"{why}, again")
+        else:
+            self.do(self.generations.stop(why, code, now))
+
+    def end_now(self, code: int, why: str) -> None:
+        """All workers are ended at once."""
+        self.killed = True
+        self.over = self.over or End(code, f"Ended before its time: {why}.")
+        for worker in self.running.values():
+            worker.handle.kill()
+
+    # Actions
+
+    def do(self, actions: list[Action]) -> None:
+        """Does what was decided."""
+        for action in actions:
+            if isinstance(action, Send):
+                worker = self.running.get(action.worker)
+                if worker is not None and worker.channel is not None:
+                    with contextlib.suppress(WireError):  # the thread that reads it will say so
+                        worker.channel.send(action.message)
+            elif isinstance(action, Spawn):
+                self.spawn(action.worker)
+            elif isinstance(action, Kill):
+                if action.worker in self.running:
+                    self.running[action.worker].handle.kill()
+            elif isinstance(action, StartService):
+                self.asked.append(action.generation)
+                self.tell_keeper(f"start {self.interface}")
+            elif isinstance(action, EndService):
+                self.tell_keeper(f"end {action.service}")
+            elif isinstance(action, Record):
+                self.record(action)
+            elif isinstance(action, End):
+                self.over = self.over or action
+
+    def spawn(self, number: int) -> None:
+        """Starts a worker."""
+        environment = {
+            "VNODE_SUPERVISOR": self.address,
+            "VNODE_TOKEN_FILE": str(self.entry.token_file),
+            "VNODE_WORKER": str(number),
+        }
+        if self.checkpoint is not None:
+            environment["VNODE_CHECKPOINT"] = self.checkpoint
+        try:
+            self.running[number] = Running(self.backend.spawn(number, environment))
+        except OSError as error:
+            self.over = self.over or End(1, f"Worker {number} cannot be started: {error}")
+            return
+        if number not in self.tails:
+            out = Tail(self.entry.folder / f"worker-{number}.out", lambda line: self.printed(number, line))
+            err = Tail(self.entry.folder / f"worker-{number}.err", lambda line: self.say(line, number))
+            self.tails[number] = [out, err]
+        self.save_children()
+
+    def save_children(self) -> None:
+        """Writes down which processes there are: a later supervisor of the same folder waits for them."""
+        pids = [worker.handle.pid for worker in self.running.values()]
+        with contextlib.suppress(WorkerError):  # a full disk stops no training
+            self.entry.save(children=[(pid, started(pid)) for pid in pids])
+
+    def printed(self, number: int, line: str) -> None:
+        """A worker has printed a line."""
+        if number == self.generations.speaker():
+            with contextlib.suppress(OSError):
+                print(line, file=self.out, flush=True)
+
+    def say(self, text: str, number: int | None = None) -> None:
+        """Passes on a line that a worker has written to its stderr, or says something itself."""
+        prefix = "" if number is None else f"[worker {number}] "
+        with contextlib.suppress(OSError):
+            print(f"{prefix}{text}", file=self.err, flush=True)
+
+    def record(self, record: Record) -> None:
+        """Writes an event down."""
+        self.observe(self.generations.status(), self.entry.event(record))
+
+    # The keeper
+
+    def start_keeper(self) -> subprocess.Popen[str]:
+        """Starts the process that keeps the services."""
+        with open(self.entry.folder / "keeper.err", "ab") as err:
+            keeper = subprocess.Popen(
+                [sys.executable, "-m", "vnode.workers.keeper"],
+                env={**os.environ, **QUIET, "PYTHONPATH": search_path()},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=err,
+                text=True,
+                bufsize=1,
+                start_new_session=True,
+            )
+        threading.Thread(target=self.read_keeper, args=(keeper.stdout,), name="vnode keeper", daemon=True).start()
+        return keeper
+
+    def tell_keeper(self, line: str) -> None:
+        """Gives the keeper a command."""
+        assert self.keeper.stdin is not None
+        with contextlib.suppress(OSError):  # it has ended, which `look` finds
+            self.keeper.stdin.write(f"{line}\n")
+
+    def read_keeper(self, lines: TextIO) -> None:
+        """Takes the keeper's answers, which come in the order of the questions."""
+        for line in lines:
+            answer = line.strip()
+            self.events.put(lambda now, answer=answer: self.answered(answer, now))
+
+    def answered(self, answer: str, now: float) -> None:
+        """A service is there."""
+        generation = self.asked.pop(0)
+        if answer.startswith("error "):
+            self.over = self.over or End(1, f"No coordination service of jax can be started: {answer[6:]}")
+        else:
+            self.do(self.generations.service(generation, answer, now))
+
+    # The end
+
+    def finish(self, over: End) -> None:
+        """Ends all workers, and waits until they are gone."""
+        end = time.monotonic() + (0 if self.killed else GRACE)
+        for number in list(self.running):
+            self.do([Send(number, {"kind": "end", "why": over.why or "the job has ended", "code": over.code})])
+        while self.running:
+            now = time.monotonic()
+            for number, worker in list(self.running.items()):
+                if worker.handle.poll() is not None:
+                    del self.running[number]
+                elif now > end or worker.channel is None:
+                    worker.handle.kill()
+            if now > end + GRACE:
+                break
+            self.pass_on()
+            time.sleep(0.01)
+            if self.killed:
+                end = min(end, now)
+        for tails in self.tails.values():
+            for tail in tails:
+                tail.look(whole=True)
+        if over.why:
+            self.say(f"vnode: {over.why}")
+
+
+def listen(interface: str, port: int) -> socket.socket:
+    """A socket that takes connections in.
+
+    Raises:
+      WorkerError: the address cannot be used.
+    """
+    sock = socket.socket(socket.AF_INET6 if ":" in interface else socket.AF_INET)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((interface, port))
+        sock.listen(128)
+    except OSError as error:
+        sock.close()
+        raise WorkerError(
+            layout_message(
+                f"the supervisor cannot listen at {interface}:{port}.",
+                facts=[str(error)],
+                remedies=["another process may use the port: leave port= out for one that is free", "see `vnode runs`"],
+            )
+        ) from error
+    return sock
+
+
+def search_path() -> str:
+    """The variable PYTHONPATH with which a child imports this very vnode."""
+    here = str(Path(__file__).resolve().parents[2])
+    return os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
