@@ -77,10 +77,9 @@ class Handover:
 
     def answer(self, line: socket.socket) -> None:
         """The thread of a connection."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError), line:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError), line, line.makefile("rb") as stream:
             line.settimeout(STALL)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            stream = line.makefile("rb")
             while (text := stream.readline(64 << 20)) != b"":
                 asked = json.loads(text)
                 if not secrets.compare_digest(str(asked.get("token")), self.token):
@@ -234,6 +233,7 @@ class Source:
     def close(self) -> None:
         """Ends the connection."""
         with contextlib.suppress(OSError):
+            self.stream.close()
             self.line.close()
 
 
