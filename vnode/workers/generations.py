@@ -175,6 +175,7 @@ class Generations:
     Args:
       workers: how many shall train.
       spares: how many more shall stand by.
+      most: how many may be asked for at most; None for as many as there are virtual nodes.
       limits: deadlines.
 
     Attributes:
@@ -185,8 +186,8 @@ class Generations:
       leave: what is left of a broken one, from the loss until the survivors train again.
     """
 
-    def __init__(self, workers: int, *, spares: int = 0, limits: Limits | None = None) -> None:
-        self.wanted, self.spares, self.limits = workers, spares, limits or Limits()
+    def __init__(self, workers: int, *, spares: int = 0, most: int | None = None, limits: Limits | None = None) -> None:
+        self.wanted, self.spares, self.most, self.limits = workers, spares, most, limits or Limits()
         self.workers: dict[int, Worker] = {}
         self.current: Generation | None = None
         self.next: Generation | None = None
@@ -278,6 +279,13 @@ class Generations:
                 layout_message(
                     f"a job cannot have {workers} workers.",
                     remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
+                )
+            )
+        if self.most is not None and workers > self.most:
+            raise WorkerError(
+                layout_message(
+                    f"this job may have {self.most} workers at most, not {workers}.",
+                    remedies=["start it with a larger max_workers (--max-workers)"],
                 )
             )
         nodes = self.reference.virtual_nodes if self.reference else workers
@@ -398,7 +406,7 @@ class Generations:
 
     def settle(self, now: float) -> list[Action]:
         """Does what is due; returns the actions since the last event."""
-        while not self.over and (self.expired(now) or self.advance(now)):
+        while not self.over and (self.expired(now) or (not self.over and self.advance(now))):
             pass
         if not self.over:
             self.fill(now)

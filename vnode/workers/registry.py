@@ -261,10 +261,11 @@ class Entry:
             self.log.write(json.dumps(said) + "\n")
         return said
 
-    def close(self, code: int, why: str) -> None:
+    def close(self, code: int, why: str, step: int | None) -> None:
         """The job has ended."""
         with contextlib.suppress(OSError, WorkerError):
-            self.save(code=code, why=why, ended=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+            ended = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+            self.save(code=code, why=why, step=step, ended=ended)
         with contextlib.suppress(OSError):
             self.log.close()
         with contextlib.suppress(OSError):

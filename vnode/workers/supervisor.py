@@ -99,6 +99,7 @@ class Supervisor:
       workers: how many shall train.
       entry: the folder of the job.
       spares: how many more stand by.
+      most: how many may be asked for.
       limits: deadlines.
       interface: the address at which it and the services listen.
       port: of the supervisor; 0 for any that is free.
@@ -118,6 +119,7 @@ class Supervisor:
         entry: Entry,
         *,
         spares: int = 0,
+        most: int | None = None,
         limits: Limits | None = None,
         interface: str = "127.0.0.1",
         port: int = 0,
@@ -130,7 +132,7 @@ class Supervisor:
         self.out, self.err = out or sys.stdout, err or sys.stderr
         self.observe = observe or (lambda status, event: None)
         self.checkpoint = checkpoint
-        self.generations = Generations(workers, spares=spares, limits=limits)
+        self.generations = Generations(workers, spares=spares, most=most, limits=limits)
         self.running: dict[int, Running] = {}
         self.tails: dict[int, list[Tail]] = {}
         self.events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -227,7 +229,7 @@ class Supervisor:
                 self.keeper.stdin.write("".join(f"end {service}\n" for service in self.generations.services))
                 self.keeper.stdin.close()
             over = self.over or End(1, "the supervisor failed")
-            self.entry.close(over.code, over.why)
+            self.entry.close(over.code, over.why, self.generations.status()["step"])
 
     def turn(self) -> None:
         """Waits for an event, or for the next look at processes and deadlines."""
@@ -382,6 +384,7 @@ class Supervisor:
             "VNODE_SUPERVISOR": self.address,
             "VNODE_TOKEN_FILE": str(self.entry.token_file),
             "VNODE_WORKER": str(number),
+            "VNODE_JOB": str(self.entry.folder),
         }
         if self.checkpoint is not None:
             environment["VNODE_CHECKPOINT"] = self.checkpoint

@@ -1,0 +1,263 @@
+"""Decisions about generations, under random deaths, delays and resizes of workers that obey the protocol.
+
+Knows `vnode.workers.generations`, with time as a number. Must not know processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.budget import examples
+from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Send, Spawn, StartService, WorkerError
+
+LIMITS = Limits(start=30)
+
+
+@dataclasses.dataclass
+class Fake:
+    """A worker that obeys the protocol; `step` is what its state has behind it, -1 for none."""
+
+    number: int
+    arrives: float
+    arrived: bool = False
+    stopped: bool = False
+    generation: int = 0
+    step: int = -1
+    prepared: set[int] = dataclasses.field(default_factory=set)
+    finished: bool = False
+    leaves: float | None = None
+
+
+class World:
+    """Workers, services and time. The messages of each worker are delivered in order, late, interleaved at random.
+
+    Args:
+      seed: of all that happens.
+      workers: how many are asked for.
+      nodes: virtual nodes.
+      spares: how many stand by.
+    """
+
+    def __init__(self, seed: int, workers: int, nodes: int, spares: int) -> None:
+        self.draw = random.Random(seed)
+        self.job = Generations(workers, spares=spares, limits=LIMITS)
+        self.now, self.nodes = 0.0, nodes
+        self.fakes: dict[int, Fake] = {}
+        self.inbox: dict[int, list[dict[str, Any]]] = {}
+        self.outbox: dict[int, list[tuple[float, dict[str, Any]]]] = {}
+        self.exits: list[tuple[float, int, int]] = []
+        self.asked: list[tuple[float, int]] = []
+        self.over: End | None = None
+        self.services = 0
+        self.alive_services: dict[str, set[int]] = {}
+        self.left: dict[int, dict[int, int]] = {}  # of each generation: steps that workers have said
+        self.members: dict[int, list[int]] = {}
+        self.do(self.job.begin(0.0))
+
+    def do(self, actions: list[Any]) -> None:
+        for action in actions:
+            assert self.over is None or not isinstance(action, Send | Spawn), "nothing after the end"
+            if isinstance(action, Spawn):
+                assert action.worker not in self.fakes, "a number has one process"
+                self.fakes[action.worker] = Fake(action.worker, self.now + self.draw.uniform(0.1, 3))
+                self.inbox[action.worker], self.outbox[action.worker] = [], []
+            elif isinstance(action, Kill):
+                self.kill(action.worker, -9)
+            elif isinstance(action, StartService):
+                self.asked.append((self.now + self.draw.uniform(0, 0.2), action.generation))
+            elif isinstance(action, EndService):
+                pass
+            elif isinstance(action, End):
+                self.over = action
+            elif isinstance(action, Send) and action.worker in self.fakes:
+                self.check(action.message)
+                self.inbox[action.worker].append(action.message)
+
+    def check(self, message: dict[str, Any]) -> None:
+        """What is sent, against what has been said."""
+        if message["kind"] == "prepare":
+            members = [m["worker"] for m in message["members"]]
+            assert len(set(members)) == len(members) <= self.nodes
+            self.members[message["generation"]] = members
+        if message["kind"] == "go" and message["step"] is not None and message["step"] >= 0:
+            living = [f for f in self.fakes.values() if f.generation == 0 and f.step >= 0 and not f.finished]
+            held = {h["worker"] for h in message["holders"]}
+            assert held and all(self.fakes[w].step == message["step"] for w in held if w in self.fakes)
+            told = self.members[message["generation"]]
+            assert message["step"] >= max((f.step for f in living if f.number in told), default=-1), "a step is lost"
+
+    def kill(self, number: int, code: int) -> None:
+        """A process is killed: it says nothing more; the supervisor learns of it a little later."""
+        if number in self.fakes and all(number != n for _, n, _ in self.exits):
+            self.exits.append((self.now + self.draw.uniform(0, 0.2), number, code))
+            self.fakes[number].stopped = True
+
+    def say(self, fake: Fake, **message: Any) -> None:
+        self.outbox[fake.number].append((self.now + self.draw.uniform(0, 0.05), message))
+
+    def turn(self) -> None:
+        """A twentieth of a second."""
+        self.now += 0.05
+        order = list(self.fakes.values())
+        self.draw.shuffle(order)
+        for fake in order:
+            if not fake.stopped:
+                self.live(fake)
+        for due, generation in [a for a in self.asked if a[0] <= self.now]:
+            self.asked.remove((due, generation))
+            self.services += 1
+            self.do(self.job.service(generation, f"s{self.services}", self.now))
+        numbers = list(self.outbox)
+        self.draw.shuffle(numbers)
+        for number in numbers:
+            box = self.outbox[number]
+            while box and box[0][0] <= self.now and self.over is None:
+                message = box.pop(0)[1]
+                if message["kind"] == "connect":
+                    self.do(self.job.connected(number, 1000 + number, self.now))
+                else:
+                    self.do(self.job.message(number, message, self.now))
+        for due, number, code in [e for e in self.exits if e[0] <= self.now]:
+            if code == 0 and self.outbox[number]:
+                continue  # what it said comes first
+            self.exits.remove((due, number, code))
+            del self.fakes[number], self.inbox[number], self.outbox[number]
+            if self.over is None:
+                self.do(self.job.exited(number, code, self.now))
+        if self.over is None:
+            self.do(self.job.tick(self.now))
+
+    def live(self, fake: Fake) -> None:
+        """What a worker does in a turn."""
+        if not fake.arrived and self.now >= fake.arrives:
+            fake.arrived = True
+            self.say(fake, kind="connect")
+            self.arrive(fake)
+        if not fake.arrived:
+            return
+        while self.inbox[fake.number] and self.draw.random() < 0.9:
+            self.hear(fake, self.inbox[fake.number].pop(0))
+        if fake.generation and fake.step >= 0:
+            members = self.members[fake.generation]
+            if all(m in self.fakes and not self.fakes[m].stopped for m in members):  # else it waits for others
+                fake.step += self.draw.random() < 0.8
+        doing = {"doing": "trains", "nodes": 1, "metrics": {}, "waits": False}
+        self.say(fake, kind="progress", generation=fake.generation, step=max(fake.step, 0), **doing)
+
+    def arrive(self, fake: Fake) -> None:
+        self.say(fake, kind="arrived", call=0, facts={"jax": 1}, handover=str(fake.number), virtual_nodes=self.nodes)
+
+    def hear(self, fake: Fake, message: dict[str, Any]) -> None:
+        kind, number = message["kind"], message.get("generation")
+        if kind == "prepare":
+            if self.draw.random() < 0.05:
+                self.say(fake, kind="unprepared", generation=number, error="no memory")
+            else:
+                fake.prepared.add(number)
+                self.say(fake, kind="prepared", generation=number, seconds=0.1)
+        elif kind == "go":
+            if fake.number not in self.members[number]:
+                return  # its state is wanted, not itself
+            assert number in fake.prepared and number > fake.generation
+            fake.generation = number
+            if message["step"] is not None:
+                fake.step = max(message["step"], 0)
+            elif fake.step < 0:
+                fake.step = max((f.step for f in self.fakes.values()), default=0)
+            self.say(fake, kind="switched", generation=number, step=fake.step)
+        elif kind == "leave":
+            fake.generation = 0
+            self.say(fake, kind="left", generation=number, step=fake.step)
+        elif kind == "release":
+            fake.generation, fake.step = 0, -1
+            self.arrive(fake)
+        elif kind in ("end", "stop"):
+            if kind == "stop":
+                fake.finished = True
+                self.say(fake, kind="finished", generation=fake.generation, step=fake.step, reason="stopped")
+            fake.stopped = True
+            self.exits.append((self.now + 0.1, fake.number, message.get("code", 0)))
+
+    def trains(self) -> list[int]:
+        """The workers of the generation in which all of its members are."""
+        if self.job.current is None or self.job.next is not None:
+            return []
+        number, members = self.job.current.number, self.members[self.job.current.number]
+        there = all(m in self.fakes and not self.fakes[m].stopped for m in members)
+        there = there and all(self.fakes[m].generation == number for m in members)
+        return members if there else []
+
+    def settled(self) -> bool:
+        """Whether as many train as were asked for, or as many as there are, and none may be started any more."""
+        trains = len(self.trains())
+        used_up = not self.job.vacant(self.now) and trains == len(self.fakes)
+        return trains > 0 and (trains == self.job.wanted or used_up)
+
+
+@settings(max_examples=examples(150))
+@given(
+    st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1),
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error")),
+                       st.integers(0, 5)), max_size=8),
+)  # fmt: skip
+def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
+    seed: int, workers: int, nodes: int, spares: int, events: list[tuple[int, str, int]]
+) -> None:
+    """Or has ended with an error; and nothing is waited for without end."""
+    world = World(seed, workers, nodes, spares)
+    for turns, event, number in events:
+        for _ in range(turns):
+            world.turn()
+        if world.over is not None:
+            break
+        if event == "resize":
+            try:
+                world.do(world.job.resize(number, world.now))
+            except WorkerError:
+                assert number < 1 or number > nodes
+        elif number in world.fakes:
+            fake = world.fakes[number]
+            if event == "kill":
+                world.kill(number, -9)
+            elif event == "stop":
+                fake.stopped = True
+            elif fake.arrived and not fake.stopped:
+                if event == "error":
+                    world.say(fake, kind="error", text="ValueError: odd", step=fake.step)
+                    world.kill(number, 1)
+                    fake.stopped = True
+                else:
+                    fake.stopped = True
+                    world.do(world.job.closed(number, "closed its connection", world.now))
+    for _ in range(4000):
+        if world.over is not None or world.settled():
+            break
+        world.turn()
+    assert world.over is not None or world.settled(), [vars(f) for f in world.fakes.values()]
+    if world.over is None:
+        world.do(world.job.stop("the end", 130, world.now))
+        for _ in range(2000):
+            if world.over is not None:
+                break
+            world.turn()
+        assert world.over is not None and world.over.code == 0
+    else:
+        assert world.over.code != 0 and world.over.why
+
+
+def test_more_workers_than_nodes_are_refused() -> None:
+    world = World(1, 5, 4, 0)
+    while world.over is None:
+        world.turn()
+    assert "5 workers cannot share 4 virtual nodes" in world.over.why
+    world = World(1, 2, 4, 0)
+    while len(world.trains()) < 2:
+        world.turn()
+    with pytest.raises(WorkerError, match="5 workers cannot share 4 virtual nodes"):
+        world.job.resize(5, world.now)

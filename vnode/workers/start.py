@@ -1,0 +1,191 @@
+"""Turns what a user asks for (a script or a function, workers, a folder) into a supervisor that is ready to run.
+
+Knows command lines of workers, and which backends there are. Must not know terminals.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from vnode.errors import layout_message
+from vnode.workers.generations import Limits, WorkerError
+from vnode.workers.processes import Processes
+from vnode.workers.registry import Entry
+from vnode.workers.supervisor import Supervisor
+
+BACKENDS = ("processes", "ray")
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """A job, as plain data.
+
+    Attributes:
+      command: the command line of each worker.
+      name: of the script or function, for people.
+      workers: how many shall train.
+      backend: what starts them.
+      checkpoint: the folder of checkpoints, or None.
+      spares: how many workers stand by.
+      max_workers: how many may be asked for, or None.
+      start_timeout: seconds from the start of a worker to its call of `run`.
+      max_restarts: how often a worker is started again within ten minutes.
+      silence: seconds without a sign of life after which a worker is killed.
+      interface: the address at which the supervisor and the services listen.
+      port: of the supervisor; 0 for any that is free.
+      env: further variables of the workers.
+    """
+
+    command: tuple[str, ...]
+    name: str
+    workers: int
+    backend: str = "processes"
+    checkpoint: str | None = None
+    spares: int = 0
+    max_workers: int | None = None
+    start_timeout: float = 300
+    max_restarts: int = 3
+    silence: float = 10
+    interface: str = "127.0.0.1"
+    port: int = 0
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def check(self) -> None:
+        """Looks at what can be seen before anything is started.
+
+        Raises:
+          WorkerError: the job cannot be started so.
+        """
+        if self.backend not in BACKENDS:
+            known = " or ".join(map(repr, BACKENDS))
+            raise WorkerError(layout_message(f"backend {self.backend!r} is not known.", remedies=[f"use {known}"]))
+        if self.backend == "ray":
+            there = importlib.util.find_spec("ray") is not None
+            raise WorkerError(
+                layout_message(
+                    "backend 'ray' cannot start workers yet." if there else "backend 'ray' needs Ray.",
+                    remedies=[*([] if there else ["pip install 'vnode[ray]'"]), "or use backend 'processes'"],
+                )
+            )
+        if self.workers < 1 or self.spares < 0:
+            raise WorkerError(
+                layout_message(
+                    f"a job cannot have {self.workers} workers and {self.spares} spares.",
+                    remedies=["ask for one worker or more"],
+                )
+            )
+        if self.max_workers is not None and self.workers > self.max_workers:
+            raise WorkerError(
+                layout_message(
+                    f"{self.workers} workers are more than max_workers={self.max_workers}.",
+                    remedies=["ask for fewer workers, or a larger max_workers"],
+                )
+            )
+
+    def supervisor(
+        self,
+        *,
+        out: TextIO | None = None,
+        err: TextIO | None = None,
+        observe: Callable[[dict[str, Any], dict[str, Any] | None], None] | None = None,
+    ) -> Supervisor:
+        """Makes the job's folder and its supervisor; `run` of that starts the workers.
+
+        Args:
+          out: where the output of the lowest rank goes.
+          err: where errors of all workers go.
+          observe: is told of the job's status, and of events.
+
+        Raises:
+          WorkerError: another supervisor has the folder of checkpoints, or the port is in use.
+        """
+        self.check()
+        entry = Entry(self.name, self.checkpoint)
+        try:
+            return Supervisor(
+                Processes(self.command, entry.folder, self.env),
+                self.workers,
+                entry,
+                spares=self.spares,
+                most=self.max_workers,
+                limits=Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence),
+                interface=self.interface,
+                port=self.port,
+                checkpoint=entry.checkpoint,
+                out=out,
+                err=err,
+                observe=observe,
+            )
+        except WorkerError as error:
+            entry.close(1, str(error), None)
+            raise
+
+
+def script_command(script: str | os.PathLike[str], arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line of a script.
+
+    Raises:
+      WorkerError: there is no such file.
+    """
+    path = Path(script)
+    if not path.is_file():
+        facts = ["it is a folder"] if path.is_dir() else [f"looked in {Path.cwd()}"] if not path.is_absolute() else []
+        raise WorkerError(
+            layout_message(f"the script {os.fspath(script)!r} is not there.", facts=facts, remedies=["give its path"])
+        )
+    return (sys.executable, os.fspath(script), *map(str, arguments))
+
+
+def function_command(function: Callable[..., Any] | str, arguments: Sequence[str]) -> tuple[str, ...]:
+    """The command line that calls a function, and runs what it returns: step, state, data, options.
+
+    Args:
+      function: one at the top of a module or script, or ``module:name``.
+      arguments: what `sys.argv` shall hold besides.
+
+    Raises:
+      WorkerError: another process cannot import it.
+    """
+    if isinstance(function, str):
+        home, _, name = function.partition(":")
+    else:
+        name = getattr(function, "__qualname__", "")
+        home = getattr(function, "__module__", None) or ""
+        if not name or "<" in name or getattr(function, "__closure__", None):
+            raise WorkerError(
+                layout_message(
+                    f"workers cannot import {name or function!r}: it is a lambda, or made within another function.",
+                    remedies=["define it with def at the top of a file", "or give the path of a script"],
+                )
+            )
+        if home == "__main__":
+            home = getattr(sys.modules["__main__"], "__file__", None) or ""
+            if not home or not Path(home).is_file():
+                raise WorkerError(
+                    layout_message(
+                        f"workers cannot import {name}: it was typed in, and is in no file.",
+                        remedies=["write it to a file, and import it from there", "or give the path of a script"],
+                    )
+                )
+            home = os.path.abspath(home)
+    return (sys.executable, "-m", "vnode.elastic.call", home, name, *map(str, arguments))
+
+
+def target_command(target: Any, arguments: Sequence[str]) -> tuple[tuple[str, ...], str, dict[str, str]]:
+    """The command line of a script or function, its name, and the variables that it needs.
+
+    Raises:
+      WorkerError: it cannot be run by other processes.
+    """
+    if callable(target) or (isinstance(target, str) and ":" in target and not os.path.exists(target)):
+        command = function_command(target, arguments)
+        here = [os.path.abspath(path) for path in sys.path]  # modules are found as they are here
+        return command, f"{command[3]}:{command[4]}", {"PYTHONPATH": os.pathsep.join(here)}
+    command = script_command(target, arguments)
+    return command, command[1], {}
