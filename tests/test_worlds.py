@@ -49,6 +49,7 @@ def test_runs_in_two_worlds_at_once() -> None:
         with in_world(own):  # where a step meets others, its devices say, not the context
             there = step.on(here.devices)
             firsts = [bits(there(there.put(WEIGHTS), BATCHES.batch(0))[0])]
+        assert here.launches == {frozenset(range(here.count)): 1}
 
         def between(number: int, values: Any) -> None:
             if number == 6:
