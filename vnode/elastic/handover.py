@@ -1,6 +1,6 @@
 """Sends the state of a run from the workers that hold it to those that need it, as checksummed bytes over sockets.
 
-Knows sockets, and states as boxes of bytes (`vnode.elastic.held`). Must not know generations, nor who needs what and why.
+Knows sockets, and states as boxes of bytes (`vnode.elastic.held`). Must not know generations, nor who needs what.
 
 Each worker has a server. Who needs a state asks the holders for their manifests (the arrays, and which boxes of them
 each has), then each of them for its share of the boxes, from all of them at once. A holder that dies, or does not
@@ -77,7 +77,11 @@ class Handover:
 
     def answer(self, line: socket.socket) -> None:
         """The thread of a connection."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError), line, line.makefile("rb") as stream:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError),
+            line,
+            line.makefile("rb") as stream,
+        ):
             line.settimeout(STALL)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while (text := stream.readline(64 << 20)) != b"":
@@ -142,7 +146,7 @@ def send_line(line: socket.socket, message: Mapping[str, Any]) -> None:
 
 def send_box(line: socket.socket, value: np.ndarray) -> None:
     """Sends the bytes of a box, behind their number and their checksum."""
-    data = memoryview(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
     send_line(line, {"bytes": data.nbytes, "crc": zlib.crc32(data)})
     line.sendall(data)
 
@@ -212,7 +216,7 @@ class Source:
             self.ask("boxes", requests)
             for i, box in requests:
                 value = np.empty([stop - start for start, stop in box], jnp.dtype(leaves[i].dtype))
-                data = memoryview(value.reshape(-1).view(np.uint8))
+                data = value.reshape(-1).view(np.uint8).data
                 said = json.loads(self.stream.readline())
                 if said.get("bytes") != data.nbytes:
                     raise ValueError(said.get("error", f"{said.get('bytes')} bytes for {data.nbytes}"))

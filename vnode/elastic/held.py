@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -288,5 +288,5 @@ def made_array(leaf: Leaf, sharding: NamedSharding, fill: Callable[[Sequence[sli
     """An array of a sharding, of what `fill` gives for each part."""
     if leaf.weak and not leaf.key:
         return with_weak_type(fill((slice(None),) * len(leaf.shape)), sharding)
-    data = jax.make_array_from_callback(leaf.shape, sharding, fill, dtype=jnp.dtype(leaf.dtype))
+    data = jax.make_array_from_callback(leaf.shape, sharding, cast(Any, fill), dtype=jnp.dtype(leaf.dtype))
     return jax.random.wrap_key_data(data, impl=leaf.key) if leaf.key else data

@@ -40,6 +40,9 @@ logger = logging.getLogger("vnode")
 SUPERVISOR = "VNODE_SUPERVISOR"
 """The environment variable by which a process knows that it is a worker, and where its supervisor is."""
 
+CHECKPOINT = "VNODE_CHECKPOINT"
+"""The environment variable by which a worker is told of a folder for checkpoints."""
+
 
 @api_boundary
 def run(
@@ -100,8 +103,8 @@ def run(
       prefetch: batches to load ahead in a background thread; 0 for none.
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
-      checkpoint: a folder for checkpoints. If it has one, the run resumes from it, on whatever devices. Needs
-        `orbax-checkpoint`. There is always one of the last step, and of the last state before an error, if a step was
+      checkpoint: a folder for checkpoints; by default, in a worker, that of ``vnode run --checkpoint``. If it has one,
+        the run resumes from it, on whatever devices. Needs `orbax-checkpoint`. There is always one of the last step, and of the last state before an error, if a step was
         made.
       checkpoint_every: further checkpoints after so many steps, written in the background.
       checkpoint_seconds: further checkpoints after so many seconds; by default ten minutes, if `checkpoint_every` is
@@ -169,7 +172,7 @@ def run(
             compile_ahead=compile_ahead,
             prefetch=prefetch,
             keep_every=keep_every,
-            checkpoint=checkpoint,
+            checkpoint=os.environ.get(CHECKPOINT) if checkpoint is None and SUPERVISOR in os.environ else checkpoint,
             checkpoint_every=checkpoint_every,
             checkpoint_seconds=checkpoint_seconds,
             checkpoints_kept=checkpoints_kept,

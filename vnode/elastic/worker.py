@@ -4,8 +4,8 @@ Knows the loop of a run, the supervisor's messages, and states as what workers h
 how a world is made.
 
 A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
-switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is; the furthest
-wins, and whoever has less fetches it. Either way the next generation begins with the bits that an undisturbed run has.
+switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is. The
+furthest wins, and whoever has less fetches it. Either way the next generation begins with the bits that an undisturbed run has.
 """
 
 from __future__ import annotations
@@ -175,7 +175,12 @@ class WorkerDriver(Driver):
         types = self.handover.types or (None if held is None else held.leaves) or None
         number = self.number
         return Coming(
-            order, self.member, self.home, self.script_state, types, lambda placement: self.feed.aside(number, placement)
+            order,
+            self.member,
+            self.home,
+            self.script_state,
+            types,
+            lambda placement: self.feed.aside(number, placement),
         )
 
     def begin_in(self, coming: Coming, order: dict[str, Any]) -> None:
@@ -243,6 +248,7 @@ class WorkerDriver(Driver):
             from vnode.elastic.checkpoints import Checkpoints
             from vnode.elastic.options import CHECKPOINTS_KEPT
 
+            assert self.options.checkpoint is not None
             self.checkpoints = Checkpoints(self.options.checkpoint, self.options.checkpoints_kept or CHECKPOINTS_KEPT)
             self.recovery.checkpoints = self.checkpoints
         return self.checkpoints
@@ -265,8 +271,9 @@ class WorkerDriver(Driver):
             if held is None:
                 raise IncompleteState("")
             missing(held.leaves, held, {}, self.step.placement)
-            self.number, self.state = held.step, made_state(
-                self.script_state, held.leaves, held, {}, self.step.placement
+            self.number, self.state = (
+                held.step,
+                made_state(self.script_state, held.leaves, held, {}, self.step.placement),
             )
         except IncompleteState:
             self.number, self.state = self.fetched(others, held, self.step.placement)
@@ -511,7 +518,9 @@ class HeldCopy:
 def own_nodes(placement: Placement, rank: int) -> int:
     """How many nodes a worker computes."""
     return sum(
-        count for device, count in zip(placement.devices, placement.counts, strict=False) if device.process_index == rank
+        count
+        for device, count in zip(placement.devices, placement.counts, strict=False)
+        if device.process_index == rank
     )
 
 

@@ -103,7 +103,7 @@ def constructors() -> dict[str, Any]:
             )
         )
     try:
-        from jax._src.lib import _jax, xla_client
+        from jaxlib import _jax, xla_client
 
         return {
             "get_distributed_runtime_client": _jax.get_distributed_runtime_client,
