@@ -104,8 +104,8 @@ def run(
       keep_every: copy the state to the host after so many steps, to fall back to. The loop waits for the devices
         while it copies. None for no copies: a failure then falls back to the last checkpoint.
       checkpoint: a folder for checkpoints; by default, in a worker, that of ``vnode run --checkpoint``. If it has one,
-        the run resumes from it, on whatever devices. Needs `orbax-checkpoint`. There is always one of the last step, and of the last state before an error, if a step was
-        made.
+        the run resumes from it, on whatever devices. Needs `orbax-checkpoint`. There is always one of the last step,
+        and of the last state before an error, if a step was made.
       checkpoint_every: further checkpoints after so many steps, written in the background.
       checkpoint_seconds: further checkpoints after so many seconds; by default ten minutes, if `checkpoint_every` is
         not given.
