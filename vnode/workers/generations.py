@@ -406,7 +406,7 @@ class Generations:
 
     def settle(self, now: float) -> list[Action]:
         """Does what is due; returns the actions since the last event."""
-        while not self.over and (self.expired(now) or (not self.over and self.advance(now))):
+        while not self.over and (self.expired(now) or self.advance(now)):
             pass
         if not self.over:
             self.fill(now)
@@ -745,8 +745,7 @@ class Generations:
         """Ends the job."""
         if not self.over:
             self.over = End(code, why)
-            self.record("ended", None, f"exit code {code}" + (f": {why}" if why else ""))
-            self.do(self.over)
+            self.actions += [Record("ended", None, None, f"exit code {code}" + (f": {why}" if why else "")), self.over]
 
     def status(self) -> dict[str, Any]:
         """What is said of the job: its step, and the workers that train, in order of their ranks."""
@@ -778,8 +777,9 @@ class Generations:
         return 0 if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
 
     def do(self, action: Action) -> None:
-        """Adds an action."""
-        self.actions.append(action)
+        """Adds an action, unless the job has ended: whoever runs it ends all processes then."""
+        if not self.over:
+            self.actions.append(action)
 
     def send(self, worker: Worker, **message: Any) -> None:
         """Adds a message to send."""
