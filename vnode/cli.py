@@ -41,12 +41,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
     for command in (command_run, command_workers, command_runs):
         command.add_parser(commands)
-    chosen = parser.parse_args(arguments or sys.argv[1:] or ["doctor"])
+    given = list(arguments or sys.argv[1:] or ["doctor"])
+    end = given.index("--") if "--" in given else len(given)
+    chosen = parser.parse_args(given[:end])
     if chosen.command is None:
         parser.print_help()
         return 2
     if chosen.command == "doctor":
         return examine(chosen.cpu_devices, not chosen.no_test)
+    if end < len(given) and chosen.command != "run":
+        parser.error(f"vnode {chosen.command} takes no arguments after --")
+    chosen.arguments = given[end + 1 :]  # of the script
     return chosen.execute(chosen)
 
 
