@@ -26,10 +26,10 @@ from benchmarks import tpu
 from tests import process_cases, processes
 from vnode.elastic.lock import FolderLock
 from vnode.placement.lifeline import STOPPED, why_silent
-from vnode.stopped import Resident
 from vnode.placement.waiting import VARIABLE, absence_error, timeout
 from vnode.plan.nodes import search
 from vnode.plan.nodes.memory import program_memory
+from vnode.stopped import Resident
 
 pytestmark = pytest.mark.thorough
 

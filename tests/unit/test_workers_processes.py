@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from vnode.errors import WorkerError
 from vnode.workers import registry
 from vnode.workers.control import ask
-from vnode.workers.generations import WorkerError
 from vnode.workers.launch import Job, launch
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-from vnode.workers.generations import WorkerError
+from vnode.errors import WorkerError
 from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 

@@ -14,9 +14,9 @@ import json
 import sys
 from typing import Any
 
+from vnode.errors import WorkerError
 from vnode.workers.command_run import line
 from vnode.workers.control import ask
-from vnode.workers.generations import WorkerError
 from vnode.workers.registry import Found, jobs
 
 HEADS = ("PID", "WORKERS", "STEP", "SINCE", "FOLDER")

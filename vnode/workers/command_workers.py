@@ -9,8 +9,8 @@ import argparse
 import sys
 from typing import Any
 
+from vnode.errors import WorkerError
 from vnode.workers.control import ask
-from vnode.workers.generations import WorkerError
 from vnode.workers.registry import find
 
 

@@ -17,23 +17,10 @@ import dataclasses
 import signal
 from typing import Any, NamedTuple
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import WorkerError, layout_message
 
 STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "ending", "lost"
 """States of a worker: its process runs; `run` was called; its run ended well; it was told to end; it is gone."""
-
-
-class WorkerError(VnodeError):
-    """Workers cannot be started, resized or reached as asked, or the job that they belong to has failed.
-
-    Args:
-      message: what happened.
-      code: the exit code of the job, if it has ended.
-    """
-
-    def __init__(self, message: str = "", *, code: int | None = None) -> None:
-        self.code = code
-        super().__init__(message)
 
 
 class Send(NamedTuple):
