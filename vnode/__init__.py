@@ -81,7 +81,7 @@ _LAZY = {
     "operators": "vnode.operators",
     "partition": "vnode.partition",
 }
-"""Modules that are imported when they are first asked for: steps need most of them and the libraries behind them not."""
+"""Modules that are imported when they are first asked for: most steps need neither them nor their libraries."""
 
 _HOMES = {
     "AutoStep": "vnode.plan.nodes.auto",
@@ -114,7 +114,7 @@ _HOMES = {
     "profile": "vnode.plan.balance.measure",
     "virtualize": "vnode.transform",
 }
-"""Where each public name is. It is imported when it is first asked for: the command line needs neither jax nor steps."""
+"""Where each public name is. It is imported when it is first asked for: the command line runs without jax."""
 
 
 if not _typing.TYPE_CHECKING:  # or type checkers would believe that any name is there

@@ -1,6 +1,7 @@
-"""The command line: `vnode doctor` says what there is, and whether the same bits come out of it.
+"""The command line: `vnode doctor` says what there is, and whether the same bits come out of it; others run workers.
 
-Knows what the packages and devices say of themselves, and `vnode.check`. Must not know how steps work.
+Knows what the packages and devices say of themselves, and `vnode.check`. Must not know how steps work, nor import jax
+before it is needed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import vnode
+from vnode.workers import command_run, command_runs, command_workers
 
 REQUIREMENT = re.compile(r"^\s*([A-Za-z0-9._-]+)\s*(\[[^]]*\])?\s*([^;]*?)\s*(?:;(.*))?$")
 """Of a requirement: a name, its extras, its versions, and a condition."""
@@ -29,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
       arguments: of the command; by default those of the process.
 
     Returns:
-      The exit status: 0, or 1 where the self-test failed.
+      The exit status: 0; 1 where the self-test or a command failed; of `vnode run` that of the script.
     """
     parser = argparse.ArgumentParser("vnode", description="Training steps on virtual nodes.")
     parser.add_argument("--version", action="version", version=f"vnode {vnode.__version__}")
@@ -37,11 +39,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor = commands.add_parser("doctor", help="versions, devices, extras, and a self-test of the same bits")
     doctor.add_argument("--cpu-devices", type=int, metavar="N", help="let the CPU count as N devices, on the CPU only")
     doctor.add_argument("--no-test", action="store_true", help="leave out the self-test")
-    chosen = parser.parse_args(arguments or sys.argv[1:] or ["doctor"])
+    for command in (command_run, command_workers, command_runs):
+        command.add_parser(commands)
+    given = list(arguments or sys.argv[1:] or ["doctor"])
+    end = given.index("--") if "--" in given else len(given)
+    chosen = parser.parse_args(given[:end])
     if chosen.command is None:
         parser.print_help()
         return 2
-    return examine(chosen.cpu_devices, not chosen.no_test)
+    if chosen.command == "doctor":
+        return examine(chosen.cpu_devices, not chosen.no_test)
+    if end < len(given) and chosen.command != "run":
+        parser.error(f"vnode {chosen.command} takes no arguments after --")
+    chosen.arguments = given[end + 1 :]  # of the script
+    return chosen.execute(chosen)
 
 
 def examine(cpu_devices: int | None, test: bool) -> int:

@@ -44,6 +44,19 @@ class ProcessError(VnodeError):
         super().__init__(message)
 
 
+class WorkerError(VnodeError):
+    """Workers cannot be started, resized or reached as asked, or the job that they belong to has failed.
+
+    Args:
+      message: what happened.
+      code: the exit code of the job, if it has ended.
+    """
+
+    def __init__(self, message: str = "", *, code: int | None = None) -> None:
+        self.code = code
+        super().__init__(message)
+
+
 class BatchError(VnodeError):
     """The batched arguments do not make up one batch."""
 

@@ -18,11 +18,12 @@ PACKAGE = ROOT / "vnode"
 ROOMS = {
     "errors": "",
     "files": "errors",
+    "stopped": "",
     "threads": "",
     "tracebacks": "errors",
     "show": "",
     "operators": "",
-    "placement": "errors show threads",
+    "placement": "errors show stopped threads",
     "analysis": "errors operators",
     "spmd": "analysis errors operators",
     "runtime": "analysis errors operators placement spmd",
@@ -34,7 +35,8 @@ ROOMS = {
         "analysis errors files operators placement plan report runtime show spmd step threads tracebacks transform"
     ),
     "data": "errors placement threads",
-    "elastic": "analysis data errors partition placement plan show step threads tracebacks",
+    "workers": "errors files stopped",
+    "elastic": "analysis data errors partition placement plan show step threads tracebacks workers",
     "integrations": "errors placement step tracebacks transform",
 }
 """What each room may import, from the ground up: each knows rooms above its own line only."""

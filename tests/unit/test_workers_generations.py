@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.budget import examples
-from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Send, Spawn, StartService, WorkerError
+from vnode.errors import WorkerError
+from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Send, Spawn, StartService
 
 LIMITS = Limits(start=30)
 

@@ -6,17 +6,21 @@ from vnode.elastic.restore import restore
 from vnode.elastic.result import Resize, Result
 from vnode.elastic.run import run
 from vnode.elastic.writers import JsonLines, TensorBoard
-from vnode.errors import CheckpointError, DeviceLost
+from vnode.errors import CheckpointError, DeviceLost, WorkerError
+from vnode.workers.launch import Job, launch
 
 __all__ = [
     "CheckpointError",
     "DeviceLost",
     "Devices",
     "Evaluation",
+    "Job",
     "JsonLines",
     "Resize",
     "Result",
     "TensorBoard",
+    "WorkerError",
+    "launch",
     "responds",
     "restore",
     "run",

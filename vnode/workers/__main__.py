@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 
-from vnode.workers.generations import WorkerError
+from vnode.errors import WorkerError
 from vnode.workers.start import Spec
 from vnode.workers.supervisor import Supervisor
 

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vnode.errors import layout_message
-from vnode.workers.generations import WorkerError
+from vnode.errors import WorkerError, layout_message
 from vnode.workers.registry import Found
 from vnode.workers.wire import Channel, WireError
 

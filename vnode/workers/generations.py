@@ -17,23 +17,10 @@ import dataclasses
 import signal
 from typing import Any, NamedTuple
 
-from vnode.errors import VnodeError, layout_message
+from vnode.errors import WorkerError, layout_message
 
 STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "ending", "lost"
 """States of a worker: its process runs; `run` was called; its run ended well; it was told to end; it is gone."""
-
-
-class WorkerError(VnodeError):
-    """Workers cannot be started, resized or reached as asked, or the job that they belong to has failed.
-
-    Args:
-      message: what happened.
-      code: the exit code of the job, if it has ended.
-    """
-
-    def __init__(self, message: str = "", *, code: int | None = None) -> None:
-        self.code = code
-        super().__init__(message)
 
 
 class Send(NamedTuple):
@@ -406,7 +393,7 @@ class Generations:
 
     def settle(self, now: float) -> list[Action]:
         """Does what is due; returns the actions since the last event."""
-        while not self.over and (self.expired(now) or (not self.over and self.advance(now))):
+        while not self.over and (self.expired(now) or self.advance(now)):
             pass
         if not self.over:
             self.fill(now)
@@ -745,8 +732,7 @@ class Generations:
         """Ends the job."""
         if not self.over:
             self.over = End(code, why)
-            self.record("ended", None, f"exit code {code}" + (f": {why}" if why else ""))
-            self.do(self.over)
+            self.actions += [Record("ended", None, None, f"exit code {code}" + (f": {why}" if why else "")), self.over]
 
     def status(self) -> dict[str, Any]:
         """What is said of the job: its step, and the workers that train, in order of their ranks."""
@@ -778,8 +764,9 @@ class Generations:
         return 0 if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
 
     def do(self, action: Action) -> None:
-        """Adds an action."""
-        self.actions.append(action)
+        """Adds an action, unless the job has ended: whoever runs it ends all processes then."""
+        if not self.over:
+            self.actions.append(action)
 
     def send(self, worker: Worker, **message: Any) -> None:
         """Adds a message to send."""

@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from vnode.errors import WorkerError
 from vnode.workers import registry
 from vnode.workers.control import ask
-from vnode.workers.generations import WorkerError
 from vnode.workers.start import Spec, target_command
 from vnode.workers.supervisor import search_path
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode import files
-from vnode.errors import layout_message
-from vnode.workers.generations import Record, WorkerError
+from vnode.errors import WorkerError, layout_message
+from vnode.workers.generations import Record
 
 try:
     import fcntl

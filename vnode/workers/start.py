@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from vnode.errors import layout_message
-from vnode.workers.generations import Limits, WorkerError
+from vnode.errors import WorkerError, layout_message
+from vnode.workers.generations import Limits
 from vnode.workers.processes import Processes
 from vnode.workers.registry import Entry
 from vnode.workers.supervisor import Supervisor

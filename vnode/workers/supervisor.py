@@ -19,8 +19,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from vnode.errors import layout_message
+from vnode.errors import WorkerError, layout_message
 from vnode.workers.generations import (
+    STARTING,
     Action,
     End,
     EndService,
@@ -31,7 +32,6 @@ from vnode.workers.generations import (
     Send,
     Spawn,
     StartService,
-    WorkerError,
 )
 from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import Entry, started
@@ -464,14 +464,15 @@ class Supervisor:
     def finish(self, over: End) -> None:
         """Ends all workers, and waits until they are gone."""
         end = time.monotonic() + (0 if self.killed else GRACE)
-        for number in list(self.running):
+        arrived = {number for number, worker in self.generations.workers.items() if worker.state != STARTING}
+        for number in arrived & set(self.running):
             self.do([Send(number, {"kind": "end", "why": over.why or "the job has ended", "code": over.code})])
         while self.running:
             now = time.monotonic()
             for number, worker in list(self.running.items()):
                 if worker.handle.poll() is not None:
                     del self.running[number]
-                elif now > end or worker.channel is None:
+                elif now > end or number not in arrived:
                     worker.handle.kill()
             if now > end + GRACE:
                 break

@@ -1,0 +1,116 @@
+"""`vnode run train.py --workers 3`: runs a script with several workers, and ends with its exit code.
+
+Knows the terminal and signals. Must not know what a supervisor decides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import signal
+import sys
+from typing import Any
+
+from vnode.errors import WorkerError
+from vnode.workers.start import BACKENDS, Spec, script_command
+from vnode.workers.supervisor import Supervisor
+
+SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "gave up", "unprepared")
+"""Events that are told while a job runs; all of them are in `vnode runs --events`."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the command line."""
+    parser = commands.add_parser(
+        "run",
+        help="run a script that calls vnode.elastic.run with several workers",
+        usage="vnode run SCRIPT --workers N [options] [-- arguments of the script]",
+        description="Ctrl-C or SIGTERM ends the run with a checkpoint, a second one at once. SIGUSR1 asks for one "
+        "worker more, SIGUSR2 for one less. The exit code is that of the script's lowest rank.",
+    )
+    parser.add_argument("script", help="an ordinary script that calls vnode.elastic.run")
+    parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many train")
+    parser.add_argument("--backend", choices=BACKENDS, default="processes", help="what starts them")
+    parser.add_argument("--checkpoint", metavar="FOLDER", help="the folder of checkpoints, if the script names none")
+    parser.add_argument("--spares", type=int, default=0, metavar="N", help="how many more stand by")
+    parser.add_argument("--max-workers", type=int, metavar="N", help="how many may be asked for")
+    parser.add_argument("--start-timeout", type=float, default=300, metavar="SECONDS", help="for a worker's start")
+    parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of each worker in ten minutes")
+    parser.add_argument("--silence", type=float, default=10, metavar="SECONDS", help="without a sign of life")
+    parser.add_argument("--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens")
+    parser.add_argument("--port", type=int, default=0, metavar="PORT", help="of the supervisor; default: a free one")
+    parser.set_defaults(execute=execute)
+
+
+def execute(chosen: argparse.Namespace) -> int:
+    """Runs the command.
+
+    Returns:
+      The exit code of the job; 2 if it cannot be started.
+    """
+    try:
+        spec = Spec(
+            command=script_command(chosen.script, chosen.arguments),
+            name=chosen.script,
+            workers=chosen.workers,
+            backend=chosen.backend,
+            checkpoint=chosen.checkpoint,
+            spares=chosen.spares,
+            max_workers=chosen.max_workers,
+            start_timeout=chosen.start_timeout,
+            max_restarts=chosen.max_restarts,
+            silence=chosen.silence,
+            interface=chosen.interface,
+            port=chosen.port,
+        )
+        spec.check()
+        if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+            from vnode.workers.table import Table
+
+            with Table(chosen.script) as table:
+                supervisor = spec.supervisor(out=table.out, err=table.err, observe=table.observe)
+                handle_signals(supervisor)
+                return supervisor.run()
+        supervisor = spec.supervisor(observe=tell)
+        handle_signals(supervisor)
+        return supervisor.run()
+    except WorkerError as error:
+        print(f"vnode: {error}", file=sys.stderr)
+        return 2
+
+
+def tell(status: dict[str, Any], event: dict[str, Any] | None) -> None:
+    """Prints an event that users want to know of."""
+    if event is not None and event["event"] in SAID:
+        print(f"vnode: {line(event)}", file=sys.stderr, flush=True)
+
+
+def line(event: dict[str, Any]) -> str:
+    """An event in a line.
+
+    Example:
+      >>> line({"event": "lost", "worker": 2, "step": 40, "why": "was killed by SIGKILL"})
+      'worker 2: lost at step 40: was killed by SIGKILL'
+    """
+    text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
+    if event["step"] is not None and event["step"] >= 0:
+        text += f" at step {event['step']}"
+    lines = [part.strip() for part in str(event["why"]).splitlines() if part.strip()]
+    return (
+        f"{text}: {lines[0] if len(lines) < 2 or not lines[0].startswith('Traceback') else lines[-1]}"
+        if lines
+        else text
+    )
+
+
+def handle_signals(supervisor: Supervisor) -> None:
+    """Has signals ask the supervisor for what they mean."""
+
+    def stop(number: int, frame: Any) -> None:
+        supervisor.stop("Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name, 128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN or number != signal.SIGHUP:  # nohup
+            signal.signal(number, stop)
+    signal.signal(signal.SIGUSR1, lambda number, frame: supervisor.grow(1))
+    signal.signal(signal.SIGUSR2, lambda number, frame: supervisor.grow(-1))

@@ -1,0 +1,33 @@
+"""`vnode workers runs/7 5`: asks a running job for another number of workers.
+
+Knows the command's arguments. Must not know how it is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from vnode.errors import WorkerError
+from vnode.workers.control import ask
+from vnode.workers.registry import find
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command to the command line."""
+    parser = commands.add_parser("workers", help="ask a running job for another number of workers")
+    parser.add_argument("job", metavar="FOLDER|PID", help="its folder of checkpoints, or its process number")
+    parser.add_argument("workers", type=int, metavar="N", help="how many shall train")
+    parser.set_defaults(execute=execute)
+
+
+def execute(chosen: argparse.Namespace) -> int:
+    """Runs the command: 0, or 1 if the job refuses or is not there."""
+    try:
+        answer = ask(find(chosen.job), "resize", workers=chosen.workers)
+    except WorkerError as error:
+        print(f"vnode: {error}", file=sys.stderr)
+        return 1
+    print(f"{len(answer['workers'])} workers train, {chosen.workers} are asked for")
+    return 0
