@@ -5,7 +5,8 @@ how a world is made.
 
 A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
 switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is. The
-furthest wins, and whoever has less fetches it. Either way the next generation begins with the bits of an undisturbed run.
+furthest wins, and whoever has less fetches it. Either way the next generation begins with the bits of an undisturbed
+run.
 """
 
 from __future__ import annotations

@@ -49,6 +49,10 @@ GRACE = 5
 """How long workers have to end by themselves, once the job has ended."""
 
 PROTOCOL = 1
+
+CHATTER = "[Gloo] Rank "
+"""How lines begin that the CPU's exchange writes to the output of every program that connects processes."""
+
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "GRPC_VERBOSITY": "NONE", "GLOG_minloglevel": "3"}
 
 
@@ -407,7 +411,7 @@ class Supervisor:
 
     def printed(self, number: int, line: str) -> None:
         """A worker has printed a line."""
-        if number == self.generations.speaker():
+        if number == self.generations.speaker() and not line.startswith(CHATTER):
             with contextlib.suppress(OSError):
                 print(line, file=self.out, flush=True)
 
