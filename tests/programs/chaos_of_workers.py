@@ -199,12 +199,13 @@ def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[st
         chaos = Chaos(seed, asked, drawn.randint(1, 4))
         say(f"seed {seed}: {model}, {chaos.count} workers, {'saves' if 'folder' in asked else 'does not save'}")
         try:
-            chaos.until(lambda: chaos.job.step, "the first step")
+            waited = chaos.until(lambda: chaos.job.step, "the first step")
+            say(f"  the first step after {waited:.2f} s")
             for _ in range(events):
                 if chaos.over():
                     break
                 time.sleep(drawn.uniform(0.1, 2))
-                kind = drawn.choice(KINDS)
+                kind = drawn.choice([each for each in KINDS if chaos.count > 1 or "resize" in each or "switch" in each])
                 said = chaos.happens(kind)
                 say(f"  {kind}: {said}: step {chaos.job.step}, trains after {chaos.trains():.2f} s")
             slow.unlink()

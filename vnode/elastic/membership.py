@@ -10,7 +10,6 @@ the supervisor says that a worker is lost, this thread writes it there.
 from __future__ import annotations
 
 import contextlib
-
 import os
 import pathlib
 import socket
@@ -164,7 +163,7 @@ class Membership:
             return
         for each in lost:
             rank = each["rank"] if 0 <= each["rank"] < world.count and each["rank"] != world.index else world.others[0]
-            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=True))
+            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=each["rank"] >= 0))
 
     def enter(self, world: World) -> None:
         """From now on, this process may wait in a world."""
