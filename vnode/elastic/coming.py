@@ -77,7 +77,8 @@ class Coming:
             self.build()
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
-            logger.exception("generation %d cannot be made", self.generation)
+            if self.generation not in self.member.cancelled and self.generation not in self.member.left:
+                logger.exception("generation %d cannot be made", self.generation)
             self.member.send("unprepared", generation=self.generation, error=one_line(error))
             return
         self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)

@@ -163,7 +163,7 @@ class Membership:
             return
         for each in lost:
             rank = each["rank"] if 0 <= each["rank"] < world.count and each["rank"] != world.index else world.others[0]
-            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=True))
+            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=each["rank"] >= 0))
 
     def enter(self, world: World) -> None:
         """From now on, this process may wait in a world."""

@@ -339,6 +339,8 @@ class Generations:
             if self.leave is not None and worker in self.leave.asked:
                 self.leave.steps.setdefault(worker, int(message["step"]))
                 self.leave.first = self.leave.first or now
+        elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
+            self.record("lost peer", worker, str(message["text"]))
         elif kind == "finished":
             if worker.state == READY:
                 worker.state, worker.step = FINISHED, int(message["step"])
