@@ -44,6 +44,7 @@ class Coming:
       like: the state as the script has it.
       types: the arrays of the state as training has them; None where that must be asked for.
       batch: loads a batch for a placement, to see its types.
+      give_way: has what is compiled for other generations give way to this one, of so many workers and this rank.
 
     Attributes:
       world: its world, once it is made.
@@ -59,9 +60,11 @@ class Coming:
         like: Any,
         types: Sequence[Leaf] | None,
         batch: Callable[[Placement], Any],
+        give_way: Callable[[int, int], None],
     ) -> None:
         self.order, self.member = order, member
         self.home, self.like, self.types, self.batch = home, like, types, batch
+        self.give_way = give_way
         self.generation: int = order["generation"]
         self.members: list[dict[str, Any]] = order["members"]
         self.rank = next(i for i, each in enumerate(self.members) if each["worker"] == member.number)
@@ -85,6 +88,7 @@ class Coming:
 
     def build(self) -> None:
         """Makes the world, and compiles for it."""
+        self.give_way(len(self.members), self.rank)
         world = join_world(
             self.order["service"],
             self.rank,

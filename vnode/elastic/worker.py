@@ -32,6 +32,7 @@ from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
 from vnode.elastic.metrics import by_name, finished
 from vnode.elastic.processes import Agreement
 from vnode.elastic.recovery import Recovery, whole
+from vnode.elastic.rehearsal import Rehearsals
 from vnode.elastic.result import Resize, Result
 from vnode.errors import CheckpointError, ProcessError
 from vnode.placement.exchange import whole_everywhere
@@ -78,6 +79,7 @@ class WorkerDriver(Driver):
         self.offered = -1
         self.ahead = 1
         self.members: list[dict[str, Any]] = []
+        self.rehearsals = Rehearsals(step, state)
         self.donates = bool(step.spec.donate_argnums)
         self.saves = self.options.checkpoint is not None
         self.resumed: int | None = None
@@ -182,6 +184,7 @@ class WorkerDriver(Driver):
             self.script_state,
             types,
             lambda placement: self.feed.aside(number, placement),
+            self.rehearsals.give_way,
         )
 
     def begin_in(self, coming: Coming, order: dict[str, Any]) -> None:
@@ -192,6 +195,7 @@ class WorkerDriver(Driver):
         self.context.close()
         self.context.enter_context(in_world(coming.world))
         self.generation, self.members = coming.generation, coming.members
+        self.rehearsals.done.add((len(coming.members), coming.rank))
         self.agreement, self.own = Agreement(AHEAD), None
         self.sums.clear()
         self.pending.clear()
@@ -424,7 +428,12 @@ class WorkerDriver(Driver):
         super().tell(number, values)
 
     def compare_later(self) -> None:
-        """Begins to compare the workers' copies of the state, some steps after a generation began."""
+        """Some steps after a generation began: begins to compare copies of the state, and to compile for a loss."""
+        if self.coming is None and self.number == self.first + CHECK_AFTER and world().count > 1:
+            number = self.number
+            self.rehearsals.begin(
+                world().count, world().index, self.handover.types, lambda placement: self.feed.aside(number, placement)
+            )
         if self.agreement.delay and self.own is None and self.number == self.first + CHECK_AFTER:
             self.own = OwnCopy(self.state)
             self.agreement.holders = self.own.holders
@@ -478,6 +487,7 @@ class WorkerDriver(Driver):
         """Ends what this worker did for others."""
         super().close()
         self.handover.close()
+        self.rehearsals.close()
         if self.checkpoints is not None:
             with in_world(ALONE):
                 self.checkpoints.close()

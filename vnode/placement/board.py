@@ -71,6 +71,7 @@ class Board:
     Args:
       client: of the service.
       index: of this process.
+      reads: whether a thread reads what others write.
 
     Attributes:
       notices: what is known.
@@ -78,14 +79,22 @@ class Board:
       step: to which step of its run this process came last.
     """
 
-    def __init__(self, client: Any, index: int) -> None:
+    def __init__(self, client: Any, index: int, reads: bool = True) -> None:
         self.client, self.index = client, index
         self.notices: list[Notice] = []
         self.written = 0
         self.step = -1
         self.closed = False
         self.changed = threading.Condition()
-        background(self.read, "vnode-board")
+        if reads:
+            background(self.read, "vnode-board")
+
+    @classmethod
+    def silent(cls, index: int) -> Board:
+        """A board that nobody writes on, of processes that never compute."""
+        board = cls(None, index, reads=False)
+        board.closed = True
+        return board
 
     def read(self) -> None:
         """The reading thread; ends with the service, which is process 0."""

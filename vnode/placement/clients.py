@@ -10,6 +10,7 @@ no process because of another one. (JAX aborts a process whose service goes: it 
 
 from __future__ import annotations
 
+import concurrent.futures
 import socket
 from typing import Any
 
@@ -46,8 +47,16 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
     if count == 1:
         return World(own_devices=tuple(jax.local_devices()), generation=generation)
     check_reachable(address)
-    made = constructors()
-    client = made["get_distributed_runtime_client"](
+    client = connected(address)
+    backend = backend_of(client, index, count, interface)
+    meeting = Rendezvous(client, index, count)
+    board = Board(meeting, index)
+    return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
+
+
+def connected(address: str) -> Any:
+    """A client of a service, which answers."""
+    client = constructors()["get_distributed_runtime_client"](
         address,
         0,
         init_timeout=CONNECT,
@@ -57,8 +66,14 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
         use_compression=True,
     )
     client.connect()
+    return client
+
+
+def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
+    """The client of XLA of one of several processes; waits until all of them make theirs."""
+    made = constructors()
     collectives = made["make_gloo_tcp_collectives"](distributed_client=client, hostname=interface)
-    backend = made["make_cpu_client"](
+    return made["make_cpu_client"](
         asynchronous=True,
         distributed_client=client,
         node_id=index,
@@ -66,9 +81,44 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
         collectives=collectives,
         num_devices=jax.local_device_count(),
     )
-    meeting = Rendezvous(client, index, count)
-    board = Board(meeting, index)
-    return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
+
+
+class Stage:
+    """All processes of a world, played by this one, to compile for them; none of them may compute.
+
+    Args:
+      count: of processes.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.count, self.service, self.client = count, None, None
+
+    def __enter__(self) -> Stage:
+        if self.count > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                address = f"127.0.0.1:{probe.getsockname()[1]}"
+            self.service = constructors()["get_distributed_runtime_service"](
+                address, 1, heartbeat_timeout=HEARTBEAT, shutdown_timeout=1, recoverable=True
+            )
+            self.client = client = connected(address)
+            with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
+                made = [pool.submit(backend_of, client, i, self.count, "127.0.0.1") for i in range(self.count)]
+                self.backends = [each.result() for each in made]
+        return self
+
+    def world(self, index: int) -> World:
+        """The world as one of the processes is in it."""
+        if self.count == 1:
+            return World(own_devices=tuple(jax.local_devices()))
+        meeting, board = Rendezvous(self.client, index, self.count), Board.silent(index)
+        return World(self.count, index, meeting, board, own_devices=tuple(self.backends[index].devices()))
+
+    def __exit__(self, *_: Any) -> None:
+        if self.client is not None and self.service is not None:
+            self.client.shutdown()  # before its service, or JAX would abort this process
+            self.service.shutdown()
+            self.backends = []
 
 
 def check_reachable(address: str) -> None:
@@ -107,6 +157,7 @@ def constructors() -> dict[str, Any]:
 
         return {
             "get_distributed_runtime_client": _jax.get_distributed_runtime_client,
+            "get_distributed_runtime_service": _jax.get_distributed_runtime_service,
             "make_gloo_tcp_collectives": _jax.make_gloo_tcp_collectives,
             "make_cpu_client": xla_client.make_cpu_client,
         }

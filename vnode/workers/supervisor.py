@@ -50,6 +50,12 @@ GRACE = 5
 
 PROTOCOL = 1
 
+KEEP_ALL = {
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+}
+"""Has jax keep all programs: those of a generation are needed again when its workers come back."""
+
 CHATTER = "[Gloo] Rank "
 """How lines begin that the CPU's exchange writes to the output of every program that connects processes."""
 
@@ -144,6 +150,7 @@ class Supervisor:
         self.killed = False
         self.asked: list[int] = []
         self.looked = 0.0
+        self.started = 0
         self.listener = listen(interface, port)
         port = self.listener.getsockname()[1]
         self.address = f"[{interface}]:{port}" if ":" in interface else f"{interface}:{port}"
@@ -390,6 +397,14 @@ class Supervisor:
             "VNODE_WORKER": str(number),
             "VNODE_JOB": str(self.entry.folder),
         }
+        if (
+            "JAX_COMPILATION_CACHE_DIR" not in os.environ
+        ):  # of each process alone: jax does not write whole files at once
+            self.started += 1
+            environment |= {
+                "JAX_COMPILATION_CACHE_DIR": str(self.entry.folder / f"programs-{self.started}"),
+                **KEEP_ALL,
+            }
         if self.checkpoint is not None:
             environment["VNODE_CHECKPOINT"] = self.checkpoint
         try:
