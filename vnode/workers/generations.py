@@ -85,6 +85,7 @@ class Limits:
       errors: how long to wait for errors of other workers, once one has reported its own.
       left: from the first answer to `leave` to the last.
       leave: from `leave` to the last answer.
+      finish: of workers that do no further step while others have finished.
       end: from `end`, or the report of an error, to the end of the process.
     """
 
@@ -95,6 +96,7 @@ class Limits:
     errors: float = 0.3
     left: float = 1
     leave: float = 5
+    finish: float = 30
     end: float = 10
 
 
@@ -142,6 +144,7 @@ class Generation:
     switched: set[Worker] = dataclasses.field(default_factory=set)
     go: float | None = None
     seen: int | None = None
+    finishing: float | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -281,7 +284,7 @@ class Generations:
         if self.call > 0 and workers > self.wanted:
             raise WorkerError(
                 layout_message(
-                    "the script is in its second run, which later workers cannot join.",
+                    "the run has come to its end; new workers cannot join what the script does then.",
                     remedies=["call vnode.elastic.run once in a script"],
                 )
             )
@@ -470,6 +473,8 @@ class Generations:
         lost = [w for w in active if w.state != FINISHED and not w.is_usable]
         if lost:
             return self.broken(active, lost, now)
+        if self.current is not None and self.finish_stalls(self.current, now):
+            return self.broken(active, [], now)
         if following is not None and following.go is not None:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
                 self.adopt(following, now)
@@ -496,6 +501,16 @@ class Generations:
             return False
         self.propose(members, now)
         return True
+
+    def finish_stalls(self, current: Generation, now: float) -> bool:
+        """Whether some have finished, and the others come no further: their next step may need those."""
+        others = [w for w in current.members if w.state != FINISHED]
+        if len(others) in (0, len(current.members)):
+            return False
+        seen = sum(w.step or 0 for w in others)
+        if current.finishing is None or seen != current.seen:
+            current.finishing, current.seen = now, seen
+        return now - current.finishing > self.limits.finish
 
     def active(self) -> list[Worker]:
         """The workers on which training depends: the current generation's, and those told to switch to the next."""
