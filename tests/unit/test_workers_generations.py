@@ -273,3 +273,110 @@ def test_more_workers_than_nodes_are_refused() -> None:
         world.turn()
     with pytest.raises(WorkerError, match="5 workers cannot share 4 virtual nodes"):
         world.job.resize(5, world.now)
+
+
+class Script:
+    """Calls events one after another, each a second later, and tells what was sent to whom.
+
+    Args:
+      workers: how many are asked for; they arrive.
+    """
+
+    def __init__(self, workers: int, **more: Any) -> None:
+        self.job, self.now, self.done = Generations(workers, limits=LIMITS, **more), 0.0, []
+        self.call("begin")
+        for number in range(workers + more.get("spares", 0)):
+            self.arrive(number)
+
+    def call(self, event: str, *arguments: Any) -> list[Any]:
+        self.now += 0.1
+        self.done = getattr(self.job, event)(*arguments, self.now)
+        return self.done
+
+    def says(self, number: int, kind: str, **facts: Any) -> None:
+        self.call("message", number, {"kind": kind, **facts})
+
+    def arrive(self, number: int, call: int = 0) -> None:
+        if call == 0:
+            self.call("connected", number, 100 + number)
+        self.says(number, "arrived", call=call, facts={}, handover=f"h{number}", virtual_nodes=8)
+
+    def prepare(self, generation: int, *numbers: int) -> None:
+        """A service is there, and workers prepare themselves."""
+        self.call("service", generation, f"s{generation}")
+        for number in numbers:
+            self.says(number, "prepared", generation=generation, seconds=1.0)
+
+    def switch(self, generation: int, step: int, *numbers: int) -> None:
+        for number in numbers:
+            self.says(number, "switched", generation=generation, step=step)
+
+    def sent(self) -> dict[int, list[dict[str, Any]]]:
+        """The last messages."""
+        found: dict[int, list[dict[str, Any]]] = {}
+        for action in self.done:
+            if isinstance(action, Send):
+                found.setdefault(action.worker, []).append(action.message)
+        return found
+
+
+def test_a_world_that_stands_ready_without_the_victim_is_used_at_once() -> None:
+    """Worker 2, who is about to be left out, dies: the next generation needs no other preparation."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("resize", 2)
+    script.prepare(2, 0)
+    script.call("exited", 2, -9)
+    lost = [{"worker": 2, "rank": 2, "why": "was killed by SIGKILL"}]
+    assert script.sent() == {n: [{"kind": "leave", "generation": 1, "lost": lost}] for n in (0, 1)}
+    script.says(0, "left", generation=1, step=41)
+    script.says(1, "left", generation=1, step=40)
+    assert script.sent() == {}
+    script.says(1, "prepared", generation=2, seconds=1.0)
+    holders = [{"worker": 0, "handover": "h0"}]
+    assert script.sent() == {n: [{"kind": "go", "generation": 2, "holders": holders, "step": 41}] for n in (0, 1)}
+
+
+def test_a_loss_while_survivors_leave_begins_again_with_the_rest() -> None:
+    """The one that held the highest step is lost, too: the next one counts."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("exited", 0, -9)
+    script.says(1, "left", generation=1, step=41)
+    script.call("exited", 1, -9)
+    script.says(2, "left", generation=1, step=40)
+    script.prepare(2, 2)
+    (go,) = script.sent()[2]
+    assert go["step"] == 40 and go["holders"] == [{"worker": 2, "handover": "h2"}]
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once() -> None:
+    script = Script(2, spares=1)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    script.call("exited", 0, -9)
+    script.says(1, "left", generation=1, step=7)
+    script.call("service", 2, "s2")
+    assert [m["worker"] for m in script.sent()[2][0]["members"]] == [1, 2]
+
+
+def test_a_script_may_run_twice() -> None:
+    """Its workers come to the second run; the exit code is that of rank 0."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    for number in (0, 1):
+        script.says(number, "finished", generation=1, step=10, reason="")
+    script.arrive(1, call=1)
+    script.arrive(0, call=1)
+    assert [type(action) for action in script.done].count(StartService) == 1
+    script.prepare(2, 0, 1)
+    assert script.sent()[0][0]["step"] == -1
+    script.switch(2, 0, 0, 1)
+    for number in (0, 1):
+        script.says(number, "finished", generation=2, step=10, reason="")
+    script.call("exited", 1, 0)
+    script.call("exited", 0, 5)
+    assert script.job.over == End(5, "")
