@@ -114,6 +114,7 @@ class Worker:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     handover: str = ""
     virtual_nodes: int = 0
+    checkpoint: str | None = None
     step: int | None = None
     doing: str = "starts"
     nodes: int = 0
@@ -360,6 +361,7 @@ class Generations:
         """A worker has come to `run`, and may differ from the others."""
         worker.call, worker.handover = int(message["call"]), str(message["handover"])
         worker.facts, worker.virtual_nodes = dict(message["facts"]), int(message["virtual_nodes"])
+        worker.checkpoint = message.get("checkpoint") or None
         if worker.call != self.call:
             self.tell_end(worker, "the other workers are in another run of the script", 0, now)
             return
