@@ -380,3 +380,18 @@ def test_a_script_may_run_twice() -> None:
     script.call("exited", 1, 0)
     script.call("exited", 0, 5)
     assert script.job.over == End(5, "")
+
+
+def test_a_service_ends_when_nobody_is_connected_to_it() -> None:
+    """That is when each worker has said so, or its process has ended; never while a generation needs it."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("resize", 2)
+    script.prepare(2, 0, 1)
+    script.switch(2, 5, 0, 1)
+    script.says(0, "disconnected", service="s1")
+    script.says(1, "disconnected", service="s1")
+    assert EndService("s1") not in script.done
+    script.call("exited", 2, 0)
+    assert EndService("s1") in script.done and EndService("s2") not in script.done

@@ -343,6 +343,9 @@ class Generations:
             if self.leave is not None and worker in self.leave.asked:
                 self.leave.steps.setdefault(worker, int(message["step"]))
                 self.leave.first = self.leave.first or now
+        elif kind == "disconnected":
+            if worker in (members := self.services.get(message["service"], [])):
+                members.remove(worker)
         elif kind == "finished":
             if worker.state == READY:
                 worker.state, worker.step = FINISHED, int(message["step"])
@@ -708,7 +711,10 @@ class Generations:
         return any((n in ending or n not in self.workers) and len(self.losses.get(n, ())) <= restarts for n in numbers)
 
     def end_services(self) -> None:
-        """Ends services whose workers' processes have all ended: a client of jax does not survive its service."""
+        """Ends services from which all workers have disconnected, or whose processes have ended.
+
+        A client of jax does not survive its service: it aborts its process.
+        """
         kept = {g.service for g in (self.current, self.next) if g is not None}
         for address, members in list(self.services.items()):
             if address not in kept and all(self.workers.get(w.number) is not w for w in members):
