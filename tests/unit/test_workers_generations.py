@@ -395,3 +395,21 @@ def test_a_service_ends_when_nobody_is_connected_to_it() -> None:
     assert EndService("s1") not in script.done
     script.call("exited", 2, 0)
     assert EndService("s1") in script.done and EndService("s2") not in script.done
+
+
+def test_a_loss_within_a_switch_breaks_both_generations() -> None:
+    """Each world is told by its own ranks; an answer to an earlier order does not count."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.call("resize", 2)
+    script.prepare(2, 0, 1)
+    script.switch(2, 9, 0)
+    script.call("exited", 2, -9)
+    said = [(m["generation"], m["lost"][0]["rank"]) for m in script.sent()[1]]
+    assert said == [(1, 2), (2, -1)]
+    script.says(0, "left", generation=0, step=50)
+    script.says(0, "left", generation=2, step=9)
+    script.says(1, "left", generation=1, step=8)
+    script.prepare(3, 0, 1)
+    assert script.sent()[1][0]["step"] == 9

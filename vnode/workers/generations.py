@@ -150,9 +150,9 @@ class Generation:
 
 @dataclasses.dataclass(eq=False)
 class Leave:
-    """A generation that is broken: which workers were told to leave it, and which state each holds."""
+    """Generations that are broken (two, if a switch was under way): who is to leave, and which state each holds."""
 
-    generation: int
+    generations: list[int]
     asked: list[Worker]
     started: float
     steps: dict[Worker, int] = dataclasses.field(default_factory=dict)
@@ -340,9 +340,12 @@ class Generations:
             if self.next is not None and message["generation"] == self.next.number:
                 self.next.switched.add(worker)
         elif kind == "left":
-            if self.leave is not None and worker in self.leave.asked:
-                self.leave.steps.setdefault(worker, int(message["step"]))
-                self.leave.first = self.leave.first or now
+            leave = self.leave
+            if leave is not None and worker in leave.asked and int(message["generation"]) in leave.generations:
+                leave.steps.setdefault(worker, int(message["step"]))
+                leave.first = leave.first or now
+        elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
+            self.record("lost peer", worker, str(message["text"]))
         elif kind == "disconnected":
             if worker in (members := self.services.get(message["service"], [])):
                 members.remove(worker)
@@ -435,7 +438,7 @@ class Generations:
             if now - started >= limits.leave or (first is not None and now - first >= limits.left):
                 late = [w for w in self.leave.asked if w.is_usable and w not in self.leave.steps]
                 for worker in late:
-                    self.lose(worker, f"did not leave generation {self.leave.generation} ({worker.doing})", now)
+                    self.lose(worker, f"did not leave generation {self.leave.generations[-1]} ({worker.doing})", now)
                 return bool(late)
         if self.next is not None:
             return self.expired_next(self.next, now)
@@ -534,14 +537,16 @@ class Generations:
             if worker.state == READY:
                 self.lose(worker, "failed", now)
         self.last = [w for w in active if w.state in (READY, FINISHED)] or self.last
-        newest = self.next if self.next is not None and self.next.go is not None else self.current
-        assert newest is not None
-        if newest is self.next:
+        left = [g for g in (self.current, self.next) if g is not None and (g is self.current or g.go is not None)]
+        if self.next in left:
             self.next = None
-        said = [{"worker": w.number, "rank": active.index(w), "why": w.why} for w in lost]
-        self.leave, self.current = Leave(newest.number, survivors, now), None
-        for worker in survivors:
-            self.send(worker, kind="leave", generation=newest.number, lost=said)
+        self.leave, self.current = Leave([g.number for g in left], survivors, now), None
+        for generation in left:  # a worker may still be in the old one, or in the new one already
+            ranks = {worker: rank for rank, worker in enumerate(generation.members)}
+            gone = lost or [w for w in active if w.state == FINISHED]
+            said = [{"worker": w.number, "rank": ranks.get(w, -1), "why": w.why or w.state} for w in gone]
+            for worker in survivors:
+                self.send(worker, kind="leave", generation=generation.number, lost=said)
         if not survivors:
             self.nobody_left(active, now)
         return True
