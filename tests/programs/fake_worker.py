@@ -61,6 +61,7 @@ def main() -> None:
         "facts": {"script": "changed" if ODD.get("other") else "the same"},
         "handover": f"127.0.0.1:{NUMBER}",
         "virtual_nodes": OPTIONS.get("nodes", 8),
+        "checkpoint": OPTIONS.get("checkpoint"),
     }
     channel.send(arrived)
     threading.Thread(target=signs_of_life, args=(channel,), daemon=True).start()

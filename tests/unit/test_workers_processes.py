@@ -102,6 +102,13 @@ def test_a_job_grows_shrinks_and_stops(tmp_path: Path) -> None:
     assert "ended (0)" in vnode("runs").stdout and "resize: 2 -> 3 workers" in vnode("runs", "--events").stdout
 
 
+def test_a_job_is_found_by_the_folder_that_its_script_names(tmp_path: Path) -> None:
+    with fake_job(1, options={"checkpoint": str(tmp_path / "its")}) as job:
+        train(job, 1)
+        until(lambda: job.found().name == str(tmp_path / "its"))
+        assert registry.find(tmp_path / "its").folder == job.folder
+
+
 def test_workers_that_are_killed_or_stopped_are_replaced() -> None:
     with fake_job(3) as job:
         for rank, number in ((0, signal.SIGKILL), (2, signal.SIGSTOP), (1, signal.SIGTERM)):

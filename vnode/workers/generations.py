@@ -85,6 +85,7 @@ class Limits:
       errors: how long to wait for errors of other workers, once one has reported its own.
       left: from the first answer to `leave` to the last.
       leave: from `leave` to the last answer.
+      finish: of workers that do no further step while others have finished.
       end: from `end`, or the report of an error, to the end of the process.
     """
 
@@ -95,6 +96,7 @@ class Limits:
     errors: float = 0.3
     left: float = 1
     leave: float = 5
+    finish: float = 30
     end: float = 10
 
 
@@ -112,6 +114,7 @@ class Worker:
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     handover: str = ""
     virtual_nodes: int = 0
+    checkpoint: str | None = None
     step: int | None = None
     doing: str = "starts"
     nodes: int = 0
@@ -142,13 +145,14 @@ class Generation:
     switched: set[Worker] = dataclasses.field(default_factory=set)
     go: float | None = None
     seen: int | None = None
+    finishing: float | None = None
 
 
 @dataclasses.dataclass(eq=False)
 class Leave:
-    """A generation that is broken: which workers were told to leave it, and which state each holds."""
+    """Generations that are broken (two, if a switch was under way): who is to leave, and which state each holds."""
 
-    generation: int
+    generations: list[int]
     asked: list[Worker]
     started: float
     steps: dict[Worker, int] = dataclasses.field(default_factory=dict)
@@ -281,7 +285,7 @@ class Generations:
         if self.call > 0 and workers > self.wanted:
             raise WorkerError(
                 layout_message(
-                    "the script is in its second run, which later workers cannot join.",
+                    "the run has come to its end; new workers cannot join what the script does then.",
                     remedies=["call vnode.elastic.run once in a script"],
                 )
             )
@@ -336,11 +340,15 @@ class Generations:
             if self.next is not None and message["generation"] == self.next.number:
                 self.next.switched.add(worker)
         elif kind == "left":
-            if self.leave is not None and worker in self.leave.asked:
-                self.leave.steps.setdefault(worker, int(message["step"]))
-                self.leave.first = self.leave.first or now
+            leave = self.leave
+            if leave is not None and worker in leave.asked and int(message["generation"]) in leave.generations:
+                leave.steps.setdefault(worker, int(message["step"]))
+                leave.first = leave.first or now
         elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
             self.record("lost peer", worker, str(message["text"]))
+        elif kind == "disconnected":
+            if worker in (members := self.services.get(message["service"], [])):
+                members.remove(worker)
         elif kind == "finished":
             if worker.state == READY:
                 worker.state, worker.step = FINISHED, int(message["step"])
@@ -359,6 +367,7 @@ class Generations:
         """A worker has come to `run`, and may differ from the others."""
         worker.call, worker.handover = int(message["call"]), str(message["handover"])
         worker.facts, worker.virtual_nodes = dict(message["facts"]), int(message["virtual_nodes"])
+        worker.checkpoint = message.get("checkpoint") or None
         if worker.call != self.call:
             self.tell_end(worker, "the other workers are in another run of the script", 0, now)
             return
@@ -429,7 +438,7 @@ class Generations:
             if now - started >= limits.leave or (first is not None and now - first >= limits.left):
                 late = [w for w in self.leave.asked if w.is_usable and w not in self.leave.steps]
                 for worker in late:
-                    self.lose(worker, f"did not leave generation {self.leave.generation} ({worker.doing})", now)
+                    self.lose(worker, f"did not leave generation {self.leave.generations[-1]} ({worker.doing})", now)
                 return bool(late)
         if self.next is not None:
             return self.expired_next(self.next, now)
@@ -472,6 +481,8 @@ class Generations:
         lost = [w for w in active if w.state != FINISHED and not w.is_usable]
         if lost:
             return self.broken(active, lost, now)
+        if self.current is not None and self.finish_stalls(self.current, now):
+            return self.broken(active, [], now)
         if following is not None and following.go is not None:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
                 self.adopt(following, now)
@@ -499,6 +510,16 @@ class Generations:
         self.propose(members, now)
         return True
 
+    def finish_stalls(self, current: Generation, now: float) -> bool:
+        """Whether some have finished, and the others come no further: their next step may need those."""
+        others = [w for w in current.members if w.state != FINISHED]
+        if len(others) in (0, len(current.members)):
+            return False
+        seen = sum(w.step or 0 for w in others)
+        if current.finishing is None or seen != current.seen:
+            current.finishing, current.seen = now, seen
+        return now - current.finishing > self.limits.finish
+
     def active(self) -> list[Worker]:
         """The workers on which training depends: the current generation's, and those told to switch to the next."""
         found = list(self.current.members) if self.current else []
@@ -516,14 +537,16 @@ class Generations:
             if worker.state == READY:
                 self.lose(worker, "failed", now)
         self.last = [w for w in active if w.state in (READY, FINISHED)] or self.last
-        newest = self.next if self.next is not None and self.next.go is not None else self.current
-        assert newest is not None
-        if newest is self.next:
+        left = [g for g in (self.current, self.next) if g is not None and (g is self.current or g.go is not None)]
+        if self.next in left:
             self.next = None
-        said = [{"worker": w.number, "rank": active.index(w), "why": w.why} for w in lost]
-        self.leave, self.current = Leave(newest.number, survivors, now), None
-        for worker in survivors:
-            self.send(worker, kind="leave", generation=newest.number, lost=said)
+        self.leave, self.current = Leave([g.number for g in left], survivors, now), None
+        for generation in left:  # a worker may still be in the old one, or in the new one already
+            ranks = {worker: rank for rank, worker in enumerate(generation.members)}
+            gone = lost or [w for w in active if w.state == FINISHED]
+            said = [{"worker": w.number, "rank": ranks.get(w, -1), "why": w.why or w.state} for w in gone]
+            for worker in survivors:
+                self.send(worker, kind="leave", generation=generation.number, lost=said)
         if not survivors:
             self.nobody_left(active, now)
         return True
@@ -693,7 +716,10 @@ class Generations:
         return any((n in ending or n not in self.workers) and len(self.losses.get(n, ())) <= restarts for n in numbers)
 
     def end_services(self) -> None:
-        """Ends services whose workers' processes have all ended: a client of jax does not survive its service."""
+        """Ends services from which all workers have disconnected, or whose processes have ended.
+
+        A client of jax does not survive its service: it aborts its process.
+        """
         kept = {g.service for g in (self.current, self.next) if g is not None}
         for address, members in list(self.services.items()):
             if address not in kept and all(self.workers.get(w.number) is not w for w in members):

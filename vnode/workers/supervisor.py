@@ -140,7 +140,7 @@ class Supervisor:
     ) -> None:
         self.backend, self.entry, self.interface = backend, entry, interface
         self.out, self.err = out or sys.stdout, err or sys.stderr
-        self.observe = observe or (lambda status, event: None)
+        self.observer = observe
         self.checkpoint = checkpoint
         self.generations = Generations(workers, spares=spares, most=most, limits=limits)
         self.running: dict[int, Running] = {}
@@ -230,17 +230,21 @@ class Supervisor:
             while self.over is None:
                 self.turn()
             self.finish(self.over)
-            return self.over.code
+        except BaseException as error:  # workers and keeper stay: they see the closed connection, save and end
+            self.entry.close(1, f"the supervisor failed: {type(error).__name__}: {error}", None)
+            raise
         finally:
-            for worker in self.running.values():
-                worker.handle.kill()
             self.listener.close()
-            with contextlib.suppress(OSError):
-                assert self.keeper.stdin is not None
-                self.keeper.stdin.write("".join(f"end {service}\n" for service in self.generations.services))
-                self.keeper.stdin.close()
-            over = self.over or End(1, "the supervisor failed")
-            self.entry.close(over.code, over.why, self.generations.status()["step"])
+            for worker in self.running.values():
+                if worker.channel is not None:
+                    worker.channel.close()
+        for service in self.generations.services:
+            self.tell_keeper(f"end {service}")
+        with contextlib.suppress(OSError):
+            assert self.keeper.stdin is not None
+            self.keeper.stdin.close()
+        self.entry.close(self.over.code, self.over.why, self.generations.status()["step"])
+        return self.over.code
 
     def turn(self) -> None:
         """Waits for an event, or for the next look at processes and deadlines."""
@@ -261,10 +265,11 @@ class Supervisor:
         for number, worker in list(self.running.items()):
             self.look_at(number, worker, now)
         self.pass_on()
+        self.learn_checkpoint()
         if self.keeper.poll() is not None and self.over is None:
             self.over = End(1, "The process that keeps jax's coordination services has ended; see keeper.err.")
         self.do(self.generations.tick(now))
-        self.observe(self.generations.status(), None)
+        self.observe(None)
 
     def look_at(self, number: int, worker: Running, now: float) -> None:
         """Looks whether a worker's process has ended, or is stopped."""
@@ -286,6 +291,14 @@ class Supervisor:
                 self.do(self.generations.stopped(number, now))
         else:
             worker.stopped_since = None
+
+    def learn_checkpoint(self) -> None:
+        """Writes down the folder of checkpoints that the script names itself: the job is found by it, too."""
+        first = self.generations.reference
+        if first is not None and first.checkpoint and self.entry.checkpoint is None:
+            self.entry.checkpoint = first.checkpoint
+            with contextlib.suppress(WorkerError):
+                self.entry.save(checkpoint=first.checkpoint)
 
     def pass_on(self) -> None:
         """Passes on what workers have printed."""
@@ -438,7 +451,13 @@ class Supervisor:
 
     def record(self, record: Record) -> None:
         """Writes an event down."""
-        self.observe(self.generations.status(), self.entry.event(record))
+        self.observe(self.entry.event(record))
+
+    def observe(self, event: dict[str, Any] | None) -> None:
+        """Tells who looks what is new."""
+        if self.observer is not None:
+            with contextlib.suppress(OSError):  # nobody reads what it prints
+                self.observer(self.generations.status(), event)
 
     # The keeper
 

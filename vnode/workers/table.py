@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any, Self, TextIO, cast
 
 import rich.table
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
@@ -72,23 +72,24 @@ class Table:
             self.drawn = now
             self.live.update(self.draw(status, now), refresh=True)
 
-    def draw(self, status: dict[str, Any], now: float) -> rich.table.Table:
-        """The table."""
+    def draw(self, status: dict[str, Any], now: float) -> Group:
+        """The table, and a line below it."""
         before, step = self.seen
         if now >= before + 1 and status["step"] is not None:
             self.speed = max(status["step"] - step, 0) / (now - before)
             self.seen = now, status["step"]
-        table = rich.table.Table("rank", "worker", "pid", "nodes", "doing", title=self.title, title_justify="left")
+        table = rich.table.Table(
+            "rank", "worker", "pid", "nodes", "doing", title=self.title, title_justify="left", min_width=40
+        )
         for worker in status["workers"]:
             table.add_row(*(str(worker[key]) for key in ("rank", "worker", "pid", "nodes", "doing")))
         numbers = " ".join(
             f"{key}={value:.4g}" for key, value in status["metrics"].items() if isinstance(value, int | float)
         )
         starting = f", {status['starting']} starting" if status["starting"] else ""
-        table.caption = (
+        below = (
             f"step {status['step'] if status['step'] is not None else '-'}, {self.speed:.1f} steps/s, "
             f"{len(status['workers'])} of {status['wanted']} workers{starting}, {self.counts['resize']} resizes, "
             f"{self.counts['lost']} losses  {numbers}"
         )
-        table.caption_justify = "left"
-        return table
+        return Group(table, Text(below, style="dim"))
