@@ -49,7 +49,9 @@ def saved(model: str, folder: str) -> str:
     """The hash of the newest checkpoint."""
     command = [sys.executable, str(SCRIPT), "hash", model, folder]
     environment = {**os.environ, **ENVIRONMENT}
-    return subprocess.run(command, env=environment, check=True, timeout=120, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        command, env=environment, check=True, timeout=120, capture_output=True, text=True
+    ).stdout.strip()
 
 
 class Chaos:

@@ -99,7 +99,9 @@ class Coming:
             self.step = self.home.on(world.devices)
             placement = self.step.placement
             types = self.types if self.types is not None else self.asked_types()
-            args, kwargs = self.step.spec.bound((abstract_state(self.like, types, placement), self.batch(placement)), {})
+            args, kwargs = self.step.spec.bound(
+                (abstract_state(self.like, types, placement), self.batch(placement)), {}
+            )
             self.step.executor.compile_for(args, kwargs)
             vote_once()
 
@@ -144,5 +146,9 @@ def abstract_leaf(leaf: Leaf, placement: Placement) -> jax.ShapeDtypeStruct:
     sharding, dtype = leaf.sharding(placement), jnp.dtype(leaf.dtype)
     if not leaf.key:
         return jax.ShapeDtypeStruct(leaf.shape, dtype, sharding=sharding, weak_type=leaf.weak)
-    made = jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=leaf.key), jax.ShapeDtypeStruct(leaf.shape, dtype))
-    return jax.ShapeDtypeStruct(made.shape, made.dtype, sharding=leaf.sharding(placement) if made.shape else placement.sharding())
+    made = jax.eval_shape(
+        lambda data: jax.random.wrap_key_data(data, impl=leaf.key), jax.ShapeDtypeStruct(leaf.shape, dtype)
+    )
+    return jax.ShapeDtypeStruct(
+        made.shape, made.dtype, sharding=leaf.sharding(placement) if made.shape else placement.sharding()
+    )

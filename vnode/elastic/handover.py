@@ -77,7 +77,11 @@ class Handover:
 
     def answer(self, line: socket.socket) -> None:
         """The thread of a connection."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError), line, line.makefile("rb") as stream:
+        with (
+            contextlib.suppress(OSError, ValueError, KeyError, TypeError, IndexError),
+            line,
+            line.makefile("rb") as stream,
+        ):
             line.settimeout(STALL)
             line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             while (text := stream.readline(64 << 20)) != b"":
