@@ -489,6 +489,11 @@ class Generations:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
                 self.adopt(following, now)
                 return True
+            trained = self.current.members if self.current else []
+            if trained and all(w.state == FINISHED and w not in following.switched for w in trained):
+                self.next = None  # the run came to its end first
+                self.complete(trained, now)
+                return True
             return False
         if self.leave is not None:
             return self.recover(self.leave, now)
