@@ -151,7 +151,7 @@ class Membership:
             self.left[generation] = message
             for known in self.worlds:  # who has not switched waits in an earlier one
                 if known <= generation:
-                    self.lose(known, message["lost"])
+                    self.lose(known, message["lost"], known == generation)
         elif kind == "release":
             self.released = True
         elif kind == "stop":
@@ -160,14 +160,14 @@ class Membership:
             self.end = message
             self.lose(self.generation, [{"rank": -1, "why": "the supervisor ends this worker"}])
 
-    def lose(self, generation: int, lost: list[dict[str, Any]]) -> None:
+    def lose(self, generation: int, lost: list[dict[str, Any]], aloud: bool = True) -> None:
         """Has whoever waits in a world wait no longer."""
         world = self.worlds.get(generation)
         if world is None or world.board is None:
             return
         for each in lost:
             rank = each["rank"] if 0 <= each["rank"] < world.count and each["rank"] != world.index else world.others[0]
-            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=each["rank"] >= 0))
+            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=aloud and each["rank"] >= 0))
 
     def enter(self, world: World) -> None:
         """From now on, this process may wait in a world."""
