@@ -247,7 +247,7 @@ class Generations:
     def service(self, generation: int, address: str, now: float) -> list[Action]:
         """A service that was asked for is there."""
         following = self.next
-        if following is None or following.number != generation:
+        if self.over or following is None or following.number != generation:
             self.do(EndService(address))
         else:
             following.service, self.services[address] = address, list(following.members)
