@@ -140,7 +140,7 @@ def main() -> None:
     for step, kind in kinds[1:]:
         if kind and step in at and step - 1 in at:
             sizes[kind].append(at[step] - at[step - 1] - usual)
-    recoveries = [recovery(stamps, kill) for kill in kills]
+    recoveries = [recovery(stamps, job.events, kill) for kill in kills]
     print(f"{options.mb} MB, {steps} steps, median step {usual:.3f} s; load {os.getloadavg()[0]:.1f}")
     for name, values in {**sizes, "kill to next step": recoveries}.items():
         if values:
@@ -150,10 +150,10 @@ def main() -> None:
     sys.exit(digest != alone)
 
 
-def recovery(stamps: list, kill: float) -> float:
-    """Seconds from a kill to the next step that is done: to the end of the longest gap between steps around it."""
-    gaps = [(b[0] - a[0], b[0]) for a, b in itertools.pairwise(stamps) if kill - 1 < b[0] < kill + WAIT / 4]
-    return max(gaps)[1] - kill
+def recovery(stamps: list, events: list, kill: float) -> float:
+    """Seconds from a kill to the first step that the next generation has done."""
+    begun = next(event["time"] for event in events if event["event"] == "trains" and event["time"] > kill)
+    return next(stamp for stamp, _ in stamps if stamp > begun) - kill
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argument is JSON:
 
-    model    "plain": an MLP with dropout and clipping; "donated": its state is donated; "sharded": its slots are divided
+    model    "plain": an MLP with dropout and clipping; "donated": it gives its state away; "sharded": slots are divided
     steps    how many
     pause    seconds that the callback sleeps
     slow     a file; while it is there, the callback sleeps 50 ms
@@ -64,7 +64,9 @@ def problem(model: str) -> tuple[Any, Any, Any]:
 
 def digest(state: Any) -> str:
     """A hash of all bits of a state that is whole in this process."""
-    leaves = [jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)]
+    leaves = [
+        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
+    ]
     return hashlib.sha256(b"".join(np.asarray(leaf.addressable_data(0)).tobytes() for leaf in leaves)).hexdigest()
 
 

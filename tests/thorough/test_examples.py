@@ -100,6 +100,14 @@ def test_elastic(tmp_path: Path) -> None:
     assert "The hashes are equal" in output
 
 
+def test_workers(tmp_path: Path) -> None:
+    """One of three workers is killed, and another one joins."""
+    output = run(str(ROOT / "examples" / "workers.py"), "--steps=600", cwd=tmp_path)
+    assert len(set(re.findall(r"SHA-256 (\w{64})", output))) == 1
+    for said in ("worker 0 is killed", "two workers go on", "a new one has joined", "The hashes are equal"):
+        assert said in output
+
+
 TIMED = {"elastic", "fit", "profile"}
 """Cells of the tour that print more or fewer lines, or in another order, from one machine or run to the next."""
 

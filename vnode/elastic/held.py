@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import jax
@@ -225,6 +225,33 @@ def missing(
             if volume < math.prod(stop - start for start, stop in need):
                 raise IncompleteState(leaf.path)
     return {name: requests for name, requests in asked.items() if requests}
+
+
+def is_complete(leaves: Sequence[Leaf], holders: Sequence[Sequence[Iterable[Box]]], *, needed: bool = False) -> bool:
+    """Whether some workers together hold all of a state.
+
+    Args:
+      leaves: of the state.
+      holders: for each of the workers, the boxes of each array that it has, which do not overlap, but that one may be
+        within another.
+      needed: whether it is an error if they do not.
+
+    Raises:
+      IncompleteState: they do not.
+    """
+    for i, leaf in enumerate(leaves):
+        boxes = {tuple(box) for parts in holders for box in parts[i]}
+        whole = [box for box in boxes if not any(box != other and common(box, other) == box for other in boxes)]
+        if sum(map(volume_of, whole)) < math.prod(leaf.shape):
+            if needed:
+                raise IncompleteState(leaf.path)
+            return False
+    return True
+
+
+def volume_of(box: Box) -> int:
+    """How many elements a box has."""
+    return math.prod(stop - start for start, stop in box)
 
 
 class IncompleteState(VnodeError):

@@ -53,6 +53,8 @@ class Membership:
       doing: what this worker does, for people.
       stop: why the supervisor has asked for the end of the run; empty if it has not.
       closed: whether the channel is.
+      released: whether the workers that train need this one no more, which it has not taken note of.
+      answered: the newest generation which it has left because of a loss.
     """
 
     def __init__(self, address: str, token: str, number: int) -> None:
@@ -64,7 +66,7 @@ class Membership:
         self.gone: dict[int, dict[str, Any]] = {}
         self.left: dict[int, dict[str, Any]] = {}
         self.cancelled: dict[int, str] = {}
-        self.released: set[int] = set()
+        self.released, self.answered = False, 0
         self.end: dict[str, Any] | None = None
         self.stop, self.closed = "", False
         self.worlds: dict[int, World] = {}
@@ -147,32 +149,36 @@ class Membership:
             self.lose(generation, [{"rank": -1, "why": f"it is not used: {message.get('why', '')}"}])
         elif kind == "leave":
             self.left[generation] = message
-            self.lose(generation, message["lost"])
+            for known in self.worlds:  # who has not switched waits in an earlier one
+                if known <= generation:
+                    self.lose(known, message["lost"], known == generation)
         elif kind == "release":
-            self.released.add(generation)
+            self.released = True
         elif kind == "stop":
             self.stop = message.get("why") or "the supervisor asked for it"
         elif kind == "end":
             self.end = message
             self.lose(self.generation, [{"rank": -1, "why": "the supervisor ends this worker"}])
 
-    def lose(self, generation: int, lost: list[dict[str, Any]]) -> None:
+    def lose(self, generation: int, lost: list[dict[str, Any]], aloud: bool = True) -> None:
         """Has whoever waits in a world wait no longer."""
         world = self.worlds.get(generation)
         if world is None or world.board is None:
             return
         for each in lost:
             rank = each["rank"] if 0 <= each["rank"] < world.count and each["rank"] != world.index else world.others[0]
-            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=each["rank"] >= 0))
+            world.board.note(Notice(rank, "ended", text=each["why"] or "it was lost", lost=aloud and each["rank"] >= 0))
 
     def enter(self, world: World) -> None:
         """From now on, this process may wait in a world."""
         with self.changed:
-            self.worlds[world.generation] = world
-            for generation in [known for known in self.worlds if known < world.generation - 1]:
-                del self.worlds[generation]
-            if world.generation in self.left:
-                self.lose(world.generation, self.left[world.generation]["lost"])
+            number = world.generation
+            self.worlds = {known: other for known, other in self.worlds.items() if known >= self.generation}
+            self.worlds[number] = world
+            if number in self.left:
+                self.lose(number, self.left[number]["lost"])
+            if number in self.cancelled:
+                self.lose(number, [{"rank": -1, "why": f"it is not used: {self.cancelled[number]}"}])
 
     def wait(self, found: Callable[[], Any], seconds: float | None = None) -> Any:
         """Waits until something is there.
@@ -222,11 +228,17 @@ class Membership:
             order, self.prepare = self.prepare, None
             return order
 
-    def loss(self, *generations: int) -> dict[str, Any] | None:
-        """The order to leave one of some generations; the last, if there are several."""
+    def take_release(self) -> bool:
+        """Whether the others need this worker no more, once."""
         with self.changed:
-            found = [self.left[generation] for generation in generations if generation in self.left]
-            return found[-1] if found else None
+            released, self.released = self.released, False
+            return released
+
+    def loss(self) -> dict[str, Any] | None:
+        """The newest order to leave a generation, unless this worker has answered it."""
+        with self.changed:
+            newest = max(self.left, default=0)
+            return self.left[newest] if newest > self.answered else None
 
 
 _OWN: tuple[int, Membership] | None = None

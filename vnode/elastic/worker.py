@@ -25,7 +25,7 @@ import jax
 from vnode.elastic.coming import Coming
 from vnode.elastic.driver import AHEAD, Driver, due
 from vnode.elastic.handover import Handover, Source, fetch_boxes
-from vnode.elastic.held import Held, IncompleteState, made_state, missing, types_of
+from vnode.elastic.held import Held, IncompleteState, is_complete, made_state, missing, types_of
 from vnode.elastic.identity import differing_lines, facts_of_run
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
@@ -145,18 +145,21 @@ class WorkerDriver(Driver):
         self.member.waits = True
         while True:
             self.member.wait(self.something_to_do)
+            loss = self.member.loss()
+            if loss is not None:
+                self.say_left(loss)
+                continue
             order = self.member.take_prepare()
             if order is not None:
                 self.coming = self.prepared(order, self.held)
                 continue
+            if self.member.take_release():
+                self.stand_by()
             coming = self.coming
             if coming is None:
                 continue
             if coming.generation in self.member.cancelled:
                 self.coming = None
-            elif (loss := self.member.loss(coming.generation)) is not None:
-                self.coming = None
-                self.say_left(loss)
             elif coming.generation in self.member.gone:
                 coming.thread.join()
                 if coming.error is not None:
@@ -165,13 +168,11 @@ class WorkerDriver(Driver):
                 return
 
     def something_to_do(self) -> bool:
-        """Whether the supervisor has said something about a generation to come."""
+        """Whether the supervisor has said something about a generation to come, or of one that is over."""
         coming, member = self.coming, self.member
-        if member.prepare is not None:
+        if member.prepare is not None or member.released or member.loss() is not None:
             return True
-        return coming is not None and any(
-            coming.generation in known for known in (member.cancelled, member.left, member.gone)
-        )
+        return coming is not None and (coming.generation in member.cancelled or coming.generation in member.gone)
 
     def prepared(self, order: dict[str, Any], held: Held | None) -> Coming:
         """The generation to come, in the making."""
@@ -267,21 +268,26 @@ class WorkerDriver(Driver):
         """Begins with the state that the holders have, of which this worker may be one."""
         others = [holder for holder in order["holders"] if holder["worker"] != self.member.number]
         held = self.held
-        if held is not None and order["step"] not in (None, held.step):
-            held = None
+        holds = any(holder["worker"] == self.member.number for holder in order["holders"])
+        if held is not None and not (holds if order["step"] is None else held.step == order["step"]):
+            held = None  # of a generation that is long over
         if held is not None:
             self.handover.offer(self.generation, held)
             self.offered = held.step
         try:
-            if held is None:
-                raise IncompleteState("")
-            missing(held.leaves, held, {}, self.step.placement)
-            self.number, self.state = (
-                held.step,
-                made_state(self.script_state, held.leaves, held, {}, self.step.placement),
-            )
-        except IncompleteState:
-            self.number, self.state = self.fetched(others, held, self.step.placement)
+            if held is not None and is_complete(held.leaves, [held.parts]):
+                self.number, self.state = (
+                    held.step,
+                    made_state(self.script_state, held.leaves, held, {}, self.step.placement),
+                )
+            else:
+                self.number, self.state = self.fetched(others, held, self.step.placement)
+        except IncompleteState as error:
+            if not self.saves:
+                raise
+            logger.warning("%s", one_line(error))
+            self.begin_new()
+            return
         ready(self.state, "the state of a new generation")
 
     def fetched(self, holders: list[dict[str, Any]], held: Held | None, placement: Placement) -> tuple[int, Any]:
@@ -291,9 +297,11 @@ class WorkerDriver(Driver):
           holders: the others, by worker and address.
           held: what this worker holds.
           placement: where the state is to be.
+
+        Raises:
+          ProcessError: one of the others does not answer.
+          IncompleteState: some part of the state is nowhere; then all workers of the generation raise it.
         """
-        if not holders:
-            raise ProcessError("no worker is left that holds the state.")
         with contextlib.ExitStack() as stack:
             sources = {}
             for holder in holders:
@@ -306,10 +314,11 @@ class WorkerDriver(Driver):
                 steps["this worker"] = held.step
             if len(set(steps.values())) != 1:
                 raise ProcessError(f"the holders of the state are not at the same step: {steps}")
-            leaves = next((leaves for _, leaves, _ in manifests.values()), None) or held.leaves  # pyright: ignore
-            asked = missing(leaves, held, {name: boxes for name, (_, _, boxes) in manifests.items()}, placement)
-            boxes = fetch_boxes(sources, leaves, asked)
-        return next(iter(steps.values())), made_state(self.script_state, leaves, held, boxes, placement)
+            known = [each for _, each, _ in manifests.values()] + ([] if held is None else [held.leaves])
+            leaves, boxes = known[0], {name: boxes for name, (_, _, boxes) in manifests.items()}
+            is_complete(leaves, [*boxes.values(), *([] if held is None else [held.parts])], needed=True)
+            got = fetch_boxes(sources, leaves, missing(leaves, held, boxes, placement))
+        return next(iter(steps.values())), made_state(self.script_state, leaves, held, got, placement)
 
     def agree(self) -> bool:
         """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
@@ -349,24 +358,20 @@ class WorkerDriver(Driver):
             raise ProcessError("the supervisor has not said to which generation the workers switch.")
         self.state = None
         self.recent.clear()
-        if coming is None:  # a worker that is left out offers what it holds, and stands by
-            generation = max(self.member.gone)
-            self.handover.offer(generation, self.held)
-            self.step_out(generation)
+        if coming is None and self.member.loss() is None:  # a worker that is left out offers what it holds
+            self.handover.offer(max(self.member.gone), self.held)
+            self.member.doing, self.member.waits, self.member.nodes = "to hand over its state", True, 0
         self.enter()
 
     def knows_switch(self) -> bool:
         """Whether the supervisor has said what comes next."""
-        newer = [generation for generation in self.member.gone if generation > self.generation]
-        return bool(newer) or self.member.loss(self.generation) is not None
+        return max(self.member.gone, default=0) > self.generation or self.member.loss() is not None
 
-    def step_out(self, generation: int) -> None:
-        """Leaves the workers that train; the others fetch what they need."""
-        self.member.doing, self.member.waits, self.member.nodes = "to hand over its state", True, 0
-        self.member.wait(lambda: generation in self.member.released or self.member.loss(generation, self.generation))
+    def stand_by(self) -> None:
+        """Leaves the workers that train: they have what they need."""
         self.handover.withdraw()
         self.context.close()
-        self.generation = self.member.generation = 0
+        self.generation = self.member.generation = self.member.nodes = 0
         self.held = None
         self.arrive()
 
@@ -376,11 +381,10 @@ class WorkerDriver(Driver):
         Raises:
           Exception: the error, if it is this worker's own.
         """
-        generations = [self.generation] + ([self.coming.generation] if self.coming is not None else [])
-        loss = self.member.loss(*generations)
+        loss = self.member.loss()
         if loss is None and (isinstance(error, ProcessError) or is_runtime_error(error)):
             self.member.send("lost_peer", generation=self.generation, text=one_line(error))
-            loss = self.member.wait(lambda: self.member.loss(*generations), WORD)
+            loss = self.member.wait(self.member.loss, WORD)
         if loss is None:
             raise error
         logger.warning("step %d: %s", self.number, one_line(error))
@@ -395,6 +399,9 @@ class WorkerDriver(Driver):
         """Tells the supervisor which state this worker has after a loss."""
         self.member.doing, self.member.waits = "to go on without a worker that is lost", True
         step = -1 if self.held is None else self.held.step
+        self.member.answered = loss["generation"]
+        if self.coming is not None and self.coming.generation <= loss["generation"]:
+            self.coming = None
         self.member.send("left", generation=loss["generation"], step=step)
 
     def last_whole(self) -> Held | None:

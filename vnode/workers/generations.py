@@ -238,7 +238,7 @@ class Generations:
     def service(self, generation: int, address: str, now: float) -> list[Action]:
         """A service that was asked for is there."""
         following = self.next
-        if following is None or following.number != generation:
+        if self.over or following is None or following.number != generation:
             self.do(EndService(address))
         else:
             following.service, self.services[address] = address, list(following.members)
@@ -486,6 +486,11 @@ class Generations:
         if following is not None and following.go is not None:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
                 self.adopt(following, now)
+                return True
+            trained = self.current.members if self.current else []
+            if trained and all(w.state == FINISHED and w not in following.switched for w in trained):
+                self.next = None  # the run came to its end first
+                self.complete(trained, now)
                 return True
             return False
         if self.leave is not None:

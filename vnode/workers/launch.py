@@ -85,6 +85,7 @@ class Job:
             code = self.process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise TimeoutError(f"the job still runs after {timeout} s") from None
+        self.process.stdin.close()  # type: ignore[union-attr]
         facts = self.found().facts
         if "code" not in facts:
             raise WorkerError(f"the supervisor of the job has ended with exit code {code}.", code=code)

@@ -1,0 +1,97 @@
+"""Jobs of real workers: the state in the end is that of the same script in one process, whatever happens to workers.
+
+Knows `vnode.workers.launch`, signals, and scripts in `tests.programs`. Must not know what workers tell one another.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, play, reference
+from vnode.workers.generations import WorkerError
+from vnode.workers.launch import Job, launch
+
+DEADLINE = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs of tests are not those of the user."""
+    folder = tmp_path / "run"
+    folder.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+
+
+def until(job: Job, found: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + DEADLINE
+    while not found():
+        assert job.process.poll() is None, f"the job has ended: {what}"
+        assert time.monotonic() < end, f"{what}: {job.events}"
+        time.sleep(0.02)
+
+
+def started(asked: dict[str, Any], workers: int) -> Job:
+    return launch(str(SCRIPT), workers, arguments=[json.dumps(asked)], env=ENVIRONMENT)
+
+
+def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Grown from two workers to three, rank 0 killed, then shrunk to one: the same state and losses."""
+    slow, out = tmp_path / "slow", tmp_path / "out"
+    slow.touch()
+    out.mkdir()
+    asked = {"model": "plain", "steps": 300, "slow": str(slow), "out": str(out)}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2)
+    until(job, lambda: job.step, "the first step")
+    job.resize(3)
+    until(job, lambda: len(job.workers) == 3, "three workers")
+    os.kill(job.workers[0]["pid"], signal.SIGKILL)
+    until(job, lambda: any(each["event"] == "left" for each in job.events), "the others leave")
+    job.resize(1)
+    until(job, lambda: len(job.workers) == 1, "one worker")
+    slow.unlink()
+    assert job.wait(DEADLINE) == 0
+    (left,) = [json.loads(path.read_text()) for path in out.glob("*.json")]
+    assert (left["step"], left["hash"]) == (300, expected["hash"])
+    assert dict(left["losses"]).items() <= dict(expected["losses"]).items()
+    told = [each["event"] for each in job.events]
+    assert told.count("lost") == 1 and told.count("trains") >= 4 and told[-1] == "ended"
+    wanted = [each["why"] for each in job.events if each["event"] == "resize"]
+    assert wanted == ["2 -> 3 workers asked for", "3 -> 1 workers asked for"]
+
+
+def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The job fails with the first error, and no worker is started again."""
+    job = started({"model": "plain", "steps": 50, "raises": 7}, 2)
+    with pytest.raises(WorkerError, match="step 7 is odd") as caught:
+        job.wait(DEADLINE)
+    assert caught.value.code == job.process.returncode == 1
+    assert sum(each["event"] == "start" for each in job.events) == 2
+    assert "ValueError: step 7 is odd" in capfd.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("seed", "model"), [(5, "plain"), (6, "donated"), (7, "sharded")])
+def test_chaos(seed: int, model: str) -> None:
+    """Random kills, stops and resizes, and the supervisor's death: the bits of one process."""
+    play(seed, 5, model)
+
+
+@pytest.mark.thorough
+def test_an_error_in_one_worker_is_a_loss(tmp_path: Path) -> None:
+    """The others go on, and the run comes to its end."""
+    asked = {"model": "plain", "steps": 120, "raises": 40, "raiser": "1", "out": str(tmp_path)}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2)
+    assert job.wait(DEADLINE) == 0
+    assert json.loads((tmp_path / "0.json").read_text())["hash"] == expected["hash"]
+    (error,) = {each["why"] for each in job.events if each["event"] == "error"}
+    assert "step 40 is odd" in error
