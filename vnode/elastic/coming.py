@@ -2,8 +2,8 @@
 
 Knows orders to prepare, steps, and states as what is held of them. Must not know when the generation begins.
 
-While this generation trains, a thread makes the next one: a second client of JAX, the step compiled for its devices, and
-one vote, by which the connections between its workers are made. So a switch waits for the state alone.
+While this generation trains, a thread makes the next one: a second client of JAX, the step compiled for its devices,
+and one vote, by which the connections between its workers are made. So a switch waits for the state alone.
 """
 
 from __future__ import annotations

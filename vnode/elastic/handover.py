@@ -1,6 +1,6 @@
 """Sends the state of a run from the workers that hold it to those that need it, as checksummed bytes over sockets.
 
-Knows sockets, and states as boxes of bytes (`vnode.elastic.held`). Must not know generations, nor who needs what and why.
+Knows sockets, and states as boxes of bytes (`vnode.elastic.held`). Must not know generations, nor who needs what.
 
 Each worker has a server. Who needs a state asks the holders for their manifests (the arrays, and which boxes of them
 each has), then each of them for its share of the boxes, from all of them at once. A holder that dies, or does not

@@ -2,9 +2,9 @@
 
 Knows the channel to the supervisor, and worlds that end. Must not know steps, states, nor what is done about a message.
 
-The supervisor gives a worker its address, a file with a token, and a number, in the environment. One thread receives its
-messages, and sends a sign of life five times a second. Whoever waits in a world looks at the board of that world: when
-the supervisor says that a worker is lost, this thread writes it there.
+The supervisor gives a worker its address, a file with a token, and a number, in the environment. One thread receives
+its messages, and sends a sign of life five times a second. Whoever waits in a world looks at the board of that world:
+when the supervisor says that a worker is lost, this thread writes it there.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Knows the loop of a run, the supervisor's messages, and states as what workers h
 how a world is made.
 
 A planned change: the next generation is made beside this one. Its members vote when all are ready, and every worker
-switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is; the furthest
-wins, and whoever has less fetches it. Either way the next generation begins with the bits that an undisturbed run has.
+switches before the same step. A loss: the supervisor says "leave". Each survivor says how far its state is; the
+furthest wins, and whoever has less fetches it. Either way the next generation begins with the bits that an undisturbed
+run has.
 """
 
 from __future__ import annotations
