@@ -259,14 +259,14 @@ class Driver:
         results = self.step(self.state, batch)
         check_results(results, self.state)
         self.state, metrics = results[0], whole_everywhere(results[1])
+        self.pending.append((self.number, metrics))
+        self.number += 1  # now: should a wait fail, the state has its right number
         if self.resized is not None:
             returned = time.perf_counter()
-            ready(results, f"step {self.number}")
+            ready(results, f"step {self.number - 1}")
             self.resized.compile, self.resized.first = returned - began, time.perf_counter() - returned
             self.say(str(self.resized))
             self.resized = None
-        self.pending.append((self.number, metrics))
-        self.number += 1
         self.fetch(0 if self.exact and (self.number - 1) % self.options.metrics_every == 0 else self.ahead)
         self.sum_up()
         if due(self.number, self.options.keep_every):

@@ -58,6 +58,7 @@ class WorkerDriver(Driver):
       generation: the number of the generation that it is in; 0 for none.
       coming: the generation to come, as far as it is made.
       recent: the states before the last steps, of which the last that is computed is what a loss leaves.
+      given: the newest generation of others to which this worker has offered what it holds.
       held: what this worker holds of the last state that was whole, between two generations.
     """
 
@@ -76,7 +77,7 @@ class WorkerDriver(Driver):
         self.coming: Coming | None = None
         self.recent: deque[tuple[int, Any]] = deque(maxlen=2)
         self.held: Held | None = None
-        self.offered = -1
+        self.offered, self.given = -1, 0
         self.ahead = 1
         self.members: list[dict[str, Any]] = []
         self.rehearsals = Rehearsals(step, state)
@@ -155,6 +156,9 @@ class WorkerDriver(Driver):
                 continue
             if self.member.take_release():
                 self.stand_by()
+            if (wanted := self.wanted()) and self.held is not None:  # a worker that is left out
+                self.handover.offer(wanted, self.held)
+                self.given = wanted
             coming = self.coming
             if coming is None:
                 continue
@@ -170,7 +174,7 @@ class WorkerDriver(Driver):
     def something_to_do(self) -> bool:
         """Whether the supervisor has said something about a generation to come, or of one that is over."""
         coming, member = self.coming, self.member
-        if member.prepare is not None or member.released or member.loss() is not None:
+        if member.prepare is not None or member.released or member.loss() is not None or self.wanted():
             return True
         return coming is not None and (coming.generation in member.cancelled or coming.generation in member.gone)
 
@@ -352,20 +356,27 @@ class WorkerDriver(Driver):
         self.fetch(0)
         ready(self.state, f"step {self.number - 1}")
         self.held = Held.from_state(self.number, self.state)
-        coming = self.coming
         known = self.member.wait(self.knows_switch, WORD)
         if not known:
             raise ProcessError("the supervisor has not said to which generation the workers switch.")
         self.state = None
         self.recent.clear()
-        if coming is None and self.member.loss() is None:  # a worker that is left out offers what it holds
-            self.handover.offer(max(self.member.gone), self.held)
-            self.member.doing, self.member.waits, self.member.nodes = "to hand over its state", True, 0
+        if self.coming is None:
+            self.member.doing, self.member.nodes = "to hand over its state", 0
         self.enter()
 
     def knows_switch(self) -> bool:
         """Whether the supervisor has said what comes next."""
         return max(self.member.gone, default=0) > self.generation or self.member.loss() is not None
+
+    def wanted(self) -> int:
+        """The generation of others that begins with what this worker holds, if it was not offered yet; 0 for none."""
+        newest = max(self.member.gone, default=0)
+        own = self.coming is not None and self.coming.generation == newest
+        if own or self.held is None or newest <= max(self.generation, self.given):
+            return 0
+        holders = self.member.gone[newest]["holders"]
+        return newest if any(holder["worker"] == self.member.number for holder in holders) else 0
 
     def stand_by(self) -> None:
         """Leaves the workers that train: they have what they need."""
