@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,9 @@ from vnode.placement.world import World, in_world, one_line
 from vnode.threads import background
 
 logger = logging.getLogger("vnode")
+
+MAKING = threading.Lock()
+"""Held by whoever traces and compiles for a generation: two at once would take the processors from training."""
 
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
@@ -99,7 +103,8 @@ class Coming:
         world.scopes.append(SCOPE)
         self.world = world
         self.member.enter(world)
-        with in_world(world):
+        with MAKING, in_world(world):
+            self.check_wanted()
             self.step = self.home.on(world.devices)
             placement = self.step.placement
             types = self.types if self.types is not None else self.asked_types()
@@ -107,7 +112,17 @@ class Coming:
                 (abstract_state(self.like, types, placement), self.batch(placement)), {}
             )
             self.step.executor.compile_for(args, kwargs)
+        with in_world(world):
             vote_once()
+
+    def check_wanted(self) -> None:
+        """Ends this thread if the supervisor no longer wants the generation.
+
+        Raises:
+          ProcessError: so it is.
+        """
+        if self.generation in self.member.cancelled or self.generation in self.member.left:
+            raise ProcessError(f"generation {self.generation} is not wanted any longer.")
 
     def asked_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.elastic.coming import abstract_state
+from vnode.elastic.coming import MAKING, abstract_state
 from vnode.elastic.held import Leaf
 from vnode.elastic.processes import counting
 from vnode.placement.clients import Stage
@@ -94,7 +94,9 @@ class Rehearsals:
 
     def compile(self, count: int, rank: int, types: Sequence[Leaf], batch: Callable[[Placement], Any]) -> None:
         """Compiles for one place in a generation."""
-        with Stage(count) as stage:
+        with MAKING, Stage(count) as stage:
+            if self.closed:
+                return
             world = stage.world(rank)
             with in_world(world):
                 step = self.home.on(world.devices)

@@ -17,10 +17,12 @@ import json
 import logging
 import time
 import traceback
+import zlib
 from collections import deque
 from typing import Any
 
 import jax
+import numpy as np
 
 from vnode.elastic.coming import Coming
 from vnode.elastic.driver import AHEAD, Driver, due
@@ -293,6 +295,22 @@ class WorkerDriver(Driver):
             self.begin_new()
             return
         ready(self.state, "the state of a new generation")
+        self.compare_beginnings()
+
+    def compare_beginnings(self) -> None:
+        """Compares the states with which the workers begin a generation.
+
+        Raises:
+          ProcessError: they are not the same.
+        """
+        held = Held.from_state(self.number, self.state)
+        sums = [
+            zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+            for leaf, parts in zip(held.leaves, held.parts, strict=True)
+            for box, part in parts.items()
+            if box == tuple((0, length) for length in leaf.shape)  # divided arrays have no copies
+        ]
+        check_same("to begin a generation", {"step": self.number, "state": sums})
 
     def fetched(self, holders: list[dict[str, Any]], held: Held | None, placement: Placement) -> tuple[int, Any]:
         """The state, of what this worker holds and what others do.
