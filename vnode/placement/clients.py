@@ -99,7 +99,7 @@ class Stage:
                 probe.bind(("127.0.0.1", 0))
                 address = f"127.0.0.1:{probe.getsockname()[1]}"
             self.service = constructors()["get_distributed_runtime_service"](
-                address, 1, heartbeat_timeout=HEARTBEAT, shutdown_timeout=1, recoverable=True
+                address, 1, heartbeat_timeout=HEARTBEAT, shutdown_timeout=1
             )
             self.client = client = connected(address)
             with concurrent.futures.ThreadPoolExecutor(self.count) as pool:

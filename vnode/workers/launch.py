@@ -136,6 +136,10 @@ class Job:
             self.process.stdin.close()  # type: ignore[union-attr]  # it stops, and kills if that takes too long
             self.process.wait()
 
+    def __del__(self) -> None:
+        if self.process.poll() is not None and self.process.stdin is not None:
+            self.process.stdin.close()  # nobody has waited for the end
+
     def __repr__(self) -> str:
         state = "runs" if self.process.poll() is None else f"ended with exit code {self.process.returncode}"
         return f"Job({str(self.folder)!r}, process {self.pid}, {state})"
