@@ -78,7 +78,7 @@ def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.Capt
     assert "ValueError: step 7 is odd" in capfd.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep  # minutes, and not settled: see docs/workers.md
 @pytest.mark.parametrize(("seed", "model"), [(5, "plain"), (6, "donated"), (7, "sharded")])
 def test_chaos(seed: int, model: str) -> None:
     """Random kills, stops and resizes, and the supervisor's death: the bits of one process."""
