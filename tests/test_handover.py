@@ -1,4 +1,4 @@
-"""What a worker holds of a state, and how others fetch it: any boxes, any holders, damaged bytes."""
+"""Workers fetch a state from those that hold it: any boxes, any holders, damaged bytes."""
 
 import contextlib
 

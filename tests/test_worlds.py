@@ -69,7 +69,7 @@ def test_runs_in_two_worlds_at_once() -> None:
 
 
 def test_a_state_goes_from_one_world_to_the_next() -> None:
-    """What each process has of it is its copy there; a process that is not in the next world is not waited for."""
+    """Each process's part of it is its copy there; a process that is not in the next world is not waited for."""
 
     def leave(here: World) -> bytes:
         state = step.on(here.devices).put({"w": WEIGHTS, "key": jax.random.key(3)})

@@ -75,7 +75,7 @@ def joined(address: str, index: int, count: int, generation: int) -> Iterator[Wo
 
 
 def in_threads(work: Callable[[int], Any], count: int, patience: float = 60.0) -> list[Any]:
-    """What a function returns for each of so many numbers, called in threads at once.
+    """The results of a function for each of so many numbers, called in threads at once.
 
     Raises:
       TimeoutError: one did not return in time.

@@ -33,7 +33,7 @@ ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
 
 
 def reference(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What the script leaves in one process."""
+    """The hash, the losses and the checkpoint of the script in one process."""
     environment = {**os.environ, **ENVIRONMENT}
     own = {**asked, "folder": str(folder / "alone"), "out": str(folder)} if asked.get("folder") else asked
     alone = {**own, "out": str(folder), "slow": None, "pause": 0}
@@ -169,7 +169,7 @@ class Chaos:
         return said
 
     def story(self) -> str:
-        """What the supervisors have logged."""
+        """The events in the supervisors' logs."""
         lines = []
         for folder in self.folders:
             path = folder / "events.jsonl"

@@ -82,7 +82,7 @@ class World:
                 self.inbox[action.worker].append(action.message)
 
     def check(self, message: dict[str, Any]) -> None:
-        """What is sent, against what has been said."""
+        """Checks a message against those before it."""
         if message["kind"] == "prepare":
             members = [m["worker"] for m in message["members"]]
             assert len(set(members)) == len(members) <= self.nodes
@@ -136,7 +136,7 @@ class World:
             self.do(self.job.tick(self.now))
 
     def live(self, fake: Fake) -> None:
-        """What a worker does in a turn."""
+        """Does one thing as a worker would."""
         if not fake.arrived and self.now >= fake.arrives:
             fake.arrived = True
             self.say(fake, kind="connect")

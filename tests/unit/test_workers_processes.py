@@ -223,7 +223,7 @@ def test_strangers_are_refused() -> None:
 
 
 def test_the_command_passes_output_and_the_exit_code() -> None:
-    """What rank 0 prints goes to stdout, errors of all to stderr; the arguments of the script come after `--`."""
+    """The output of rank 0 goes to stdout, errors of all to stderr; the arguments of the script come after `--`."""
     options = {"steps": 20, "odd": {"0": {"code": 3}}}
     said = vnode("run", str(FAKE), "--workers", "2", "--", json.dumps(options))
     assert said.returncode == 3 and said.stdout == "I am 0\n", said

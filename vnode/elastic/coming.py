@@ -84,7 +84,7 @@ class Coming:
             self.build()
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
-            if self.generation not in self.member.cancelled and self.generation not in self.member.left:
+            if self.is_wanted:
                 logger.exception("generation %d cannot be made", self.generation)
             self.member.send("unprepared", generation=self.generation, error=one_line(error))
             return
@@ -104,7 +104,8 @@ class Coming:
         self.world = world
         self.member.enter(world)
         with MAKING, in_world(world):
-            self.check_wanted()
+            if not self.is_wanted:
+                raise ProcessError(f"generation {self.generation} is not wanted any longer.")
             self.step = self.home.on(world.devices)
             placement = self.step.placement
             types = self.types if self.types is not None else self.asked_types()
@@ -115,14 +116,10 @@ class Coming:
         with in_world(world):
             vote_once()
 
-    def check_wanted(self) -> None:
-        """Ends this thread if the supervisor no longer wants the generation.
-
-        Raises:
-          ProcessError: so it is.
-        """
-        if self.generation in self.member.cancelled or self.generation in self.member.left:
-            raise ProcessError(f"generation {self.generation} is not wanted any longer.")
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the supervisor has not given the generation up."""
+        return self.generation not in self.member.cancelled and self.generation not in self.member.left
 
     def asked_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""

@@ -22,8 +22,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from vnode.elastic.held import Box, Held, Leaf, Request
+from vnode.elastic.held import Box, Held, Leaf, Request, part_of
 from vnode.errors import ProcessError, layout_message
+from vnode.placement.leaves import bytes_of
 from vnode.threads import background
 
 STALL = 10.0
@@ -133,10 +134,10 @@ def cut(held: Held, i: int, box: Box) -> np.ndarray:
     Raises:
       KeyError: it is not.
     """
-    for there, value in held.parts[i].items():
-        if all(c <= a and b <= d for (a, b), (c, d) in zip(box, there, strict=True)):
-            return value[tuple(slice(a - c, b - c) for (a, b), (c, _) in zip(box, there, strict=True))]
-    raise KeyError(box)
+    part = part_of(held.parts[i], box)
+    if part is None:
+        raise KeyError(box)
+    return part
 
 
 def send_line(line: socket.socket, message: Mapping[str, Any]) -> None:
@@ -146,7 +147,7 @@ def send_line(line: socket.socket, message: Mapping[str, Any]) -> None:
 
 def send_box(line: socket.socket, value: np.ndarray) -> None:
     """Sends the bytes of a box, behind their number and their checksum."""
-    data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+    data = bytes_of(value)
     send_line(line, {"bytes": data.nbytes, "crc": zlib.crc32(data)})
     line.sendall(data)
 
@@ -216,7 +217,7 @@ class Source:
             self.ask("boxes", requests)
             for i, box in requests:
                 value = np.empty([stop - start for start, stop in box], jnp.dtype(leaves[i].dtype))
-                data = value.reshape(-1).view(np.uint8).data
+                data = bytes_of(value)
                 said = json.loads(self.stream.readline())
                 if said.get("bytes") != data.nbytes:
                     raise ValueError(said.get("error", f"{said.get('bytes')} bytes for {data.nbytes}"))

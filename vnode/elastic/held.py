@@ -70,7 +70,7 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class Held:
-    """What a worker holds of a state.
+    """The parts of a state that a worker has.
 
     Attributes:
       step: how many steps the state has behind it.
@@ -94,11 +94,6 @@ class Held:
         arrays = [leaf for leaf in jax.tree.leaves(state) if is_array(leaf)]
         data = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in arrays]
         return cls(step, types_of(state), tuple(boxes_of(each, copy) for each in data))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are held."""
-        return sum(part.nbytes for parts in self.parts for part in parts.values())
 
 
 def types_of(state: Any) -> tuple[Leaf, ...]:
@@ -293,14 +288,22 @@ def made_state(
     return jax.tree.map(lambda each: next(rest) if is_array(each) else each, like)
 
 
+def part_of(sources: Mapping[Box, np.ndarray], need: Box) -> np.ndarray | None:
+    """A box of an array, out of one that holds all of it; None if none does."""
+    for box, value in sources.items():
+        if common(need, box) == need:
+            return value[within(need, box)]
+    return None
+
+
 def filler(leaf: Leaf, sources: Mapping[Box, np.ndarray]) -> Callable[[Sequence[slice]], np.ndarray]:
     """A function that gives any part of an array, of the boxes that are there."""
 
     def fill(index: Sequence[slice]) -> np.ndarray:
         need = box_of(index, leaf.shape)
-        for box, value in sources.items():
-            if common(need, box) == need:
-                return value[within(need, box)]
+        there = part_of(sources, need)
+        if there is not None:
+            return there
         out = np.empty([stop - start for start, stop in need], jnp.dtype(leaf.dtype))
         for box, value in sources.items():
             part = common(need, box)

@@ -22,10 +22,8 @@ from vnode.errors import ProcessError, layout_message
 from vnode.placement.board import Notice
 from vnode.placement.world import World
 from vnode.threads import background
+from vnode.workers import NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
 from vnode.workers.wire import Channel, WireError
-
-SUPERVISOR, TOKEN, NUMBER = "VNODE_SUPERVISOR", "VNODE_TOKEN_FILE", "VNODE_WORKER"
-"""The environment variables by which a worker finds its supervisor."""
 
 BEAT = 0.2
 """Seconds between two signs of life."""
@@ -73,7 +71,7 @@ class Membership:
         self.step, self.doing, self.waits, self.nodes, self.generation = -1, "to start", False, 0, 0
         self.metrics: dict[str, float] = {}
         self.calls = 0
-        self.send("hello", protocol=1, worker=number, pid=os.getpid(), host=socket.gethostname(), token=token)
+        self.send("hello", protocol=PROTOCOL, worker=number, pid=os.getpid(), host=socket.gethostname(), token=token)
         background(self.receive, "vnode-member")
         background(self.beat, "vnode-member")
 
@@ -88,7 +86,7 @@ class Membership:
         address = os.environ[SUPERVISOR]
         if _OWN is None or _OWN[0] != os.getpid():
             try:
-                token = pathlib.Path(os.environ[TOKEN]).read_text().strip()
+                token = pathlib.Path(os.environ[TOKEN_FILE]).read_text().strip()
                 _OWN = os.getpid(), cls(address, token, int(os.environ[NUMBER]))
             except (KeyError, OSError, ValueError, WireError) as error:
                 raise ProcessError(

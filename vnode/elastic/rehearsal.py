@@ -29,6 +29,7 @@ from vnode.placement.exchange import meeting
 from vnode.placement.placement import Placement
 from vnode.placement.world import World, in_world
 from vnode.threads import background
+from vnode.workers import JOB
 
 logger = logging.getLogger("vnode")
 
@@ -54,7 +55,7 @@ class Rehearsals:
     @staticmethod
     def are_kept() -> bool:
         """Whether JAX keeps programs, so that a rehearsal is of use."""
-        return bool(jax.config.jax_compilation_cache_dir) and "VNODE_JOB" in os.environ
+        return bool(jax.config.jax_compilation_cache_dir) and JOB in os.environ
 
     def begin(self, count: int, rank: int, types: Sequence[Leaf], batch: Callable[[Placement], Any]) -> None:
         """Begins to compile for a generation with a worker less, of whatever rank that is.

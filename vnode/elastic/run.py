@@ -31,17 +31,12 @@ from vnode.placement.world import world
 from vnode.plan.nodes.auto import AutoStep
 from vnode.show.progress import display
 from vnode.tracebacks import api_boundary
+from vnode.workers import CHECKPOINT, SUPERVISOR
 
 if TYPE_CHECKING:
     from vnode.elastic.checkpoints import Checkpoints
 
 logger = logging.getLogger("vnode")
-
-SUPERVISOR = "VNODE_SUPERVISOR"
-"""The environment variable by which a process knows that it is a worker, and where its supervisor is."""
-
-CHECKPOINT = "VNODE_CHECKPOINT"
-"""The environment variable by which a worker is told of a folder for checkpoints."""
 
 
 @api_boundary

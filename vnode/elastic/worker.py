@@ -19,10 +19,10 @@ import time
 import traceback
 import zlib
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import numpy as np
 
 from vnode.elastic.coming import Coming
 from vnode.elastic.driver import AHEAD, Driver, due
@@ -39,7 +39,7 @@ from vnode.elastic.result import Resize, Result
 from vnode.errors import CheckpointError, ProcessError
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.gone import given_away
-from vnode.placement.leaves import is_key
+from vnode.placement.leaves import bytes_of, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.records import check_same
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
@@ -183,14 +183,13 @@ class WorkerDriver(Driver):
     def prepared(self, order: dict[str, Any], held: Held | None) -> Coming:
         """The generation to come, in the making."""
         types = self.handover.types or (None if held is None else held.leaves) or None
-        number = self.number
         return Coming(
             order,
             self.member,
             self.home,
             self.script_state,
             types,
-            lambda placement: self.feed.aside(number, placement),
+            self.batch_loader(),
             self.rehearsals.give_way,
         )
 
@@ -305,7 +304,7 @@ class WorkerDriver(Driver):
         """
         held = Held.from_state(self.number, self.state)
         sums = [
-            zlib.crc32(np.ascontiguousarray(part).reshape(-1).view(np.uint8).data)
+            zlib.crc32(bytes_of(part))
             for leaf, parts in zip(held.leaves, held.parts, strict=True)
             for box, part in parts.items()
             if box == tuple((0, length) for length in leaf.shape)  # divided arrays have no copies
@@ -349,8 +348,8 @@ class WorkerDriver(Driver):
         if order is not None:
             self.coming = self.prepared(order, None)
         self.report()
-        self.compare_later()
-        self.hold_back()
+        self.begin_beside()
+        self.withdraw_later()
         return super().agree()
 
     def flags(self) -> list[bool]:
@@ -463,20 +462,24 @@ class WorkerDriver(Driver):
         }
         super().tell(number, values)
 
-    def compare_later(self) -> None:
-        """Some steps after a generation began: begins to compare copies of the state, and to compile for a loss."""
-        if self.coming is None and self.number == self.first + CHECK_AFTER and world().count > 1:
-            number = self.number
-            self.rehearsals.begin(
-                world().count, world().index, self.handover.types, lambda placement: self.feed.aside(number, placement)
-            )
-        if self.agreement.delay and self.own is None and self.number == self.first + CHECK_AFTER:
+    def batch_loader(self) -> Callable[[Placement], Any]:
+        """Loads the batch of the step to come for any placement, to see its types."""
+        number = self.number
+        return lambda placement: self.feed.aside(number, placement)
+
+    def begin_beside(self) -> None:
+        """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state."""
+        if not self.agreement.delay or self.number != self.first + CHECK_AFTER:
+            return
+        if self.coming is None:
+            self.rehearsals.begin(world().count, world().index, self.handover.types, self.batch_loader())
+        if self.own is None:
             self.own = OwnCopy(self.state)
             self.agreement.holders = self.own.holders
             self.agreement.votes.clear()
 
-    def hold_back(self) -> None:
-        """Keeps what was offered to others until all of them have it."""
+    def withdraw_later(self) -> None:
+        """Withdraws what was offered to others, once all of them have it: they have voted on later steps."""
         if self.offered >= 0 and self.number > self.offered + AHEAD + 1:
             self.handover.withdraw()
             self.offered = -1

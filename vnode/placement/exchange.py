@@ -25,7 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
 from vnode.placement.gone import check_there
-from vnode.placement.leaves import is_array, is_key
+from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
@@ -170,7 +170,7 @@ def vote(leaf: Any, placement: Placement) -> Vote:
             return kind, SPREAD, numbers
         if not leaf.sharding.addressable_devices:
             return kind, NONE, 0
-    return kind, COPY, zlib.crc32(np.ascontiguousarray(own_copy(leaf)).view(np.uint8).reshape(-1).data)
+    return kind, COPY, zlib.crc32(bytes_of(own_copy(leaf)))
 
 
 def own_copy(leaf: Any) -> np.ndarray:

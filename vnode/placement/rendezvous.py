@@ -55,7 +55,7 @@ class Rendezvous:
         self.client.key_value_set(f"{place}{self.index}", "")
         missing = expected - self.arrived(place)
         if missing:
-            end = self.await_end(place, deadline) or self.settle(place, self.late(name, expected))
+            end = self.await_end(place, deadline) or self.settle(place, self.absence(name, expected))
         else:
             end = self.settle(place, PASSED)
         if end != PASSED:
@@ -86,7 +86,7 @@ class Rendezvous:
                 raise
             return self.client.blocking_key_value_get(f"{place}end", 10_000)
 
-    def late(self, name: str, expected: set[int]) -> str:
+    def absence(self, name: str, expected: set[int]) -> str:
         """The error of a barrier that some processes did not come to in time."""
         missing = sorted(expected - self.arrived(f"barrier/{name}/"))
         return f"DEADLINE_EXCEEDED: process {self.index} waited too long at barrier {name!r}; missing: {missing}"

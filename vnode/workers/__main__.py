@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
 
 from vnode.errors import WorkerError
+from vnode.workers.command_run import handle_signals
 from vnode.workers.start import Spec
 from vnode.workers.supervisor import Supervisor
 
@@ -44,10 +44,7 @@ def main(descriptor: int) -> int:
             print(json.dumps({"error": str(error)}), file=report)
             return 1
         print(json.dumps({"folder": str(supervisor.entry.folder)}), file=report)
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda number, frame: supervisor.stop(signal.Signals(number).name, 128 + number))
-    signal.signal(signal.SIGUSR1, lambda number, frame: supervisor.grow(1))
-    signal.signal(signal.SIGUSR2, lambda number, frame: supervisor.grow(-1))
+    handle_signals(supervisor)
     threading.Thread(target=watch, args=(supervisor,), name="vnode input", daemon=True).start()
     return supervisor.run()
 

@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 from vnode.errors import WorkerError
+from vnode.workers.generations import one_line
 from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 
@@ -95,12 +96,8 @@ def line(event: dict[str, Any]) -> str:
     text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
     if event["step"] is not None and event["step"] >= 0:
         text += f" at step {event['step']}"
-    lines = [part.strip() for part in str(event["why"]).splitlines() if part.strip()]
-    return (
-        f"{text}: {lines[0] if len(lines) < 2 or not lines[0].startswith('Traceback') else lines[-1]}"
-        if lines
-        else text
-    )
+    why = one_line(str(event["why"]))
+    return f"{text}: {why}" if why else text
 
 
 def handle_signals(supervisor: Supervisor) -> None:

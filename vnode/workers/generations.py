@@ -862,7 +862,7 @@ def ending(code: int) -> str:
 
 
 def one_line(text: str | None) -> str:
-    """The last line of a text that is not empty: of a traceback, the error."""
+    """The first line of a text that is not empty; of a traceback the last, which is the error."""
     lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
     return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
+from vnode.workers import CHECKPOINT, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
 from vnode.workers.generations import (
     STARTING,
     Action,
@@ -47,8 +48,6 @@ HELLO_SECONDS = 10
 HELLO_BYTES = 1 << 16
 GRACE = 5
 """How long workers have to end by themselves, once the job has ended."""
-
-PROTOCOL = 1
 
 KEEP_ALL = {
     "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -405,10 +404,10 @@ class Supervisor:
     def spawn(self, number: int) -> None:
         """Starts a worker."""
         environment = {
-            "VNODE_SUPERVISOR": self.address,
-            "VNODE_TOKEN_FILE": str(self.entry.token_file),
-            "VNODE_WORKER": str(number),
-            "VNODE_JOB": str(self.entry.folder),
+            SUPERVISOR: self.address,
+            TOKEN_FILE: str(self.entry.token_file),
+            NUMBER: str(number),
+            JOB: str(self.entry.folder),
         }
         if (
             "JAX_COMPILATION_CACHE_DIR" not in os.environ
@@ -419,7 +418,7 @@ class Supervisor:
                 **KEEP_ALL,
             }
         if self.checkpoint is not None:
-            environment["VNODE_CHECKPOINT"] = self.checkpoint
+            environment[CHECKPOINT] = self.checkpoint
         try:
             self.running[number] = Running(self.backend.spawn(number, environment))
         except OSError as error:
