@@ -135,6 +135,12 @@ def test_no_plan_is_compiled_twice_and_the_first_that_fits_is_taken(sizes: dict[
     assert all(plans[n].compiled > memory for n in compiled) and len({*compiled}) == len(compiled) <= 4
 
 
+def test_a_search_ends_where_no_limit_is_left_in_between() -> None:
+    for predicted, memory in ((50, 60), (1, 2), (3, 1)):
+        with pytest.raises(vnode.MemoryLimitError):
+            chosen([Planned(predicted, 9 * predicted)], memory, [])
+
+
 def test_a_plan_that_is_far_off_hides_no_other() -> None:
     """The first is compiled to three times its prediction; in a third of the limit nothing fits."""
     compiled: list[int] = []

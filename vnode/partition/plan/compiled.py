@@ -55,13 +55,13 @@ def fits_as_compiled(search: Callable[[int], Plan], memory: int, devices: Sequen
         try:
             plan = search(allowed)
         except MemoryLimitError as error:
-            first = first or error
-            if not tried and allowed > memory:
+            if first is not None and not tried:
                 raise first from None
+            first = first or error
             nothing = allowed
             if not tried:
                 allowed = most = int(BEYOND * memory)
-            elif most - nothing <= NEAR * most:
+            elif most - nothing <= max(1, NEAR * most):  # 1: there is no whole number in between
                 raise MemoryLimitError(refused(memory, tried, fits)) from error
             else:
                 allowed = (nothing + most) // 2
