@@ -69,12 +69,12 @@ def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Pat
 
 
 def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """The job fails with the first error, and no worker is started again."""
+    """The job fails with the first error; who was a step behind may be given a new peer before it fails, too."""
     job = started({"model": "plain", "steps": 50, "raises": 7}, 2)
     with pytest.raises(WorkerError, match="step 7 is odd") as caught:
         job.wait(DEADLINE)
     assert caught.value.code == job.process.returncode == 1
-    assert sum(each["event"] == "start" for each in job.events) == 2
+    assert 2 <= sum(each["event"] == "start" for each in job.events) <= 3
     assert "ValueError: step 7 is odd" in capfd.readouterr().err
 
 

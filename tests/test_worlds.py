@@ -6,6 +6,9 @@ on one device of JAX's own world.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -82,6 +85,21 @@ def test_a_state_goes_from_one_world_to_the_next() -> None:
 
     with service() as address:
         assert set(in_worlds(leave, 3)) == {WEIGHTS.tobytes()}
+
+
+def test_no_program_begins_in_a_process_where_one_has_failed() -> None:
+    """Its messages would be taken for those that others still wait for: they would compute wrong bits.
+
+    The program that is launched after the failed one is of the two processes that are left, and could succeed.
+    """
+    with service() as address:
+        command = [sys.executable, "-m", "tests.programs.after_a_loss", address]
+        alone = {**os.environ, "XLA_FLAGS": ""}  # a device each
+        three = [
+            subprocess.Popen([*command, str(rank)], stdout=subprocess.PIPE, text=True, env=alone) for rank in range(3)
+        ]
+        said = [each.communicate(timeout=90)[0].splitlines()[-1] for each in three]
+    assert said[:2] == ["failed failed"] * 2, said
 
 
 def test_an_error_is_told_in_its_world_only() -> None:

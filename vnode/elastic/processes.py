@@ -19,6 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from vnode.errors import PlacementError, ProcessError, layout_message
 from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
+from vnode.placement.succession import following, leave
 from vnode.placement.waiting import exchange_words, process_names, ready
 from vnode.placement.world import is_shared, one_line, world
 
@@ -64,7 +65,9 @@ class Agreement:
         here = world()
         here.launches[frozenset(range(here.count))] += 1
         mine = np.array([number, *checked, *flags], np.uint32)
-        self.votes.append(counted(rows(mine, here.devices)))
+        votes = following([rows(mine, here.devices)], 0)[0]
+        self.votes.append(counted(votes))
+        leave(self.votes, -1)
         if len(self.votes) <= self.delay:
             return [False] * len(flags)
         votes = np.asarray(ready(self.votes.popleft(), "a vote on what is due").addressable_data(0))

@@ -42,6 +42,7 @@ from vnode.placement.gone import given_away
 from vnode.placement.leaves import bytes_of, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.records import check_same
+from vnode.placement.succession import settled
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
 from vnode.placement.world import ALONE, in_world, one_line, world
 from vnode.step.identity import step_facts, versions
@@ -409,8 +410,10 @@ class WorkerDriver(Driver):
         Raises:
           Exception: the error, if it is this worker's own.
         """
+        if not (isinstance(error, ProcessError) or is_runtime_error(error)):
+            raise error  # of the script, whatever happens to others at the same time
         loss = self.member.loss()
-        if loss is None and (isinstance(error, ProcessError) or is_runtime_error(error)):
+        if loss is None:
             self.member.send("lost_peer", generation=self.generation, text=one_line(error))
             loss = self.member.wait(self.member.loss, WORD)
         if loss is None:
@@ -501,6 +504,7 @@ class WorkerDriver(Driver):
         """Has rank 0 save the state, of which every worker gives its parts."""
         if not self.saves:
             return
+        settled("a checkpoint")
         state = whole_everywhere(self.state)
         self.last_save = time.monotonic()
         saved = self.recovery.saved

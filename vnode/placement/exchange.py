@@ -29,6 +29,7 @@ from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
+from vnode.placement.succession import leave, smallest
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
 from vnode.placement.waiting import exchange_words, process_names, ready
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
@@ -286,11 +287,17 @@ def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[lis
 
 
 def whole_everywhere(tree: Any) -> Any:
-    """A tree whose arrays are whole in each process that has a part of them; all of these must call it."""
+    """A tree whose arrays are whole in each process that has a part of them; all of these must call it.
+
+    The last program of these processes must be one by which the arrays were computed (`vnode.placement.succession`).
+    """
 
     def whole(leaf: Any) -> Any:
-        parted = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable and not leaf.is_fully_replicated
-        return replicated(leaf) if parted else leaf
+        if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+            return leaf
+        made = replicated(leaf)
+        leave([made], smallest([made]))
+        return made
 
     return jax.tree.map(whole, tree)
 

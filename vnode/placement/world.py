@@ -58,6 +58,7 @@ class World:
       said: the last thing that this process has left for others to read, by which.
       saves: counts the folders of checkpoints that were opened, as all others do.
       told: when this process said last where it is.
+      last: a result of the last program of several processes that this one has begun, on each of its devices.
       lock: of the meetings, which several threads count.
     """
 
@@ -75,6 +76,7 @@ class World:
     said: dict[str, str] = dataclasses.field(default_factory=dict)
     saves: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     told: float = 0.0
+    last: dict[Any, Any] = dataclasses.field(default_factory=dict)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
     process: int = dataclasses.field(default_factory=os.getpid)
 

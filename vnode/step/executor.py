@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import os
 import time
@@ -29,6 +30,7 @@ from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
 from vnode.placement.records import check_same
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
+from vnode.placement.succession import following, leave, smallest
 from vnode.placement.transfer import (
     arriving,
     partition,
@@ -95,7 +97,7 @@ class Executor:
         self.traced = False
         self.arguments = ArgumentPlacer(spec, placement)
         self._processes = frozenset(device.process_index for device in placement.devices)
-        self._launched: set[Any] = set()
+        self._launched: dict[Any, tuple[int | None, int | None]] = {}
         self._fingerprints: dict[Any, Fingerprint] = {}
         self._restored = Restored()
         self._unwraps = False
@@ -187,18 +189,31 @@ class Executor:
         processes = self._processes
         if world().index not in processes:
             return self._jit(around, *args, **kwargs)
-        launches = world().launches
         if program in self._launched:
-            launches[processes] += 1
-            return self._jit(around, *args, **kwargs)
+            return self._follow(program, around, leaves, structure)
         compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
         program_of = self._fingerprints.get(form_of(leaves, structure))
         check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
-        launches[processes] += 1
-        results = self._jit(around, *args, **kwargs)
+        counts = [len(jax.tree.leaves(arg)) for arg in args]
+        ends = dict(enumerate(itertools.accumulate(counts)))
+        given_away = {k for i in self.spec.donate_argnums if i in ends for k in range(ends[i] - counts[i], ends[i])}
+        waits = smallest(leaves, sorted(set(range(len(leaves))) - given_away))
+        self._launched[program] = smallest(leaves) if waits is None else waits, None
+        results = self._follow(program, around, leaves, structure)
+        made = jax.tree.leaves(results)
+        self._launched[program] = self._launched[program][0], smallest(made)
+        leave(made, smallest(made))
         del compiled  # until now, or the call would compile it again
-        self._launched.add(program)
+        return results
+
+    def _follow(self, program: Any, around: Surroundings, leaves: Sequence[Any], structure: Any) -> Any:
+        """Runs a program of several processes after the last one of theirs."""
+        waits, waited_for = self._launched[program]
+        world().launches[self._processes] += 1
+        args, kwargs = jax.tree.unflatten(structure, following(leaves, waits))
+        results = self._jit(around, *args, **kwargs)
+        leave(jax.tree.leaves(results), waited_for)
         return results
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:

@@ -1,0 +1,105 @@
+"""Programs of several processes, each of which runs only where the one before it has succeeded.
+
+    leaves = following(leaves, smallest(leaves))       # arguments of a program, before it is launched
+    leave(results, smallest(results))                  # what it returns, after
+
+Knows worlds, and arrays on devices. Must not know what programs compute.
+
+Gloo, by which jax's CPUs send, tells messages of two programs apart by their order alone. Say a process dies. The
+process beside it fails in a program, and begins the next one, whose first message a third process then takes for the
+one that it misses in the earlier program: it computes wrong bits, and sees no error. So no program of several processes
+begins in a process where an earlier one has failed: one of its arguments waits for a result of the earlier one, and is
+not there if that failed. It waits on the devices, not in the thread that launches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from vnode.placement.leaves import is_key
+from vnode.placement.waiting import ready
+from vnode.placement.world import world
+
+
+def following(leaves: Sequence[Any], number: int | None) -> list[Any]:
+    """Arguments of a program, of which one waits for the last program of this world.
+
+    Args:
+      leaves: the arguments.
+      number: of the one that waits; None if none does.
+
+    Returns:
+      The same arguments, but for a copy of that one.
+    """
+    leaves, last = list(leaves), world().last
+    if number is not None and last:
+        leaves[number] = after(leaves[number], last)
+    return leaves
+
+
+def leave(results: Sequence[Any], number: int | None) -> None:
+    """Has the next program of this world wait for one that was launched just now.
+
+    Args:
+      results: what that returns.
+      number: of the result that is waited for; None if none can be.
+    """
+    if number is not None:
+        here, own = world(), results[number].addressable_shards
+        here.last = {**dict.fromkeys(here.last, own[0].data), **{shard.device: shard.data for shard in own}}
+
+
+def settled(what: str) -> None:
+    """Waits for the last program of this world.
+
+    Args:
+      what: waits for it: "a checkpoint", say.
+
+    Raises:
+      ProcessError: another process has failed.
+    """
+    ready([array for array in world().last.values() if not array.is_deleted()], what)
+
+
+def smallest(leaves: Sequence[Any], among: Iterable[int] | None = None) -> int | None:
+    """The number of the smallest array of several processes on CPUs; None if there is none.
+
+    Args:
+      leaves: arrays and other values.
+      among: the numbers of those that count; by default all.
+    """
+    numbers = range(len(leaves)) if among is None else among
+    return min((i for i in numbers if can_wait(leaves[i])), key=lambda i: leaves[i].size, default=None)
+
+
+def can_wait(leaf: Any) -> bool:
+    """Whether a value is an array of several processes, of which this is one, in the usual memory of CPUs.
+
+    Typed keys and weakly typed arrays are none: they cannot be put together of what devices have.
+    """
+    if not isinstance(leaf, jax.Array) or is_key(leaf) or getattr(leaf, "weak_type", False):
+        return False
+    if leaf.is_fully_addressable or not leaf.size or not leaf.addressable_shards:
+        return False
+    device = leaf.addressable_shards[0].device
+    return device.platform == "cpu" and leaf.sharding.memory_kind in (None, device.default_memory().kind)
+
+
+def after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
+    """A copy of an array that is there once others are, on each of this process's devices."""
+    parts = []
+    for shard in array.addressable_shards:
+        other = last.get(shard.device)
+        if other is None:
+            other = jax.device_put(next(iter(last.values())), shard.device)
+        parts.append(shard.data if other.is_deleted() else behind(shard.data, other))  # who took it has waited for it
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)
+
+
+@jax.jit
+def behind(array: jax.Array, other: jax.Array) -> jax.Array:
+    """A copy of an array, made when another one is there."""
+    return jax.lax.optimization_barrier((array, other))[0]
