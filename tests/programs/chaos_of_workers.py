@@ -9,9 +9,11 @@ seed. After each, the job must train again within a deadline. The reference is t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -21,11 +23,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from vnode.data.order import Order
 from vnode.workers.generations import WorkerError
 from vnode.workers.launch import Job, launch
 
 SCRIPT = Path(__file__).parent / "trained_by_workers.py"
 ROOT = SCRIPT.parents[2]
+EXAMPLES, BATCH = 256, 32
+"""Of the script's data."""
+
 DEADLINE = 60.0
 """Seconds within which a job must train again, or end."""
 
@@ -120,6 +128,18 @@ class Chaos:
             time.sleep(between)
         return f"{number.name} of ranks {victims} of {len(members)}"
 
+    def fill_disk(self, seconds: float) -> str:
+        """For a while, no worker can write files of more than 2 KB, as on a disk that is full."""
+        limited = []
+        for member in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                limited.append((member, resource.prlimit(member, resource.RLIMIT_FSIZE, (2048, -1))))
+        time.sleep(seconds)
+        for member, before in limited:
+            with contextlib.suppress(ProcessLookupError):
+                resource.prlimit(member, resource.RLIMIT_FSIZE, before)
+        return f"{len(limited)} workers write nothing for {seconds:.1f} s"
+
     def resize(self, workers: int) -> None:
         """Asks for another number."""
         try:
@@ -138,6 +158,15 @@ class Chaos:
             return self.hurt(1, signal.SIGKILL)
         if kind == "stop":
             return self.hurt(1, signal.SIGSTOP)
+        if kind == "slow":
+            said = self.hurt(1, signal.SIGSTOP)
+            time.sleep(draw.uniform(0.1, 0.6))
+            for member in self.members():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(member, signal.SIGCONT)
+            return said + ", which goes on"
+        if kind == "full disk":
+            return self.fill_disk(draw.uniform(0.5, 1.5))
         if kind == "kill two":
             return self.hurt(2, signal.SIGKILL, between=draw.uniform(0, 1))
         if kind == "kill all but one":
@@ -178,7 +207,8 @@ class Chaos:
 
 
 KINDS = ["kill", "kill", "stop", "kill two", "kill all but one", "resize", "resize", "resize and back"]
-KINDS += ["resize, kill", "switch, kill", "switch, kill", "supervisor"]
+KINDS += ["resize, kill", "switch, kill", "switch, kill", "supervisor", "slow", "full disk"]
+MODELS = ["plain", "donated", "sharded", "convolution", "attention"]
 
 
 def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[str], None] = print) -> None:
@@ -207,7 +237,8 @@ def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[st
                 if chaos.over():
                     break
                 time.sleep(drawn.uniform(0.1, 2))
-                kind = drawn.choice([each for each in KINDS if chaos.count > 1 or "resize" in each or "switch" in each])
+                kinds = [each for each in KINDS if chaos.count > 1 or "resize" in each or "switch" in each]
+                kind = drawn.choice([each for each in kinds if each != "full disk" or "folder" in asked])
                 said = chaos.happens(kind)
                 say(f"  {kind}: {said}: step {chaos.job.step}, trains after {chaos.trains():.2f} s")
             slow.unlink()
@@ -230,6 +261,7 @@ def check(chaos: Chaos, expected: dict[str, Any], place: Path) -> None:
     losses = dict(expected["losses"])
     for each in found:
         assert each["step"] == expected["step"], (each["step"], expected["step"])
+        assert each["used"] == used(each["step"]), "an example was left out, or twice"
         others = [number for number, loss in each["losses"] if losses[number] != loss]
         assert not others, f"other losses from step {others[0]} on"
         if each["hash"]:
@@ -240,11 +272,17 @@ def check(chaos: Chaos, expected: dict[str, Any], place: Path) -> None:
         assert saved(chaos.asked["model"], chaos.asked["folder"]) == expected["saved"], "another checkpoint"
 
 
+def used(steps: int) -> list[int]:
+    """How often each example is in so many steps."""
+    order = Order(EXAMPLES, BATCH, seed=0)
+    return np.bincount(np.concatenate([order.rows(step) for step in range(steps)]), minlength=EXAMPLES).tolist()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", type=int, default=8)
-    parser.add_argument("--model", choices=["plain", "donated", "sharded"], default="plain")
+    parser.add_argument("--model", choices=MODELS, default="plain")
     options = parser.parse_args()
     play(options.seed, options.events, options.model, say=lambda line: print(line, flush=True))
 

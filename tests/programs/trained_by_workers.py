@@ -2,7 +2,8 @@
 
 Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argument is JSON:
 
-    model    "plain": an MLP with dropout and clipping; "donated": it gives its state away; "sharded": slots are divided
+    model    "plain": an MLP with dropout; "donated": the same, which gives its state away; "sharded": the same, of which
+             slots are divided; "convolution": a CNN; "attention": a transformer; all clip gradients
     steps    how many
     pause    seconds that the callback sleeps
     slow     a file; while it is there, the callback sleeps 50 ms
@@ -28,37 +29,79 @@ import optax
 import vnode
 
 WIDTH = 48
+EXAMPLES = 256
+DIMENSIONS = ("NHWC", "HWIO", "NHWC")
+
+
+def layers() -> tuple[Any, Any]:
+    """The shapes of the parameters of an MLP, and what it predicts."""
+
+    def predict(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        hidden = jnp.tanh(x @ params["first"])
+        hidden = hidden * jax.random.bernoulli(key, 0.9, hidden.shape)
+        return jnp.tanh(hidden @ params["second"]) @ params["last"]
+
+    return {"first": (16, WIDTH), "second": (WIDTH, WIDTH), "last": (WIDTH, 1)}, predict
+
+
+def convolution() -> tuple[Any, Any]:
+    """The same of a CNN on images of 4 by 4."""
+
+    def predict(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        x = x.reshape(-1, 4, 4, 1)
+        for name in ("first", "second"):
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, params[name], (1, 1), "SAME", dimension_numbers=DIMENSIONS))
+        return x.mean((1, 2)) @ params["last"]
+
+    return {"first": (3, 3, 1, 8), "second": (3, 3, 8, 8), "last": (8, 1)}, predict
+
+
+def attention() -> tuple[Any, Any]:
+    """The same of a transformer's layer on sequences of 4 tokens of 4 numbers."""
+
+    def predict(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        x = x.reshape(-1, 4, 4) @ params["embed"]
+        q, k, v = jnp.split(x @ params["heads"], 3, -1)
+        x = x + jax.nn.softmax(q @ k.swapaxes(1, 2) / 4) @ v
+        x = x * jax.random.bernoulli(key, 0.9, x.shape)
+        x = x / jnp.sqrt(1e-6 + (x * x).mean(-1, keepdims=True))
+        return (x + jax.nn.gelu(x @ params["up"]) @ params["down"]).mean(1) @ params["last"]
+
+    shapes = {"embed": (4, 16), "heads": (16, 48), "up": (16, 32), "down": (32, 16), "last": (16, 1)}
+    return shapes, predict
 
 
 def problem(model: str) -> tuple[Any, Any, Any]:
     """The step, the state and the data."""
     rng = np.random.RandomState(0)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
-    shapes = {"first": (16, WIDTH), "second": (WIDTH, WIDTH), "last": (WIDTH, 1)}
+    shapes, predict = {"convolution": convolution, "attention": attention}.get(model, layers)()
     params = {name: jnp.asarray(0.1 * rng.randn(*shape), jnp.float32) for name, shape in shapes.items()}
 
     def loss_fn(params: Any, batch: Any, key: jax.Array) -> jax.Array:
-        hidden = jnp.tanh(batch["x"] @ params["first"])
-        hidden = hidden * jax.random.bernoulli(key, 0.9, hidden.shape)
-        return ((jnp.tanh(hidden @ params["second"]) @ params["last"] - batch["y"]) ** 2).mean()
+        return ((predict(params, batch["x"], key) - batch["y"]) ** 2).mean()
 
     def step(state: Any, batch: Any) -> Any:
         key = jax.random.fold_in(state["key"], state["count"])
         loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch, key)
         updates, slots = optimizer.update(grads, state["slots"], state["params"])
         params = optax.apply_updates(state["params"], updates)
-        return {"params": params, "slots": slots, "key": state["key"], "count": state["count"] + 1}, {"loss": loss}
+        used = state["used"] + jax.nn.one_hot(batch["number"], EXAMPLES, dtype=jnp.int32).sum(0)
+        state = {"params": params, "slots": slots, "key": state["key"], "count": state["count"] + 1, "used": used}
+        return state, {"loss": loss}
 
     donated = {"donate_argnums": 0} if model == "donated" else {}
     made = vnode.virtualize(step, virtual_nodes=8, **donated)
     state = {"params": params, "slots": optimizer.init(params), "key": jax.random.key(0), "count": jnp.int32(0)}
+    state["used"] = jnp.zeros(EXAMPLES, jnp.int32)  # how often each example was, whoever had it
     if model == "sharded":
         state = made.put(state)
         divided = made.placement.sharding("vnode")
         state["slots"] = jax.tree.map(
             lambda leaf: jax.device_put(leaf, divided) if leaf.shape[:1] == (WIDTH,) else leaf, state["slots"]
         )
-    data = {"x": rng.randn(256, 16).astype(np.float32), "y": rng.randn(256, 1).astype(np.float32)}
+    data = {"x": rng.randn(EXAMPLES, 16), "y": rng.randn(EXAMPLES, 1)}
+    data = {**{name: value.astype(np.float32) for name, value in data.items()}, "number": np.arange(EXAMPLES)}
     return made, state, vnode.data.Batches(data, batch_size=32, seed=0)
 
 
@@ -85,6 +128,7 @@ def main(asked: dict[str, Any]) -> None:
     said = {
         "step": result.step,
         "hash": digest(result.state) if whole else "",
+        "used": np.asarray(result.state["used"].addressable_data(0)).tolist(),
         "losses": [[count, float(metrics["loss"]).hex()] for count, metrics in result.history],
     }
     if "out" in asked:
