@@ -2,8 +2,8 @@
 
 Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argument is JSON:
 
-    model    "plain": an MLP with dropout; "donated": the same, which gives its state away; "sharded": the same, of which
-             slots are divided; "convolution": a CNN; "attention": a transformer; all clip gradients
+    model    "plain": an MLP with dropout; "donated": the same, which gives its state away; "sharded": the same, with
+             divided slots; "convolution": a CNN; "attention": a transformer; all clip gradients
     steps    how many
     pause    seconds that the callback sleeps
     slow     a file; while it is there, the callback sleeps 50 ms

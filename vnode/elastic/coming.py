@@ -23,7 +23,7 @@ from vnode.elastic.held import Leaf
 from vnode.elastic.membership import Membership
 from vnode.elastic.processes import Agreement
 from vnode.errors import ProcessError
-from vnode.placement.clients import join_world
+from vnode.placement.clients import join_world, leave_world
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
 from vnode.placement.world import World, in_world, one_line
@@ -115,6 +115,20 @@ class Coming:
             self.step.executor.compile_for(args, kwargs)
         with in_world(world):
             vote_once()
+
+    def close(self) -> None:
+        """Lets go of its world, which this process has no part in any longer, once it is made."""
+
+        def end() -> None:
+            self.thread.join()
+            if self.world is not None and self.world.board is not None:
+                leave_world(self.world)
+                self.member.send("disconnected", service=self.order["service"])
+                if self.step is not None:
+                    self.step.forget()
+            self.world = self.step = None
+
+        background(end, "vnode-leave")
 
     @property
     def is_wanted(self) -> bool:

@@ -220,7 +220,7 @@ def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tupl
     return [*groups], found
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=16)
 def holders_of(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """For each process that has parts of an array, in order, the lowest one that has the same parts."""
     parts: dict[int, set[str]] = {}

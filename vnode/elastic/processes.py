@@ -85,7 +85,7 @@ def counted(votes: jax.Array) -> jax.Array:
     return counting(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=4)
 def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A program that sends votes to all processes."""
 

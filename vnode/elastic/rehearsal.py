@@ -106,6 +106,7 @@ class Rehearsals:
                 step.executor.compile_for(args, kwargs)
                 if count > 1:
                     compile_vote(world)
+                    step.forget()
 
     def close(self) -> None:
         """Begins nothing more."""

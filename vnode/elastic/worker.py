@@ -60,6 +60,7 @@ class WorkerDriver(Driver):
       member: this process among the workers.
       generation: the number of the generation that it is in; 0 for none.
       coming: the generation to come, as far as it is made.
+      made: the generation that it is in.
       recent: the states before the last steps, of which the last that is computed is what a loss leaves.
       given: the newest generation of others to which this worker has offered what it holds.
       held: what this worker holds of the last state that was whole, between two generations.
@@ -78,6 +79,7 @@ class WorkerDriver(Driver):
         self.context = contextlib.ExitStack()
         self.generation = 0
         self.coming: Coming | None = None
+        self.made: Coming | None = None
         self.recent: deque[tuple[int, Any]] = deque(maxlen=2)
         self.held: Held | None = None
         self.offered, self.given = -1, 0
@@ -155,6 +157,8 @@ class WorkerDriver(Driver):
                 continue
             order = self.member.take_prepare()
             if order is not None:
+                if self.coming is not None:
+                    self.coming.close()
                 self.coming = self.prepared(order, self.held)
                 continue
             if self.member.take_release():
@@ -166,6 +170,7 @@ class WorkerDriver(Driver):
             if coming is None:
                 continue
             if coming.generation in self.member.cancelled:
+                coming.close()
                 self.coming = None
             elif coming.generation in self.member.gone:
                 coming.thread.join()
@@ -199,7 +204,8 @@ class WorkerDriver(Driver):
         began = time.perf_counter()
         assert coming.world is not None
         self.coming = None
-        self.context.close()
+        self.retire()
+        self.made = coming
         self.context.enter_context(in_world(coming.world))
         self.generation, self.members = coming.generation, coming.members
         self.rehearsals.done.add((len(coming.members), coming.rank))
@@ -226,6 +232,13 @@ class WorkerDriver(Driver):
             change = Resize(self.number, before.placement, self.step.placement, repeated=max(0, number - self.number))
             change.move = time.perf_counter() - began
             self.changed(self.step, change)
+
+    def retire(self) -> None:
+        """Has no part any longer in the generation that it was in."""
+        self.context.close()
+        if self.made is not None:
+            self.made.close()
+        self.made = None
 
     def begin_new(self) -> None:
         """Begins with the state that the script made, or with the newest checkpoint."""
@@ -347,6 +360,8 @@ class WorkerDriver(Driver):
         self.member.check_end()
         order = self.member.take_prepare()
         if order is not None:
+            if self.coming is not None:  # it was given up
+                self.coming.close()
             self.coming = self.prepared(order, None)
         self.report()
         self.begin_beside()
@@ -399,7 +414,7 @@ class WorkerDriver(Driver):
     def stand_by(self) -> None:
         """Leaves the workers that train: they have what they need."""
         self.handover.withdraw()
-        self.context.close()
+        self.retire()
         self.generation = self.member.generation = self.member.nodes = 0
         self.held = None
         self.arrive()
@@ -432,6 +447,7 @@ class WorkerDriver(Driver):
         step = -1 if self.held is None else self.held.step
         self.member.answered = loss["generation"]
         if self.coming is not None and self.coming.generation <= loss["generation"]:
+            self.coming.close()
             self.coming = None
         self.member.send("left", generation=loss["generation"], step=step)
 

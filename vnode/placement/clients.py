@@ -54,6 +54,16 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
     return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
 
 
+def leave_world(world: World) -> None:
+    """Ends this process's part of a world of several: it waits for nobody there, and its service may end.
+
+    Its arrays stay. Another process that still waits for this one is not told.
+    """
+    assert world.board is not None
+    world.board.close()
+    world.client.client.shutdown()
+
+
 def connected(address: str) -> Any:
     """A client of a service, which answers."""
     client = constructors()["get_distributed_runtime_client"](

@@ -280,7 +280,7 @@ def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> j
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=16)
 def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
     """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
     return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)

@@ -93,7 +93,7 @@ def replicated(leaf: jax.Array) -> jax.Array:
     return resharding(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=64)
 def resharding(target: NamedSharding) -> Callable[[Any], Any]:
     """A program that brings an array into another sharding over the same devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=target)
@@ -223,7 +223,7 @@ def stays(sharding: Sharding, placement: Placement, led: bool) -> bool:
     return lies_on(sharding, placement.devices) and not is_explicit(sharding) if led else is_own(sharding, placement)
 
 
-@functools.lru_cache
+@functools.lru_cache(maxsize=16)
 def in_order(mesh: Mesh) -> tuple[Any, ...]:
     """The devices of a mesh."""
     return tuple(mesh.devices.flat)

@@ -111,6 +111,10 @@ class VirtualStep(Step[P, R]):
             placement = self.placement.resize(place, self._counts(size) if counts is None else counts)
         return self.family.member(placement) or VirtualStep(self.spec, placement, self.family)
 
+    def forget(self) -> None:
+        """Forgets the programs on this placement, whose devices are no more; the others stay."""
+        self.family.drop(self)
+
     @api_boundary
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
         """Compiles the step for other placements in a background thread, so that `on` them it starts at once.
@@ -387,9 +391,13 @@ class Family:
         self.meet(step.placement)
         self._members[step.placement] = step
         while len(self._members) > REMEMBERED:
-            _, oldest = self._members.popitem(last=False)
-            if oldest._executor is not None:
-                oldest._executor.clear()
+            self.drop(next(iter(self._members.values())))
+
+    def drop(self, step: VirtualStep) -> None:
+        """Forgets a step on a placement, and its programs."""
+        self._members.pop(step.placement, None)
+        if step._executor is not None:
+            step._executor.clear()
 
 
 def with_nodes(step: VirtualStep, virtual_nodes: int, template: Placement) -> VirtualStep:
