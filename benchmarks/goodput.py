@@ -23,6 +23,7 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -165,7 +166,7 @@ def goodput(way: str, hosts: int, per_day: float, costs: Costs | None = None) ->
 
 
 def simulated(
-    way: str, hosts: int, per_day: float, costs: Costs | None = None, seed: int = 0, **failing: float
+    way: str, hosts: int, per_day: float, costs: Costs | None = None, seed: int = 0, **failing: Any
 ) -> tuple[float, float]:
     """The mean goodput of simulated jobs and its standard error; `failing` as of `goodput_simulation.Hosts`."""
     costs = costs or Costs()
@@ -193,29 +194,26 @@ def curves(hosts: Sequence[int] = HOSTS) -> Sheet:
 
 
 VARIED = (
-    ("as above", {}),
-    ("a replacement is there at once", {"replace": 0.0}),
-    ("a replacement takes an hour", {"replace": 3600.0}),
-    ("losses noticed at once, survivors recover in 0.02 s", {"detect": 0.0, "recover": 0.02}),
-    ("survivors recover in 20 s", {"recover": 20.0}),
-    ("survivors recover in 60 s", {"recover": 60.0}),
-    ("no step slower while the next generation compiles", {"slower": 0.0}),
-    ("state donated: 100 steps of 5 s, half of them made again", {"repeat": 250.0}),
-    ("starting all processes takes 20 s", {"start": 20.0}),
-    ("starting all processes takes 600 s", {"start": 600.0}),
-    ("a checkpoint holds up for 0.34 s", {"save": 0.34}),
-    ("a checkpoint holds up for 60 s", {"save": 60.0}),
-    ("one node a device", {"nodes": 1}),
-    ("32 nodes a device", {"nodes": 32}),
+    ("as above", Costs()),
+    ("a replacement is there at once", Costs(replace=0.0)),
+    ("a replacement takes an hour", Costs(replace=3600.0)),
+    ("losses noticed at once, survivors recover in 0.02 s", Costs(detect=0.0, recover=0.02)),
+    ("survivors recover in 20 s", Costs(recover=20.0)),
+    ("survivors recover in 60 s", Costs(recover=60.0)),
+    ("no step slower while the next generation compiles", Costs(slower=0.0)),
+    ("state donated: 100 steps of 5 s, half of them made again", Costs(repeat=250.0)),
+    ("starting all processes takes 20 s", Costs(start=20.0)),
+    ("starting all processes takes 600 s", Costs(start=600.0)),
+    ("a checkpoint holds up for 0.34 s", Costs(save=0.34)),
+    ("a checkpoint holds up for 60 s", Costs(save=60.0)),
+    ("one node a device", Costs(nodes=1)),
+    ("32 nodes a device", Costs(nodes=32)),
 )
 
 
 def variations(hosts: int = MANY, name: str = LOWEST) -> Sheet:
     """Goodput with one assumption changed."""
-    rows = [
-        [what, *(f"{goodput(way, hosts, RATES[name], Costs(**changed)):.1%}" for way in WAYS)]
-        for what, changed in VARIED
-    ]
+    rows = [[what, *(f"{goodput(way, hosts, RATES[name], costs):.1%}" for way in WAYS)] for what, costs in VARIED]
     return Sheet(f"{hosts:,} hosts, {name}: one assumption changed", ["assumption", *WAYS], rows)
 
 
@@ -236,7 +234,8 @@ def checked(hosts: Sequence[int], name: str, seed: int) -> Sheet:
     for n in hosts:
         for way in WAYS:
             cells = [f"{n:,}", way, f"{goodput(way, n, RATES[name]):.2%}"]
-            for failing in ({}, {"shape": 0.7}, {"together": 0.1, "rack": 8}):
+            kinds: tuple[dict[str, Any], ...] = ({}, {"shape": 0.7}, {"together": 0.1, "rack": 8})
+            for failing in kinds:
                 mean, error = simulated(way, n, RATES[name], seed=seed, **failing)
                 cells.append(f"{mean:.2%} ± {error:.3%}")
             rows.append(cells)
@@ -277,7 +276,9 @@ def draw(path: Path, seed: int) -> None:
 
 def main() -> None:
     """Prints the tables; draws the picture if asked to."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.goodput", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.goodput", description="Goodput of jobs whose hosts fail: a model."
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the simulation")
     parser.add_argument("--picture", type=Path, help="draw goodput over hosts into this file")
     parser.add_argument("--markdown", action="store_true", help="print the tables as markdown")
