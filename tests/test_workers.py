@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, play, reference
+from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, play, reference, saved
 from vnode.workers.generations import WorkerError
 from vnode.workers.launch import Job, launch
 
@@ -83,6 +83,22 @@ def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.Capt
 def test_chaos(seed: int, model: str) -> None:
     """Random kills, stops and resizes, and the supervisor's death: the bits of one process."""
     play(seed, 5, model)
+
+
+@pytest.mark.thorough
+def test_a_job_that_resumed_outlives_its_rank_0_and_its_first_checkpoint(tmp_path: Path) -> None:
+    """Another worker saves from then on; the checkpoint from which the job went on is removed meanwhile."""
+    slow, folder = tmp_path / "slow", tmp_path / "checkpoints"
+    asked = {"model": "plain", "folder": str(folder), "every": 5, "slow": str(slow), "out": str(tmp_path)}
+    expected = reference({**asked, "steps": 60}, tmp_path)
+    assert started({**asked, "steps": 13}, 2).wait(DEADLINE) == 0
+    slow.touch()
+    job = started({**asked, "steps": 60}, 2)
+    until(job, lambda: (job.step or 0) > 35, "three later checkpoints")
+    os.kill(job.workers[0]["pid"], signal.SIGKILL)
+    assert job.wait(DEADLINE) == 0
+    assert json.loads((tmp_path / "1.json").read_text())["hash"] == expected["hash"]
+    assert not (folder / "13").exists() and saved("plain", str(folder)) == expected["saved"]
 
 
 @pytest.mark.thorough

@@ -360,8 +360,10 @@ class Driver:
             lambda: identity(self.step, self.data, self.shapes, batch), "to identify a run", world().others
         )
         if self.resumed:  # before its first step, no run has computed anything
-            where = f"checkpoint {self.resumed} in {self.checkpoints.folder}"
-            for warning in compare(self.checkpoints.facts(self.resumed), this, where):
+            there = self.checkpoints.folders()
+            number = self.resumed if self.resumed in there else max(there, default=self.resumed)  # another worker's
+            where = f"checkpoint {number} in {self.checkpoints.folder}"
+            for warning in compare(self.checkpoints.facts(number), this, where):
                 self.say(warning, logging.WARNING)
         self.facts = this.facts
 
