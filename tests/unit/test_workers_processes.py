@@ -188,8 +188,12 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         launch(lambda: None, 1)
     with pytest.raises(WorkerError, match="backend 'slurm' is not known"):
         launch(FAKE, 1, backend="slurm")
-    with pytest.raises(WorkerError, match="backend 'ray'"):
-        launch(FAKE, 1, backend="ray")
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(WorkerError, match=r"backend 'ray' needs Ray[^$]*pip install 'vnode\[ray\]'"):
+            launch(FAKE, 1, backend="ray")
+    with pytest.raises(WorkerError, match="backend 'processes' does not know resources"):
+        launch(FAKE, 1, resources={"CPU": 1})
     with pytest.raises(WorkerError, match="cannot have 0 workers"):
         launch(FAKE, 0)
     with fake_job(1) as job:
