@@ -48,7 +48,7 @@ STORE_BYTES = 100 << 20
 FORWARDED = ("JAX_", "XLA_", "PYTHONPATH")
 """How variables begin that workers on other hosts get from the supervisor's environment."""
 
-LEASH = 'read ended || kill -9 -- "-$0"; rm -rf -- "$1"'
+LEASH = 'read ended || kill -s KILL -- "-$0"; rm -rf -- "$1"'
 """A shell's program: when the pipe of its input breaks, it ends a session, given by number, and deletes its folder."""
 
 
