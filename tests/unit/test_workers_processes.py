@@ -22,6 +22,7 @@ from vnode.errors import WorkerError
 from vnode.workers import registry
 from vnode.workers.control import ask
 from vnode.workers.launch import Job, launch
+from vnode.workers.on_ray import LEASH
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "programs" / "fake_worker.py"
@@ -267,3 +268,15 @@ def test_neither_the_command_nor_the_supervisor_imports_jax() -> None:
         "assert not {'jax', 'jaxlib', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_leash_of_a_worker_of_ray(tmp_path: Path) -> None:
+    """Its process and folder go when the actor's pipe breaks; after "ended", the folder alone."""
+    for said, code in ((b"", -signal.SIGKILL), (b"ended\n", None)):
+        (tmp_path / "own").mkdir()
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:
+            leash = ["sh", "-c", LEASH, str(child.pid), str(tmp_path / "own")]
+            subprocess.run(leash, input=said, check=True, timeout=SECONDS)
+            assert not (tmp_path / "own").exists()
+            assert (child.wait(SECONDS) if code else child.poll()) == code
+            child.kill()
