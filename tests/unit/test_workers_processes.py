@@ -22,6 +22,7 @@ from vnode.errors import WorkerError
 from vnode.workers import registry
 from vnode.workers.control import ask
 from vnode.workers.launch import Job, launch
+from vnode.workers.on_ray import LEASH
 
 ROOT = Path(__file__).parents[2]
 FAKE = ROOT / "tests" / "programs" / "fake_worker.py"
@@ -188,8 +189,12 @@ def test_what_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         launch(lambda: None, 1)
     with pytest.raises(WorkerError, match="backend 'slurm' is not known"):
         launch(FAKE, 1, backend="slurm")
-    with pytest.raises(WorkerError, match="backend 'ray'"):
-        launch(FAKE, 1, backend="ray")
+    with monkeypatch.context() as without:
+        without.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(WorkerError, match=r"backend 'ray' needs Ray[^$]*pip install 'vnode\[ray\]'"):
+            launch(FAKE, 1, backend="ray")
+    with pytest.raises(WorkerError, match="backend 'processes' does not know resources"):
+        launch(FAKE, 1, resources={"CPU": 1})
     with pytest.raises(WorkerError, match="cannot have 0 workers"):
         launch(FAKE, 0)
     with fake_job(1) as job:
@@ -263,3 +268,15 @@ def test_neither_the_command_nor_the_supervisor_imports_jax() -> None:
         "assert not {'jax', 'jaxlib', 'numpy'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+def test_the_leash_of_a_worker_of_ray(tmp_path: Path) -> None:
+    """Its process and folder go when the actor's pipe breaks; after "ended", the folder alone."""
+    for said, code in ((b"", -signal.SIGKILL), (b"ended\n", None)):
+        (tmp_path / "own").mkdir()
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as child:
+            leash = ["sh", "-c", LEASH, str(child.pid), str(tmp_path / "own")]
+            subprocess.run(leash, input=said, check=True, timeout=SECONDS)
+            assert not (tmp_path / "own").exists()
+            assert (child.wait(SECONDS) if code else child.poll()) == code
+            child.kill()

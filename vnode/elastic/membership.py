@@ -22,7 +22,7 @@ from vnode.errors import ProcessError, layout_message
 from vnode.placement.board import Notice
 from vnode.placement.world import World
 from vnode.threads import background
-from vnode.workers import NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
+from vnode.workers import INTERFACE, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
 from vnode.workers.wire import Channel, WireError
 
 BEAT = 0.2
@@ -57,7 +57,7 @@ class Membership:
 
     def __init__(self, address: str, token: str, number: int) -> None:
         self.number, self.token = number, token
-        self.interface = address.rsplit(":", 1)[0].strip("[]")
+        self.interface = os.environ.get(INTERFACE) or address.rsplit(":", 1)[0].strip("[]")
         self.channel = Channel.connect(address)
         self.changed = threading.Condition()
         self.prepare: dict[str, Any] | None = None

@@ -18,5 +18,8 @@ JOB = "VNODE_JOB"
 CHECKPOINT = "VNODE_CHECKPOINT"
 """The folder of checkpoints that the job was given; not set if it was given none."""
 
+INTERFACE = "VNODE_INTERFACE"
+"""The address at which the worker listens for others; without it, that of the supervisor."""
+
 PROTOCOL = 1
 """The version of the messages between a supervisor and its workers."""

@@ -32,6 +32,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("script", help="an ordinary script that calls vnode.elastic.run")
     parser.add_argument("--workers", type=int, required=True, metavar="N", help="how many train")
     parser.add_argument("--backend", choices=BACKENDS, default="processes", help="what starts them")
+    parser.add_argument(
+        "--resources", type=resources, metavar="CPU=N,...", help="with ray: what each worker needs; default: CPU=1"
+    )
     parser.add_argument("--checkpoint", metavar="FOLDER", help="the folder of checkpoints, if the script names none")
     parser.add_argument("--spares", type=int, default=0, metavar="N", help="how many more stand by")
     parser.add_argument("--max-workers", type=int, metavar="N", help="how many may be asked for")
@@ -41,6 +44,15 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="of the supervisor; default: a free one")
     parser.set_defaults(execute=execute)
+
+
+def resources(text: str) -> dict[str, float]:
+    """The resources of Ray that a text names.
+
+    >>> resources("CPU=2,TPU=4")
+    {'CPU': 2.0, 'TPU': 4.0}
+    """
+    return {name: float(amount) for name, _, amount in (each.partition("=") for each in text.split(","))}
 
 
 def execute(chosen: argparse.Namespace) -> int:
@@ -63,6 +75,7 @@ def execute(chosen: argparse.Namespace) -> int:
             silence=chosen.silence,
             interface=chosen.interface,
             port=chosen.port,
+            resources=chosen.resources,
         )
         spec.check()
         if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:

@@ -160,6 +160,7 @@ def launch(
     interface: str = "127.0.0.1",
     port: int = 0,
     env: Mapping[str, str] | None = None,
+    resources: Mapping[str, float] | None = None,
 ) -> Job:
     """Trains with several workers that come and go.
 
@@ -169,7 +170,8 @@ def launch(
       target: a script that calls `vnode.elastic.run`; or a function at the top of a file, or ``"module:name"``, that
         returns step, state, data and a dict of options for `vnode.elastic.run`.
       workers: how many shall train.
-      backend: "processes" for child processes on this host, or "ray".
+      backend: "processes" for child processes on this host, or "ray": processes on the nodes of ``RAY_ADDRESS``, or on
+        this host if it is not set.
       checkpoint: the folder of checkpoints: `vnode.elastic.run` uses it where the script names none.
       arguments: of the script.
       spares: how many workers stand by, so that one that is lost is replaced sooner.
@@ -180,6 +182,7 @@ def launch(
       interface: the address of this host at which supervisor and services listen.
       port: at which the supervisor listens; 0 for any that is free.
       env: further environment variables of the workers.
+      resources: with "ray", what Ray must have for each worker, as ``{"CPU": 4, "TPU": 4}``.
 
     Returns:
       The job, which has begun.
@@ -202,6 +205,7 @@ def launch(
         interface=interface,
         port=port,
         env={**variables, **(env or {})},
+        resources=resources,
     )
     spec.check()
     reader, writer = os.pipe()

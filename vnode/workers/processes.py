@@ -17,7 +17,7 @@ from vnode.stopped import Resident
 
 
 class Handle(Protocol):
-    """One worker's process, wherever it is."""
+    """One worker's process, wherever it is. Its `pid` is 0 if it is not one of this host, or not known yet."""
 
     pid: int
 

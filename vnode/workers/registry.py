@@ -125,7 +125,7 @@ class Found:
 
     def workers_alive(self) -> list[int]:
         """Process numbers of its workers that are there."""
-        return [pid for pid, since in self.facts.get("children", []) if started(pid) == since]
+        return [pid for pid, since in self.facts.get("children", []) if started(pid) == since is not None]
 
     def events(self) -> list[dict[str, Any]]:
         """What has happened, in order."""

@@ -15,7 +15,8 @@ from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers.generations import Limits
-from vnode.workers.processes import Processes
+from vnode.workers.on_ray import Ray
+from vnode.workers.processes import Backend, Processes
 from vnode.workers.registry import Entry
 from vnode.workers.supervisor import Supervisor
 
@@ -40,6 +41,7 @@ class Spec:
       interface: the address at which the supervisor and the services listen.
       port: of the supervisor; 0 for any that is free.
       env: further variables of the workers.
+      resources: of Ray that each worker needs, or None.
     """
 
     command: tuple[str, ...]
@@ -55,6 +57,7 @@ class Spec:
     interface: str = "127.0.0.1"
     port: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    resources: Mapping[str, float] | None = None
 
     def check(self) -> None:
         """Looks at what can be seen before anything is started.
@@ -65,12 +68,18 @@ class Spec:
         if self.backend not in BACKENDS:
             known = " or ".join(map(repr, BACKENDS))
             raise WorkerError(layout_message(f"backend {self.backend!r} is not known.", remedies=[f"use {known}"]))
-        if self.backend == "ray":
-            there = importlib.util.find_spec("ray") is not None
+        if self.backend == "ray" and importlib.util.find_spec("ray") is None:
             raise WorkerError(
                 layout_message(
-                    "backend 'ray' cannot start workers yet." if there else "backend 'ray' needs Ray.",
-                    remedies=[*([] if there else ["pip install 'vnode[ray]'"]), "or use backend 'processes'"],
+                    "backend 'ray' needs Ray.", remedies=["pip install 'vnode[ray]'", "or use backend 'processes'"]
+                )
+            )
+        if self.resources is not None and self.backend != "ray":
+            raise WorkerError(
+                layout_message(
+                    f"backend {self.backend!r} does not know resources.",
+                    facts=[f"asked for: {dict(self.resources)}"],
+                    remedies=["leave resources= out", "or use backend 'ray'"],
                 )
             )
         if self.workers < 1 or self.spares < 0:
@@ -88,6 +97,16 @@ class Spec:
                 )
             )
 
+    def started_by(self, folder: Path) -> Backend:
+        """What starts the workers.
+
+        Raises:
+          WorkerError: Ray cannot.
+        """
+        if self.backend == "ray":
+            return Ray(self.command, folder, self.env, self.resources, self.interface)
+        return Processes(self.command, folder, self.env)
+
     def supervisor(
         self,
         *,
@@ -103,13 +122,13 @@ class Spec:
           observe: is told of the job's status, and of events.
 
         Raises:
-          WorkerError: another supervisor has the folder of checkpoints, or the port is in use.
+          WorkerError: another supervisor has the folder of checkpoints, the port is in use, or Ray does not answer.
         """
         self.check()
         entry = Entry(self.name, self.checkpoint)
         try:
             return Supervisor(
-                Processes(self.command, entry.folder, self.env),
+                self.started_by(entry.folder),
                 self.workers,
                 entry,
                 spares=self.spares,

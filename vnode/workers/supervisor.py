@@ -321,6 +321,7 @@ class Supervisor:
         worker.channel = channel
         assert isinstance(number, int)
         self.do(self.generations.connected(number, int(hello.get("pid") or worker.handle.pid), now))
+        self.save_children()  # a process that Ray has started has its number by now
 
     def find(self, channel: Channel) -> int | None:
         """The worker that has a connection."""
@@ -432,7 +433,7 @@ class Supervisor:
 
     def save_children(self) -> None:
         """Writes down which processes there are: a later supervisor of the same folder waits for them."""
-        pids = [worker.handle.pid for worker in self.running.values()]
+        pids = [worker.handle.pid for worker in self.running.values() if worker.handle.pid]
         with contextlib.suppress(WorkerError):  # a full disk stops no training
             self.entry.save(children=[(pid, started(pid)) for pid in pids])
 
