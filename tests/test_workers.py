@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, play, reference, saved
+from tests.programs.chaos_of_workers import ENVIRONMENT, MODELS, SCRIPT, play, reference, saved
 from vnode.workers.generations import WorkerError
 from vnode.workers.launch import Job, launch
 
@@ -78,10 +78,10 @@ def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.Capt
     assert "ValueError: step 7 is odd" in capfd.readouterr().err
 
 
-@pytest.mark.sweep  # minutes, and not settled: see docs/workers.md
-@pytest.mark.parametrize(("seed", "model"), [(5, "plain"), (6, "donated"), (7, "sharded")])
+@pytest.mark.sweep  # minutes each
+@pytest.mark.parametrize(("seed", "model"), [(5 + i, model) for i, model in enumerate(MODELS)])
 def test_chaos(seed: int, model: str) -> None:
-    """Random kills, stops and resizes, and the supervisor's death: the bits of one process."""
+    """Random kills, stops, full disks and resizes, and the supervisor's death: the bits of one process."""
     play(seed, 5, model)
 
 
