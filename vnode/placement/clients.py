@@ -10,8 +10,11 @@ no process because of another one. (JAX aborts a process whose service goes: it 
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
+import ctypes
 import socket
+import weakref
 from typing import Any
 
 import jax
@@ -82,8 +85,10 @@ def connected(address: str) -> Any:
 def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
     """The client of XLA of one of several processes; waits until all of them make theirs."""
     made = constructors()
+    if not MADE:
+        atexit.register(keep_clients)
     collectives = made["make_gloo_tcp_collectives"](distributed_client=client, hostname=interface)
-    return made["make_cpu_client"](
+    backend = made["make_cpu_client"](
         asynchronous=True,
         distributed_client=client,
         node_id=index,
@@ -91,6 +96,18 @@ def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
         collectives=collectives,
         num_devices=jax.local_device_count(),
     )
+    MADE.add(backend)
+    return backend
+
+
+MADE: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The clients of XLA that were made here, as far as they are there."""
+
+
+def keep_clients() -> None:
+    """Has the end of the process destroy no client: one waits for its threads, which may wait for a lost process."""
+    for backend in MADE:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
 
 
 class Stage:
