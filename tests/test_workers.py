@@ -18,6 +18,7 @@ import pytest
 from tests.programs.chaos_of_workers import ENVIRONMENT, MODELS, SCRIPT, play, reference, saved
 from vnode.workers.generations import WorkerError
 from vnode.workers.launch import Job, launch
+from vnode.workers.registry import find
 
 DEADLINE = 60.0
 
@@ -95,6 +96,7 @@ def test_a_job_that_resumed_outlives_its_rank_0_and_its_first_checkpoint(tmp_pat
     slow.touch()
     job = started({**asked, "steps": 60}, 2)
     until(job, lambda: (job.step or 0) > 35, "three later checkpoints")
+    assert find(str(folder)).folder == job.folder  # the script names it, and no option of the job
     os.kill(job.workers[0]["pid"], signal.SIGKILL)
     assert job.wait(DEADLINE) == 0
     assert json.loads((tmp_path / "1.json").read_text())["hash"] == expected["hash"]

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import os
 import time
 import traceback
 import zlib
@@ -99,6 +100,7 @@ class WorkerDriver(Driver):
     def arrive(self) -> None:
         """Tells the supervisor that this worker can be used."""
         self.member.doing, self.member.waits = "to join", True
+        folder = None if self.options.checkpoint is None else str(self.options.checkpoint)
         facts = {**versions(), "virtual nodes": self.home.options.virtual_nodes, "step": step_facts(self.home.options)}
         self.member.send(
             "arrived",
@@ -106,6 +108,7 @@ class WorkerDriver(Driver):
             facts={name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()},
             handover=self.handover.address,
             virtual_nodes=self.home.options.virtual_nodes,
+            checkpoint=folder if folder is None or "://" in folder else os.path.realpath(folder),
         )
 
     def run(self) -> Result:
