@@ -104,6 +104,24 @@ def test_a_job_that_resumed_outlives_its_rank_0_and_its_first_checkpoint(tmp_pat
 
 
 @pytest.mark.thorough
+def test_a_job_of_which_all_workers_are_killed_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    """New workers begin with the newest; without a folder the job would be lost."""
+    slow, folder = tmp_path / "slow", tmp_path / "checkpoints"
+    slow.touch()
+    asked = {"model": "plain", "folder": str(folder), "every": 5, "slow": str(slow), "out": str(tmp_path), "steps": 60}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2)
+    until(job, lambda: (job.step or 0) > 20, "some checkpoints")
+    for worker in job.workers:
+        os.kill(worker["pid"], signal.SIGKILL)
+    assert job.wait(DEADLINE) == 0
+    assert json.loads((tmp_path / "0.json").read_text())["hash"] == expected["hash"]
+    begun = [each["step"] for each in job.events if each["event"] == "trains"]
+    assert len(begun) == 2 and begun[1] >= 15
+    assert saved("plain", str(folder)) == expected["saved"]
+
+
+@pytest.mark.thorough
 def test_an_error_in_one_worker_is_a_loss(tmp_path: Path) -> None:
     """The others go on, and the run comes to its end."""
     asked = {"model": "plain", "steps": 120, "raises": 40, "raiser": "1", "out": str(tmp_path)}

@@ -44,9 +44,13 @@ class World:
       nodes: virtual nodes.
       spares: how many stand by.
       steps: of the run.
+      saves: whether it has a folder of checkpoints.
     """
 
-    def __init__(self, seed: int, workers: int, nodes: int, spares: int, steps: int = 10**9) -> None:
+    def __init__(
+        self, seed: int, workers: int, nodes: int, spares: int, steps: int = 10**9, saves: bool = False
+    ) -> None:
+        self.saves = saves
         self.draw = random.Random(seed)
         self.job = Generations(workers, spares=spares, limits=LIMITS)
         self.now, self.nodes, self.steps = 0.0, nodes, steps
@@ -156,7 +160,8 @@ class World:
         self.say(fake, kind="progress", generation=fake.generation, step=max(fake.step, 0), **doing)
 
     def arrive(self, fake: Fake) -> None:
-        self.say(fake, kind="arrived", call=0, facts={"jax": 1}, handover=str(fake.number), virtual_nodes=self.nodes)
+        about = {"handover": str(fake.number), "virtual_nodes": self.nodes, "checkpoint": "c" if self.saves else None}
+        self.say(fake, kind="arrived", call=0, facts={"jax": 1}, **about)
 
     def hear(self, fake: Fake, message: dict[str, Any]) -> None:
         kind, number = message["kind"], message.get("generation")
@@ -214,14 +219,14 @@ class World:
 @settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1), st.sampled_from((60, 10**9)),
-    st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error")),
+    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error")),
                        st.integers(0, 5)), max_size=8),
 )  # fmt: skip
 def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
-    seed: int, workers: int, nodes: int, spares: int, steps: int, events: list[tuple[int, str, int]]
+    seed: int, workers: int, nodes: int, spares: int, steps: int, saves: bool, events: list[tuple[int, str, int]]
 ) -> None:
     """Or has ended, well or with an error; and nothing is waited for without end."""
-    world = World(seed, workers, nodes, spares, steps)
+    world = World(seed, workers, nodes, spares, steps, saves)
     for turns, event, number in events:
         for _ in range(turns):
             world.turn()

@@ -557,11 +557,16 @@ class Generations:
         return True
 
     def nobody_left(self, active: list[Worker], now: float) -> None:
-        """No worker can go on: the run is over, well if one came to its end."""
+        """No worker can go on: the run is over, well if one came to its end; or new ones begin from its checkpoint."""
         self.leave = None
         self.cancel("nobody is left")
         if any(w.state == FINISHED for w in active):
             self.complete([w for w in active if w.state == FINISHED], now)
+            return
+        saves = self.reference is not None and self.reference.checkpoint is not None
+        if saves and self.respawns() and not any(w.error for w in active):
+            self.last = []
+            self.record("all lost", None, "new workers begin with the newest checkpoint")
             return
         first = min((w for w in active if w.error), key=lambda w: w.errored, default=None)
         facts = [f"worker {w.number} {w.why}" for w in active]
@@ -631,7 +636,7 @@ class Generations:
         coming = any(w.state == STARTING for w in self.workers.values()) or self.respawns()
         if self.current is None:
             ready = self.spare()
-            if len(ready) >= self.wanted:
+            if len(ready) >= self.wanted or (ready and self.trained and not coming):
                 return ready[: self.wanted]
             if not coming and not self.over:
                 self.end(1, self.not_come())
