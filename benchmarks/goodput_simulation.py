@@ -19,7 +19,7 @@ import numpy as np
 
 
 class Job(Protocol):
-    """What happens to a job; `work` is a count of seconds at full speed."""
+    """A job, which is told of losses and joins; `work` counts seconds at full speed."""
 
     work: float
 

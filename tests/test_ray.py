@@ -61,7 +61,7 @@ def parent(pid: int) -> int:
 
 
 def ended(out: Path) -> dict[str, Any]:
-    """What the one worker that was left has written."""
+    """The step, hash and losses that the last worker has written."""
     (left,) = [json.loads(path.read_text()) for path in out.glob("*.json")]
     return left
 

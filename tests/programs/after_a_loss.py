@@ -47,7 +47,7 @@ def main(address: str, rank: int) -> None:
 
 
 def outcome(array: jax.Array) -> str:
-    """What became of the program of an array."""
+    """Whether the program of an array has succeeded or failed."""
     try:
         jax.block_until_ready(array)
     except Exception:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import os
 import time
 import traceback
 import zlib
@@ -47,6 +46,7 @@ from vnode.placement.succession import settled
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
 from vnode.placement.world import ALONE, in_world, one_line, world
 from vnode.step.identity import step_facts, versions
+from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
 
@@ -100,7 +100,6 @@ class WorkerDriver(Driver):
     def arrive(self) -> None:
         """Tells the supervisor that this worker can be used."""
         self.member.doing, self.member.waits = "to join", True
-        folder = None if self.options.checkpoint is None else str(self.options.checkpoint)
         facts = {**versions(), "virtual nodes": self.home.options.virtual_nodes, "step": step_facts(self.home.options)}
         self.member.send(
             "arrived",
@@ -108,7 +107,7 @@ class WorkerDriver(Driver):
             facts={name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()},
             handover=self.handover.address,
             virtual_nodes=self.home.options.virtual_nodes,
-            checkpoint=folder if folder is None or "://" in folder else os.path.realpath(folder),
+            checkpoint=None if self.options.checkpoint is None else real_path(str(self.options.checkpoint)),
         )
 
     def run(self) -> Result:
@@ -160,8 +159,7 @@ class WorkerDriver(Driver):
                 continue
             order = self.member.take_prepare()
             if order is not None:
-                if self.coming is not None:
-                    self.coming.close()
+                self.drop_coming()
                 self.coming = self.prepared(order, self.held)
                 continue
             if self.member.take_release():
@@ -173,8 +171,7 @@ class WorkerDriver(Driver):
             if coming is None:
                 continue
             if coming.generation in self.member.cancelled:
-                coming.close()
-                self.coming = None
+                self.drop_coming()
             elif coming.generation in self.member.gone:
                 coming.thread.join()
                 if coming.error is not None:
@@ -201,6 +198,12 @@ class WorkerDriver(Driver):
             self.batch_loader(),
             self.rehearsals.give_way,
         )
+
+    def drop_coming(self) -> None:
+        """Gives up the generation to come, if there is one."""
+        if self.coming is not None:
+            self.coming.close()
+        self.coming = None
 
     def begin_in(self, coming: Coming, order: dict[str, Any]) -> None:
         """Begins in a generation that is made."""
@@ -363,8 +366,7 @@ class WorkerDriver(Driver):
         self.member.check_end()
         order = self.member.take_prepare()
         if order is not None:
-            if self.coming is not None:  # it was given up
-                self.coming.close()
+            self.drop_coming()  # the supervisor has given it up
             self.coming = self.prepared(order, None)
         self.report()
         self.begin_beside()
@@ -450,8 +452,7 @@ class WorkerDriver(Driver):
         step = -1 if self.held is None else self.held.step
         self.member.answered = loss["generation"]
         if self.coming is not None and self.coming.generation <= loss["generation"]:
-            self.coming.close()
-            self.coming = None
+            self.drop_coming()
         self.member.send("left", generation=loss["generation"], step=step)
 
     def last_whole(self) -> Held | None:

@@ -85,8 +85,6 @@ def connected(address: str) -> Any:
 def backend_of(client: Any, index: int, count: int, interface: str) -> Any:
     """The client of XLA of one of several processes; waits until all of them make theirs."""
     made = constructors()
-    if not MADE:
-        atexit.register(keep_clients)
     collectives = made["make_gloo_tcp_collectives"](distributed_client=client, hostname=interface)
     backend = made["make_cpu_client"](
         asynchronous=True,
@@ -104,6 +102,7 @@ MADE: weakref.WeakSet[Any] = weakref.WeakSet()
 """The clients of XLA that were made here, as far as they are there."""
 
 
+@atexit.register
 def keep_clients() -> None:
     """Has the end of the process destroy no client: one waits for its threads, which may wait for a lost process."""
     for backend in MADE:

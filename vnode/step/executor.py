@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
 import time
@@ -190,31 +189,32 @@ class Executor:
         if world().index not in processes:
             return self._jit(around, *args, **kwargs)
         if program in self._launched:
-            return self._follow(program, around, leaves, structure)
+            waits, waited_for = self._launched[program]
+            results, made = self._follow(waits, around, leaves, structure)
+            leave(made, waited_for)
+            return results
         compiled = self._compile(lambda: self._jit.lower(around, *args, **kwargs))
         what = f"to run {self.spec.name!r} for the first time on {self.placement}"
         program_of = self._fingerprints.get(form_of(leaves, structure))
         check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
-        counts = [len(jax.tree.leaves(arg)) for arg in args]
-        ends = dict(enumerate(itertools.accumulate(counts)))
-        given_away = {k for i in self.spec.donate_argnums if i in ends for k in range(ends[i] - counts[i], ends[i])}
-        waits = smallest(leaves, sorted(set(range(len(leaves))) - given_away))
-        self._launched[program] = smallest(leaves) if waits is None else waits, None
-        results = self._follow(program, around, leaves, structure)
-        made = jax.tree.leaves(results)
-        self._launched[program] = self._launched[program][0], smallest(made)
+        donated = [i in self.spec.donate_argnums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+        kept = [k for k in range(len(leaves)) if not any(donated[k : k + 1])]
+        waits = smallest(leaves, kept)
+        waits = smallest(leaves) if waits is None else waits
+        results, made = self._follow(waits, around, leaves, structure)
+        self._launched[program] = waits, smallest(made)
         leave(made, smallest(made))
         del compiled  # until now, or the call would compile it again
         return results
 
-    def _follow(self, program: Any, around: Surroundings, leaves: Sequence[Any], structure: Any) -> Any:
-        """Runs a program of several processes after the last one of theirs."""
-        waits, waited_for = self._launched[program]
+    def _follow(
+        self, waits: int | None, around: Surroundings, leaves: Sequence[Any], structure: Any
+    ) -> tuple[Any, list[Any]]:
+        """Runs a program of several processes after the last one of theirs; its results, and their leaves."""
         world().launches[self._processes] += 1
         args, kwargs = jax.tree.unflatten(structure, following(leaves, waits))
         results = self._jit(around, *args, **kwargs)
-        leave(jax.tree.leaves(results), waited_for)
-        return results
+        return results, jax.tree.leaves(results)
 
     def _compile(self, lower: Callable[[], Any]) -> jax.stages.Compiled:
         """Lowers and compiles a program before several processes meet; no longer than these are there."""

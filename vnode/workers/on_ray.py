@@ -70,7 +70,7 @@ class Starter:
           number: of the worker.
           command: its command line, without Python.
           folder: where the supervisor is.
-          environment: variables of the worker. Those that name the job's folder name one of this node instead.
+          environment: variables of the worker; in their values a folder of this node takes the place of the job's.
           token: of the job.
           reachable: whether the worker shall listen at this node's address; else, at that of the supervisor.
 

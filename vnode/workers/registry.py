@@ -177,6 +177,15 @@ def find(target: str | os.PathLike[str]) -> Found:
     )
 
 
+def real_path(folder: str) -> str:
+    """A folder of checkpoints by the name that all processes use: without links, unless it is a URL.
+
+    >>> real_path("gs://bucket/runs/7")
+    'gs://bucket/runs/7'
+    """
+    return folder if "://" in folder else os.path.realpath(folder)
+
+
 class Entry:
     """A job's own folder, as long as it runs.
 
@@ -191,7 +200,7 @@ class Entry:
     def __init__(self, script: str, checkpoint: str | None) -> None:
         since = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self.folder = home() / f"{since[:19].replace(':', '')}-{uuid.uuid4().hex[:8]}"
-        self.checkpoint = checkpoint if checkpoint is None or "://" in checkpoint else os.path.realpath(checkpoint)
+        self.checkpoint = None if checkpoint is None else real_path(checkpoint)
         pid = os.getpid()
         self.facts: dict[str, Any] = {
             "pid": pid,

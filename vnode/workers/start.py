@@ -98,7 +98,7 @@ class Spec:
             )
 
     def started_by(self, folder: Path) -> Backend:
-        """What starts the workers.
+        """The backend by which workers are started.
 
         Raises:
           WorkerError: Ray cannot.
