@@ -1,11 +1,12 @@
 """Measures what training waits for when workers come, go, and are killed.
 
-    python -m benchmarks.workers --mb 100 --repeat 5
+    python -m benchmarks.workers --mb 100 --repeat 20
 
-A job of two workers trains a step with a state of so many MB. It grows to three, shrinks to two, and one of the workers
-is killed, in turn. A survivor's callback notes when each step was done. The stall of a planned change is the time
-between the last step before it and the first behind it, less the median step; the recovery of a loss is the time from
-the kill to the next step that is done. The final SHA-256 is compared with that of a run alone.
+A job of two workers trains a step with a state of so many MB. In turn it grows to three, shrinks to two, loses its last
+rank by SIGKILL, its first rank by SIGKILL, and its last rank by SIGSTOP; after each loss a new worker joins. Each
+worker's callback notes when each step was done. The stall of a planned change is the time between the last step before
+it and the first behind it, less the median step. The recovery of a loss is the time from the signal to the next step
+that a worker has done in the next generation. The final SHA-256 is compared with that of a run alone.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import itertools
-import json
 import os
 import pathlib
 import signal
@@ -50,12 +50,13 @@ def train(megabytes: int, steps: int) -> str:
         "w": rng.standard_normal((width, width), np.float32) / width**0.5,
         "m": np.zeros((width, width), np.float32),
     }
-    stamps: list[tuple[float, int]] = []
     job = os.environ.get("VNODE_JOB")
     end = pathlib.Path(job) / "end" if job else None
+    stamps = (pathlib.Path(job) / f"stamps-{os.environ['VNODE_WORKER']}").open("a", buffering=1) if job else None
 
     def callback(number: int, metrics: object) -> bool:
-        stamps.append((time.time(), number))
+        if stamps:
+            stamps.write(f"{time.time()} {number}\n")
         return end is not None and end.exists() and number >= int(end.read_text() or steps)
 
     result = vnode.elastic.run(
@@ -70,8 +71,7 @@ def train(megabytes: int, steps: int) -> str:
         b"".join(np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(result.state))
     )
     if job:
-        path = pathlib.Path(job) / f"stamps-{os.environ['VNODE_WORKER']}.json"
-        path.write_text(json.dumps([stamps, digest.hexdigest(), result.step]))
+        (pathlib.Path(job) / "digest").write_text(f"{digest.hexdigest()} {result.step}")
     return digest.hexdigest()
 
 
@@ -88,7 +88,7 @@ def main() -> None:
     """Measures, and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=100, help="of the state")
-    parser.add_argument("--repeat", type=int, default=5, help="changes of each kind")
+    parser.add_argument("--repeat", type=int, default=5, help="turns")
     parser.add_argument("--steps", type=int, default=100_000)
     options = parser.parse_args()
     if "VNODE_JOB" in os.environ:
@@ -96,12 +96,12 @@ def main() -> None:
         return
     import vnode
 
-    kills: list[float] = []
+    signals: dict[str, list[float]] = {"SIGKILL, last rank": [], "SIGKILL, rank 0": [], "SIGSTOP, last rank": []}
     job = vnode.elastic.launch(
         __file__,
         workers=2,
         arguments=["--mb", str(options.mb)],
-        max_restarts=options.repeat + 1,
+        max_restarts=4 * options.repeat,
         env={"JAX_PLATFORMS": "cpu"},
     )
     wait(lambda: (job.step or 0) > 10)
@@ -111,22 +111,29 @@ def main() -> None:
         there = job.step
         wait(lambda: (job.step or 0) > (there or 0) + 12)
 
-    for _ in range(options.repeat):
+    def lose(name: str, rank: int, number: int) -> None:
+        victim = job.workers[rank]
+        signals[name].append(time.time())
+        os.kill(victim["pid"], number)
+        wait(lambda: victim["pid"] not in [worker["pid"] for worker in job.workers])
+        settled(2)
+
+    for turn in range(options.repeat):
         job.resize(3)
         settled(3)
         job.resize(2)
         settled(2)
-        victim = job.workers[1]
-        kills.append(time.time())
-        os.kill(victim["pid"], signal.SIGKILL)
-        wait(lambda: len(job.workers) == 1)
-        settled(2)
+        lose("SIGKILL, last rank", -1, signal.SIGKILL)
+        lose("SIGKILL, rank 0", 0, signal.SIGKILL)
+        lose("SIGSTOP, last rank", -1, signal.SIGSTOP)
+        print(f"turn {turn + 1} of {options.repeat}, step {job.step}", file=sys.stderr)
     last = (job.step or 0) + 20
     (job.folder / "end").write_text(str(last))
     job.wait(WAIT)
-    stamps, digest, steps = json.loads((job.folder / "stamps-0.json").read_text())
-    gaps = [b[0] - a[0] for a, b in itertools.pairwise(stamps)]
-    usual = statistics.median(gaps)
+    digest, steps = (job.folder / "digest").read_text().split()
+    of_all = [read(path) for path in job.folder.glob("stamps-*")]
+    usual = statistics.median(b[0] - a[0] for stamps in of_all for a, b in itertools.pairwise(stamps))
+    stamps = sorted(itertools.chain.from_iterable(of_all))
     starts = [event for event in job.events if event["event"] in ("trains", "lost")]
     sizes, before, kinds = {"grow": [], "shrink": []}, 2, []
     for event in starts:
@@ -136,24 +143,40 @@ def main() -> None:
         size = len(event["why"].split("workers ")[1].split())
         kinds.append((event["step"], None if before is None else "grow" if size > before else "shrink"))
         before = size
-    at = {number: stamp for stamp, number in stamps}
+    at: dict[int, float] = {}
+    for stamp, number in stamps:
+        at.setdefault(number, stamp)
     for step, kind in kinds[1:]:
         if kind and step in at and step - 1 in at:
             sizes[kind].append(at[step] - at[step - 1] - usual)
-    recoveries = [recovery(stamps, job.events, kill) for kill in kills]
+    recoveries = {name: [recovery(stamps, job.events, sent) for sent in times] for name, times in signals.items()}
     print(f"{options.mb} MB, {steps} steps, median step {usual:.3f} s; load {os.getloadavg()[0]:.1f}")
-    for name, values in {**sizes, "kill to next step": recoveries}.items():
+    for name, values in {**sizes, **recoveries}.items():
         if values:
-            print(f"{name:18} median {statistics.median(values):.2f} s, most {max(values):.2f} s, {len(values)} times")
-    alone = train(options.mb, steps)
+            print(
+                f"{name:20} median {statistics.median(values):.2f} s, p99 {percentile(values):.2f} s, "
+                f"most {max(values):.2f} s, {len(values)} times"
+            )
+    alone = train(options.mb, int(steps))
     print(f"SHA-256 {digest[:16]}, alone {alone[:16]}: {'equal' if digest == alone else 'DIFFERENT'}")
     sys.exit(digest != alone)
 
 
-def recovery(stamps: list, events: list, kill: float) -> float:
-    """Seconds from a kill to the first step that the next generation has done."""
-    begun = next(event["time"] for event in events if event["event"] == "trains" and event["time"] > kill)
-    return next(stamp for stamp, _ in stamps if stamp > begun) - kill
+def read(path: pathlib.Path) -> list[tuple[float, int]]:
+    """The times at which a worker had done its steps, with the steps' numbers."""
+    lines = [line.split() for line in path.read_text().splitlines()]
+    return [(float(line[0]), int(line[1])) for line in lines]
+
+
+def percentile(values: list[float]) -> float:
+    """The 99th percentile, interpolated between the two nearest values."""
+    return statistics.quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
+
+
+def recovery(stamps: list, events: list, sent: float) -> float:
+    """Seconds from a signal to the first step that the next generation has done."""
+    begun = next(event["time"] for event in events if event["event"] == "trains" and event["time"] > sent)
+    return next(stamp for stamp, _ in stamps if stamp > begun) - sent
 
 
 if __name__ == "__main__":
