@@ -39,8 +39,8 @@ def until(job: Job, found: Callable[[], Any], what: str) -> None:
         time.sleep(0.02)
 
 
-def started(asked: dict[str, Any], workers: int) -> Job:
-    return launch(str(SCRIPT), workers, arguments=[json.dumps(asked)], env=ENVIRONMENT)
+def started(asked: dict[str, Any], workers: int, **options: Any) -> Job:
+    return launch(str(SCRIPT), workers, arguments=[json.dumps(asked)], env=ENVIRONMENT, **options)
 
 
 def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
@@ -67,6 +67,27 @@ def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Pat
     assert told.count("lost") == 1 and told.count("trains") >= 4 and told[-1] == "ended"
     wanted = [each["why"] for each in job.events if each["event"] == "resize"]
     assert wanted == ["2 -> 3 workers asked for", "3 -> 1 workers asked for"]
+
+
+@pytest.mark.thorough
+def test_workers_that_rejoin_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    """They leave a generation, and let go of its client of JAX, before they make the next."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    asked = {"model": "plain", "steps": 200, "slow": str(slow), "out": str(tmp_path)}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2, rejoin=True)
+    until(job, lambda: job.step, "the first step")
+    job.resize(3)
+    until(job, lambda: len(job.workers) == 3, "three workers")
+    os.kill(job.workers[0]["pid"], signal.SIGKILL)
+    until(job, lambda: any(each["event"] == "left" for each in job.events), "the others leave")
+    job.resize(2)
+    until(job, lambda: len(job.workers) == 2, "two workers")
+    slow.unlink()
+    assert job.wait(DEADLINE) == 0
+    left = [json.loads(path.read_text()) for path in tmp_path.glob("[0-9].json")]
+    assert [(each["step"], each["hash"], each["clients"]) for each in left] == [(200, expected["hash"], 1)] * 2
 
 
 def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -60,11 +60,14 @@ with tempfile.TemporaryDirectory() as folder:
 
 n, batch = 4096, 8192
 
+
 def step(a, b, x, y):
     def loss(a, b):
         return jnp.mean((jnp.tanh(x @ a) @ b - y) ** 2)
+
     value, grads = jax.value_and_grad(loss, (0, 1))(a, b)
     return a - 0.1 * grads[0], b - 0.1 * grads[1], value
+
 
 shapes = (n, 2 * n), (2 * n, n), (batch, n), (batch, n)
 traced = jax.make_jaxpr(step)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes))
@@ -84,9 +87,17 @@ found["error"], found["report"] = report.memory_error, str(report)
 
 # Columns that both axes divide: gathered in bfloat16, forward and backward, and parts of sums kept.
 specs = P(("data", "model")), P(None, ("data", "model")), P(("data", "model")), P(("data", "model"))
-program = inline((traced := jax.make_jaxpr(step)(*(
-    jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((512, 1024), (1024, 512), (1024, 512), (1024, 512))
-))).jaxpr, traced.consts)
+program = inline(
+    (
+        traced := jax.make_jaxpr(step)(
+            *(
+                jax.ShapeDtypeStruct(shape, jnp.float32)
+                for shape in ((512, 1024), (1024, 512), (1024, 512), (1024, 512))
+            )
+        )
+    ).jaxpr,
+    traced.consts,
+)
 layouts = [from_spec(s, v.aval.shape, axes) for s, v in zip(specs, program.inputs, strict=False)]
 flow = follow(program, layouts, axes, outputs=[*layouts[:2], None])
 given = [
@@ -97,10 +108,12 @@ compiled = jax.jit(over_mesh(flow, mesh), donate_argnums=(0, 1)).lower(*given).c
 report = accept(compiled, program_cost(flow, machine, machine.mesh(axes), donated=(0, 1)))
 found["sharded"] = [report.exchange_accepted, report.found.get("all-gather", 0), str(report)]
 
+
 # What only the compiler's own program tells: what is written whole, what is copied, what takes another's place.
 def sliced(w, x, y, z):
     part = jax.lax.dynamic_slice_in_dim(x @ w, jnp.int32(z[0, 0]), 1024)
     return w, z, jnp.sum(jnp.tanh(part) @ w.T) + jnp.sum(y)
+
 
 def accepted(function, specs, sizes):
     traced = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in sizes))
@@ -117,6 +130,7 @@ def accepted(function, specs, sizes):
     report = accept(compiled, program_cost(flow, machine, machine.mesh(axes), donated=donated))
     return [report.memory_error, str(report)]
 
+
 both = ("data", "model")
 large = (2048, 8192), (8192, 2048), (32768, 2048), (32768, 2048)
 found["memory"] = {
@@ -124,6 +138,8 @@ found["memory"] = {
     "data parallel": accepted(step, (P(), P(), P(both), P(both)), large),
     "FSDP": accepted(step, (P(None, both), P(both), P(both), P(both)), large),
 }
+
+
 # Loops: what is the same at every turn, what is only added up, what only products read; parts of sums.
 def turns(w, x):
     def cell(carry, row):
@@ -146,6 +162,7 @@ def turns(w, x):
     begin = jnp.zeros(x.shape[2]), jnp.zeros((128, x.shape[2])), zeros
     (total, gradient, _), parts = lax.scan(back, begin, several, reverse=True)
     return total, gradient, parts
+
 
 x, w = jax.ShapeDtypeStruct((16, 256, 1024), jnp.float32), jax.ShapeDtypeStruct((4096, 256), jnp.float32)
 traced = jax.make_jaxpr(turns, axis_env=list(axes.items()))(w, x)

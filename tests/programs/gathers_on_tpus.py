@@ -16,14 +16,17 @@ def normal(x):
     mean = jnp.mean(x, 0)
     return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
 
+
 def step(w, x):
     def loss(w):
         y = x
         for each in w:
             y = jax.nn.relu(normal(jnp.tanh(y) @ each))
         return jnp.mean(y**2)
+
     grads = jax.grad(loss)(w)
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
 
 w = [jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 5
 x = jax.ShapeDtypeStruct((2048, 8192), jnp.float32)
@@ -32,6 +35,12 @@ subject = subject_of(on_nodes(step, 8, {"donate_argnums": (0,)}), (w, x))
 on = OnMesh(subject, machine, {"vnode": 4}, "tpu", None)
 plan = plan_of(subject, on.candidate("FSDP", on.whole, over_rows=True), machine, 2**34, {})
 found = plan.accept(tpu.topology("v5e:2x2"))
-print(json.dumps({
-    "gathered": found.found["all-gather"], "said": str(found), "memory": found.memory,
-}))
+print(
+    json.dumps(
+        {
+            "gathered": found.found["all-gather"],
+            "said": str(found),
+            "memory": found.memory,
+        }
+    )
+)

@@ -15,6 +15,7 @@ mesh = Mesh(tpu.topology("v5e:2x4")[:1], ("x",))
 near = NamedSharding(mesh, PartitionSpec())
 far = near.with_memory_kind("pinned_host")
 
+
 def step(weights, slots, x):
     def loss(weights):
         h = x
@@ -30,6 +31,7 @@ def step(weights, slots, x):
         made.append(last)
         kept.append(jax.device_put(slot, far))
     return made, kept
+
 
 args = [[jax.ShapeDtypeStruct(shape, "float32", sharding=s)] * count for s in (near, far)]
 x = jax.ShapeDtypeStruct(shape, "float32", sharding=near)

@@ -14,6 +14,7 @@ def step(w, x):
     grads = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
 
+
 w = {"up": jax.ShapeDtypeStruct((2048, 8192), jnp.float32), "down": jax.ShapeDtypeStruct((8192, 2048), jnp.float32)}
 x = jax.ShapeDtypeStruct((32768, 2048), jnp.bfloat16)
 fast = vnode.virtualize(step, virtual_nodes=16, donate_argnums=0, reduction="fast").on(tpu.topology("v5e:2x4")[:1])

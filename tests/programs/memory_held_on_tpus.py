@@ -23,23 +23,28 @@ axes = {"x": 8}
 mesh = Mesh(np.array(tpu.topology("v5e:2x4")), ("x",))
 found = {}
 
+
 def given(shapes, specs):
     return [
         jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=NamedSharding(mesh, spec))
         for s, spec in zip(shapes, specs, strict=True)
     ]
 
+
 def float32(*shapes):
     return [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+
 
 # The room for arguments, one by one.
 shapes = float32((), (64,), (1000,), (1500,), (4096, 1000), (3, 5), (11, 11, 3, 64), (5, 5, 64, 192), (16, 28, 28, 3))
 compiled = jax.jit(lambda *a: sum(x.sum() for x in a), keep_unused=True).lower(*given(shapes, [P()] * 9)).compile()
 found["room"] = [compiled.memory_analysis().argument_size_in_bytes, sum(4 * in_tiles(s.shape) for s in shapes)]
 
+
 # Sums over devices that are sent together.
 def sums(x):
     return [lax.psum(jnp.tanh(x * k), "x") for k in range(1, 41)]
+
 
 one = float32((8192, 1024))
 split = jax.jit(jax.shard_map(sums, mesh=mesh, in_specs=P("x"), out_specs=[P()] * 40))
@@ -49,6 +54,7 @@ found["compiled sums"] = sorted(line.split(" all-reduce(")[0].count("f32[1024,10
 traced = jax.make_jaxpr(sums, axis_env=[("x", 8)])(*float32((1024, 1024)))
 kernels = kernels_of(inline(traced.jaxpr, traced.consts), Target.on("tpu")).kernels
 found["planned sums"] = sorted(len(k.piece.writes) for k in kernels if k.shape is Shape.COLLECTIVE)
+
 
 # Convolutions whose results are cut off at zero: these are kept in bfloat16, and where they were above it.
 def step(kernels, bias, pictures):
@@ -60,6 +66,7 @@ def step(kernels, bias, pictures):
 
     value, (grads, moved) = jax.value_and_grad(loss, (0, 1))(kernels, bias)
     return [a - b for a, b in zip(kernels, grads, strict=False)], bias - moved, value
+
 
 shapes = float32((3, 3, 128, 256), (3, 3, 256, 64), (256,), (2048, 28, 28, 128))
 specs = [P(), P(), P(), P("x")]

@@ -17,6 +17,7 @@ def step(w, x):
     grads = jax.grad(lambda w: jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2))(w)
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
 
+
 w = {"up": jax.ShapeDtypeStruct((1024, 4096), jnp.float32), "down": jax.ShapeDtypeStruct((4096, 1024), jnp.float32)}
 x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
 machine = Machine.tpu("v5e:2x4")

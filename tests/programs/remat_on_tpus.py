@@ -10,18 +10,23 @@ from benchmarks import tpu
 
 device, d = tpu.topology("v5e:2x4")[0], 1024
 
+
 def made(keep):
     def layer(h, w):
         return h + jax.nn.gelu(jax.nn.gelu(h @ w["up"]) * 2.0 + 1.0) @ w["down"]
+
     def step(params, x):
         def loss(params):
             h = x
             for w in params:
                 h = (layer if keep else jax.checkpoint(layer))(h, w)
             return jnp.mean(h.astype(jnp.float32) ** 2)
+
         value, grads = jax.value_and_grad(loss)(params)
         return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads), value
+
     return step
+
 
 shape = lambda *dims: jax.ShapeDtypeStruct(dims, jnp.bfloat16)
 args = [{"up": shape(d, 4 * d), "down": shape(4 * d, d)} for _ in range(4)], shape(16_384, d)

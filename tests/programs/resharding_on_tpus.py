@@ -18,8 +18,10 @@ mesh = Mesh(devices.reshape(2, 4), tuple(axes))
 pairs = (P(("x", "y")), P(("y", "x"))), (P("x"), P("y")), (P(("x", "y")), P("y", "x")), (P("x", "y"), P("y", "x"))
 found = []
 for start, end in pairs:
+
     def moved(x):
         return convert(x, from_spec(start, shape, axes), from_spec(end, shape, axes), shape, axes)
+
     program = jax.jit(jax.shard_map(moved, mesh=mesh, in_specs=start, out_specs=end, check_vma=False))
     text = program.lower(jax.ShapeDtypeStruct(shape, np.float32)).compile().as_text()
     found.append([(each.kind, each.bytes) for each in found_collectives(parse(text))])

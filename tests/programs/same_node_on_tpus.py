@@ -13,8 +13,10 @@ def step(w, x, y):
     def loss(w):
         a, b = jnp.tanh(x @ w["a"]) @ w["b"], jnp.tanh(y @ w["a"]) @ w["b"]
         return -jnp.mean(jnp.diagonal(jax.nn.log_softmax(a @ b.T)))
+
     value, grads = jax.value_and_grad(loss)(w)
     return value, jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
+
 
 w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in {"a": (128, 256), "b": (256, 128)}.items()}
 x = jax.ShapeDtypeStruct((128, 128), jnp.float32)

@@ -13,6 +13,7 @@ def step(w, x):
     grads = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w["a"]) @ w["b"]))(w)
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, grads)
 
+
 shapes = {"a": (128, 256), "b": (256, 8)}  # which travel by halves between pairs, and as they are
 w = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
 devices = tpu.topology("v5e:2x4")

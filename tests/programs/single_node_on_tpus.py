@@ -15,10 +15,13 @@ def normal(x):
     mean = jnp.mean(x, 0)
     return (x - mean) * jax.lax.rsqrt(jnp.mean((x - mean) ** 2, 0) + 1e-3)
 
+
 def step(w, x):
     def loss(w):
         return jnp.mean((jnp.tanh(normal(jnp.tanh(x @ w[0])) @ w[1]) @ w[2] - x) ** 2)
+
     return jax.tree.map(lambda a, g: a - 0.1 * g, w, jax.grad(loss)(w))
+
 
 sizes = ((1024, 8192), (8192, 8192), (8192, 1024))
 w, x = [jax.ShapeDtypeStruct(size, jnp.float32) for size in sizes], jax.ShapeDtypeStruct((2048, 1024), jnp.float32)

@@ -17,15 +17,20 @@ from vnode.partition.hlo import parse
 
 tx = optax.adam(1e-2)
 
+
 def step(state, x):
     w, slots = state
     updates, slots = tx.update(jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w), slots, w)
     return optax.apply_updates(w, updates), slots
 
+
 w = jax.ShapeDtypeStruct((2048, 4096), jnp.float32)
 mesh = Mesh(np.array(tpu.topology("v5e:2x4")).reshape(8), ("vnode",))
 virtual = vnode.virtualize(
-    step, virtual_nodes=8, placement=vnode.Placement(8, mesh=mesh), donate_argnums=0,
+    step,
+    virtual_nodes=8,
+    placement=vnode.Placement(8, mesh=mesh),
+    donate_argnums=0,
     partition={"^0$|mu|nu": PartitionSpec("vnode")},
 )
 args = (w, jax.eval_shape(tx.init, w)), jax.ShapeDtypeStruct((512, 2048), jnp.float32)

@@ -10,7 +10,8 @@ Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argum
     raises   the step at which the callback raises an error, in all workers, or in that of `raiser` alone
     folder   of checkpoints
     every    steps between two of them
-    out      a folder: each process leaves the final step, a hash of the state and its losses there
+    out      a folder, for what each process leaves: the final step, a hash of the state, the losses, and how many
+             clients of JAX it has besides the first
 """
 
 import hashlib
@@ -27,6 +28,7 @@ import numpy as np
 import optax
 
 import vnode
+from vnode.placement.clients import MADE
 
 WIDTH = 48
 EXAMPLES = 256
@@ -129,6 +131,7 @@ def main(asked: dict[str, Any]) -> None:
         "step": result.step,
         "hash": digest(result.state) if whole else "",
         "used": np.asarray(result.state["used"].addressable_data(0)).tolist(),
+        "clients": len(MADE),
         "losses": [[count, float(metrics["loss"]).hex()] for count, metrics in result.history],
     }
     if "out" in asked:

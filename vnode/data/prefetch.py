@@ -55,7 +55,7 @@ class Prefetch:
         self.next = 0
         self.placement: Any = None
         self.course = 0
-        self.closed = False
+        self.paused = self.closed = False
         self.thread: threading.Thread | None = None
         self.context = contextvars.copy_context()
 
@@ -107,14 +107,24 @@ class Prefetch:
         for past in [number for number in self.ready if number < step]:
             del self.ready[past]
         coming = step in self.ready or step in (self.loading, self.next)
-        if self.thread is None or placement != self.placement or not coming:
+        if self.thread is None or self.paused or placement != self.placement or not coming:
             self.ready.clear()
+            self.paused = False
             self.next, self.placement = step, placement
             self.loading = None
             self.course += 1
         if self.thread is None:
-            self.thread = background(self.work, "vnode-prefetch")
+            self.thread = contextvars.Context().run(background, self.work, "vnode-prefetch")
         self.changed.notify_all()
+
+    def forget(self) -> None:
+        """Throws away what was loaded ahead, and the placement; loads again when the next step is asked for."""
+        with self.changed:
+            self.ready.clear()
+            self.loading = self.placement = None
+            self.context = contextvars.Context()
+            self.paused = True
+            self.course += 1
 
     def aside(self, step: int, placement: Any) -> Any:
         """The same, loaded now, by itself; what is loaded ahead stays.
@@ -146,12 +156,12 @@ class Prefetch:
                     self.loading = None
                     self.ready[step] = value, error
                     self.changed.notify_all()
-            del value, error, context
+            del value, error, context, placement
 
     @property
     def over(self) -> bool:
         """Whether there is nothing more to load unasked."""
-        return self.stop is not None and self.next >= max(self.stop, self.asked + 1)
+        return self.paused or (self.stop is not None and self.next >= max(self.stop, self.asked + 1))
 
     def close(self) -> None:
         """Ends the thread; waits for the load that it is in, but not for one that hangs."""

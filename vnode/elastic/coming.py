@@ -4,11 +4,16 @@ Knows orders to prepare, steps, and states as what is held of them. Must not kno
 
 While this generation trains, a thread makes the next one: a second client of JAX, the step compiled for its devices,
 and one vote, by which the connections between its workers are made. So a switch waits for the state alone.
+
+Where two clients have no room beside one another, the supervisor orders to *rejoin*: the thread waits until this
+process has left the generation before, and lets go of its client; the programs come from JAX's cache if they were
+compiled before. Then a switch waits for all of that.
 """
 
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import logging
 import threading
 import time
@@ -23,16 +28,19 @@ from vnode.elastic.held import Leaf
 from vnode.elastic.membership import Membership
 from vnode.elastic.processes import Agreement
 from vnode.errors import ProcessError
-from vnode.placement.clients import join_world, leave_world
+from vnode.placement.clients import check_reachable, join_world, leave_world
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
-from vnode.placement.world import World, in_world, one_line
+from vnode.placement.world import ALONE, World, in_world, one_line
 from vnode.threads import background
 
 logger = logging.getLogger("vnode")
 
 MAKING = threading.Lock()
 """Held by whoever traces and compiles for a generation: two at once would take the processors from training."""
+
+COMPILED = "vnode/compiled/"
+"""Under which keys the workers of a generation say that they have compiled for it."""
 
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
@@ -42,7 +50,7 @@ class Coming:
     """The generation to come, as one of its workers makes it.
 
     Args:
-      order: the supervisor's, ``{generation, members, service}``.
+      order: the supervisor's, ``{generation, members, service, rejoin}``.
       member: this process among the workers.
       home: the step, wherever its devices are.
       like: the state as the script has it.
@@ -51,8 +59,10 @@ class Coming:
       give_way: has what is compiled for other generations give way to this one, of so many workers and this rank.
 
     Attributes:
+      rejoins: whether it is made only after `let_begin`.
       world: its world, once it is made.
       step: the step on its devices.
+      finished: whether it is made, or could not be.
       error: why it could not be made.
     """
 
@@ -72,28 +82,47 @@ class Coming:
         self.generation: int = order["generation"]
         self.members: list[dict[str, Any]] = order["members"]
         self.rank = next(i for i, each in enumerate(self.members) if each["worker"] == member.number)
+        self.rejoins: bool = order.get("rejoin", False)
+        self.may_begin = threading.Event()
         self.world: World | None = None
         self.step: Any = None
+        self.finished = False
         self.error: BaseException | None = None
-        self.thread = background(self.make, "vnode-coming")
+        with in_world(ALONE):  # or the thread would hold the world that it is called in
+            self.thread = background(self.make, "vnode-coming")
 
     def make(self) -> None:
-        """The thread that makes it, and tells the supervisor."""
+        """The thread that makes it, and tells the supervisor when all workers may switch to it."""
         began = time.monotonic()
         try:
+            if self.rejoins:
+                check_reachable(self.order["service"])
+                self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
+                self.may_begin.wait()
             self.build()
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
             if self.is_wanted:
                 logger.exception("generation %d cannot be made", self.generation)
-            self.member.send("unprepared", generation=self.generation, error=one_line(error))
-            return
-        self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
+            if not self.may_begin.is_set():
+                self.member.send("unprepared", generation=self.generation, error=one_line(error))
+        else:
+            if not self.rejoins:
+                self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
+        with self.member.changed:
+            self.finished = True
+            self.member.changed.notify_all()
+
+    def let_begin(self) -> None:
+        """This process has left the generation before."""
+        self.may_begin.set()
 
     def build(self) -> None:
         """Makes the world, and compiles for it."""
+        self.check_wanted()
         self.give_way(len(self.members), self.rank)
-        world = join_world(
+        world = contextvars.Context().run(  # its threads are of no other world, and hold none
+            join_world,
             self.order["service"],
             self.rank,
             len(self.members),
@@ -104,8 +133,7 @@ class Coming:
         self.world = world
         self.member.enter(world)
         with MAKING, in_world(world):
-            if not self.is_wanted:
-                raise ProcessError(f"generation {self.generation} is not wanted any longer.")
+            self.check_wanted()
             self.step = self.home.on(world.devices)
             placement = self.step.placement
             types = self.types if self.types is not None else self.asked_types()
@@ -113,27 +141,56 @@ class Coming:
                 (abstract_state(self.like, types, placement), self.batch(placement)), {}
             )
             self.step.executor.compile_for(args, kwargs)
+        self.await_others(world)
         with in_world(world):
             vote_once()
 
-    def close(self) -> None:
-        """Lets go of its world, which this process has no part in any longer, once it is made."""
+    def await_others(self, world: World) -> None:
+        """Waits until all workers have compiled: gloo waits for half a minute only until two of them are connected.
+
+        Raises:
+          ProcessError: the supervisor has given the generation up.
+        """
+        if world.board is None:
+            return
+        world.client.key_value_set(f"{COMPILED}{self.rank}", "")
+        while len(world.client.key_value_dir_get(COMPILED)) < world.count:
+            self.check_wanted()
+            time.sleep(0.01)
+
+    def close(self) -> threading.Thread:
+        """Lets go of its world, which this process has no part in any longer, once it is made.
+
+        Returns:
+          The thread that does.
+        """
 
         def end() -> None:
+            self.may_begin.set()
             self.thread.join()
             if self.world is not None and self.world.board is not None:
                 leave_world(self.world)
+                self.member.forget(self.generation)
                 self.member.send("disconnected", service=self.order["service"])
                 if self.step is not None:
                     self.step.forget()
             self.world = self.step = None
 
-        background(end, "vnode-leave")
+        return background(end, "vnode-leave")
 
     @property
     def is_wanted(self) -> bool:
         """Whether the supervisor has not given the generation up."""
         return self.generation not in self.member.cancelled and self.generation not in self.member.left
+
+    def check_wanted(self) -> None:
+        """Gives up where the supervisor has.
+
+        Raises:
+          ProcessError: it has.
+        """
+        if not self.is_wanted:
+            raise ProcessError(f"generation {self.generation} is not wanted any longer.")
 
     def asked_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""

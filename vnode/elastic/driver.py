@@ -555,7 +555,9 @@ class Driver:
 
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
-        if self.reason and self.agreement.delay:
+        if (
+            self.reason and self.agreement.delay and not self.stopping
+        ):  # where they voted to stop, the others leave, too
             here = world()
             assert here.board is not None
             why = f"before step {self.number}, as {self.reason}"

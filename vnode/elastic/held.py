@@ -95,6 +95,11 @@ class Held:
         data = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in arrays]
         return cls(step, types_of(state), tuple(boxes_of(each, copy) for each in data))
 
+    def on_host(self) -> Held:
+        """The same parts in memory of the host's own, so that no device holds them."""
+        parts = tuple({box: np.array(part) for box, part in boxes.items()} for boxes in self.parts)
+        return Held(self.step, self.leaves, parts)
+
 
 def types_of(state: Any) -> tuple[Leaf, ...]:
     """The arrays of a state on devices."""

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vnode.placement.device_cache import device_cache
 from vnode.placement.exchange import everywhere
 from vnode.placement.leaves import is_key, shape_of
 from vnode.placement.waiting import ready
@@ -220,7 +221,7 @@ def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tupl
     return [*groups], found
 
 
-@functools.lru_cache(maxsize=16)
+@device_cache(maxsize=16)
 def holders_of(sharding: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """For each process that has parts of an array, in order, the lowest one that has the same parts."""
     parts: dict[int, set[str]] = {}

@@ -178,6 +178,11 @@ class Membership:
             if number in self.cancelled:
                 self.lose(number, [{"rank": -1, "why": f"it is not used: {self.cancelled[number]}"}])
 
+    def forget(self, generation: int) -> None:
+        """This process waits no more in a world."""
+        with self.changed:
+            self.worlds.pop(generation, None)
+
     def wait(self, found: Callable[[], Any], seconds: float | None = None) -> Any:
         """Waits until something is there.
 

@@ -8,7 +8,6 @@ others would wait for them for ever, as they for it.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 
@@ -17,6 +16,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, ProcessError, layout_message
+from vnode.placement.device_cache import device_cache
 from vnode.placement.exchange import rows
 from vnode.placement.placement import Placement
 from vnode.placement.succession import following, leave
@@ -85,7 +85,7 @@ def counted(votes: jax.Array) -> jax.Array:
     return counting(NamedSharding(votes.sharding.mesh, PartitionSpec()))(votes)[0]  # pyright: ignore
 
 
-@functools.lru_cache(maxsize=4)
+@device_cache(maxsize=4)
 def counting(target: NamedSharding) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
     """A program that sends votes to all processes."""
 

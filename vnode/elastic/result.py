@@ -19,13 +19,35 @@ HISTORY_BYTES = 64 << 20
 """Bytes of metrics that a history holds at most; but always the last entry."""
 
 
+@dataclasses.dataclass(frozen=True)
+class FormerPlacement:
+    """A placement of workers whose client of JAX is gone: the same numbers, without its devices.
+
+    Attributes:
+      devices: their names.
+      counts: how many nodes each computes.
+      virtual_nodes: how many there are.
+      size: how many devices, or groups of them, compute nodes of their own.
+    """
+
+    devices: tuple[str, ...]
+    counts: tuple[int, ...]
+    virtual_nodes: int
+    size: int
+
+    @classmethod
+    def from_placement(cls, placement: Placement) -> FormerPlacement:
+        """What is kept of a placement."""
+        return cls(tuple(map(str, placement.devices)), tuple(placement.counts), placement.virtual_nodes, placement.size)
+
+
 @dataclasses.dataclass
 class Resize:
     """One change of devices.
 
     Attributes:
       step: the number of the first step on the new devices.
-      before: the placement until then.
+      before: the placement until then; of workers a `FormerPlacement`.
       after: the placement from then on.
       lost: the devices that failed, if that is why.
       error: what was raised, if the run fell back to a copy of the state.
@@ -36,8 +58,8 @@ class Resize:
     """
 
     step: int
-    before: Placement
-    after: Placement
+    before: Placement | FormerPlacement
+    after: Placement | FormerPlacement
     lost: tuple[Any, ...] = ()
     error: str = ""
     repeated: int = 0

@@ -15,6 +15,7 @@ import contextlib
 import dataclasses
 import json
 import logging
+import threading
 import time
 import traceback
 import zlib
@@ -35,8 +36,10 @@ from vnode.elastic.metrics import by_name, finished
 from vnode.elastic.processes import Agreement
 from vnode.elastic.recovery import Recovery, whole
 from vnode.elastic.rehearsal import Rehearsals
-from vnode.elastic.result import Resize, Result
+from vnode.elastic.result import FormerPlacement, Resize, Result
 from vnode.errors import CheckpointError, ProcessError
+from vnode.placement.clients import MADE
+from vnode.placement.device_cache import empty_device_caches
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.gone import given_away
 from vnode.placement.leaves import bytes_of, is_key
@@ -49,6 +52,12 @@ from vnode.step.identity import step_facts, versions
 from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
+
+LEAVE = 5.0
+"""Seconds to wait until a world is left, before the next one is made all the same."""
+
+FORMER_CLIENTS = 8
+"""Clients of JAX that this process may have, those of generations and rehearsals that are over included."""
 
 CHECK_AFTER = 8
 """Steps of a generation after which its copies of the state are compared for the first time."""
@@ -172,12 +181,23 @@ class WorkerDriver(Driver):
                 continue
             if coming.generation in self.member.cancelled:
                 self.drop_coming()
-            elif coming.generation in self.member.gone:
-                coming.thread.join()
-                if coming.error is not None:
-                    raise coming.error
+            elif coming.generation in self.member.gone and self.await_made(coming):
                 self.begin_in(coming, self.member.gone[coming.generation])
                 return
+
+    def await_made(self, coming: Coming) -> bool:
+        """Waits for a generation; if it is to be made after the one before, leaves that first.
+
+        Returns:
+          Whether it is made; otherwise a worker of it is lost.
+        """
+        if coming.rejoins:
+            self.let_go()
+            coming.let_begin()
+        self.member.wait(lambda: coming.finished or self.member.loss() is not None)
+        if coming.finished and coming.error is not None:
+            raise coming.error
+        return coming.finished
 
     def something_to_do(self) -> bool:
         """Whether the supervisor has said something about a generation to come, or of one that is over."""
@@ -218,7 +238,7 @@ class WorkerDriver(Driver):
         self.agreement, self.own = Agreement(AHEAD), None
         self.sums.clear()
         self.pending.clear()
-        before, self.step = self.step, coming.step
+        before, self.step = FormerPlacement.from_placement(self.step.placement), coming.step
         number = self.number
         if order["step"] == -1:
             self.begin_new()
@@ -235,16 +255,34 @@ class WorkerDriver(Driver):
         self.report()
         self.member.send("switched", generation=self.generation, step=self.number)
         if order["step"] != -1:
-            change = Resize(self.number, before.placement, self.step.placement, repeated=max(0, number - self.number))
+            sizes = before, FormerPlacement.from_placement(self.step.placement)
+            change = Resize(self.number, *sizes, repeated=max(0, number - self.number))
             change.move = time.perf_counter() - began
             self.changed(self.step, change)
 
-    def retire(self) -> None:
-        """Has no part any longer in the generation that it was in."""
+    def retire(self) -> threading.Thread | None:
+        """Has no part any longer in the generation that it was in.
+
+        Returns:
+          The thread that lets go of its world, if there was one.
+        """
         self.context.close()
-        if self.made is not None:
-            self.made.close()
-        self.made = None
+        made, self.made = self.made, None
+        return None if made is None else made.close()
+
+    def let_go(self) -> None:
+        """Leaves the generation that it was in, and frees its client of JAX, unless a thread still waits there."""
+        if self.held is not None:
+            self.held = self.held.on_host()
+        leaves = self.retire()
+        self.step, self.state, self.batch = self.home, None, None
+        self.agreement, self.own = Agreement(AHEAD), None
+        for waiting in (self.recent, self.pending, self.sums):
+            waiting.clear()
+        self.feed.forget()
+        if leaves is not None:
+            leaves.join(LEAVE)
+        empty_device_caches()
 
     def begin_new(self) -> None:
         """Begins with the state that the script made, or with the newest checkpoint."""
@@ -491,10 +529,17 @@ class WorkerDriver(Driver):
         return lambda placement: self.feed.aside(number, placement)
 
     def begin_beside(self) -> None:
-        """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state."""
-        if not self.agreement.delay or self.number != self.first + CHECK_AFTER:
+        """Some steps after a generation began: begins to compile for a loss, and to compare copies of the state.
+
+        Before that, frees the clients of JAX of former generations, if there are many.
+        """
+        if self.number != self.first + CHECK_AFTER:
             return
-        if self.coming is None:
+        if len(MADE) > FORMER_CLIENTS:
+            empty_device_caches()
+        if not self.agreement.delay:
+            return
+        if self.coming is None and not (self.made is not None and self.made.rejoins):
             self.rehearsals.begin(world().count, world().index, self.handover.types, self.batch_loader())
         if self.own is None:
             self.own = OwnCopy(self.state)

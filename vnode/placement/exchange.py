@@ -13,7 +13,6 @@ Bits are sent as integers, of which all but one are zero: sums of floating-point
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -24,6 +23,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from vnode.errors import PlacementError, layout_message
+from vnode.placement.device_cache import device_cache
 from vnode.placement.gone import check_there
 from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
@@ -280,7 +280,7 @@ def global_array(value: np.ndarray, sharding: NamedSharding, *, weak: bool) -> j
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index], dtype=value.dtype)
 
 
-@functools.lru_cache(maxsize=16)
+@device_cache(maxsize=16)
 def of_numbers(sharding: NamedSharding, shape: tuple[int, ...]) -> Callable[[list[Any]], jax.Array]:
     """A program that makes a weakly typed array of Python numbers; there are no other ways to."""
     return jax.jit(lambda numbers: jnp.stack(numbers).reshape(shape), out_shardings=sharding)
@@ -365,7 +365,7 @@ def sent(value: np.ndarray, holder: int, devices: Sequence[Any] | set[Any]) -> n
     return np.asarray(total.addressable_data(0)).view(np.uint8)[: data.size].view(value.dtype).reshape(value.shape)
 
 
-@functools.lru_cache
+@device_cache(maxsize=128)
 def summed(target: NamedSharding) -> Callable[[jax.Array], jax.Array]:
     """A program that adds up rows."""
     return jax.jit(lambda row: row.sum(0, dtype=row.dtype), out_shardings=target)

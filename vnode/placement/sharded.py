@@ -9,7 +9,6 @@ its own nodes come first, and the rest is never read.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from vnode.placement.device_cache import device_cache
 from vnode.placement.placement import Placement
 
 
@@ -86,7 +86,7 @@ class ShardedBatch:
         return cls(tuple(parts), *rest)
 
 
-@functools.lru_cache
+@device_cache(maxsize=128)
 def in_order(groups: tuple[Placement, ...], size: int) -> Callable[[tuple[Any, ...]], jax.Array]:
     """A program that puts together what groups hold, on the devices of the first."""
     here = groups[0].sharding()  # whole, or the partitioner would add zeros to what it picks, also to negative ones

@@ -9,7 +9,6 @@ else jax would move through the host.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ import jax.extend
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
+from vnode.placement.device_cache import device_cache
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 
@@ -93,7 +93,7 @@ def replicated(leaf: jax.Array) -> jax.Array:
     return resharding(NamedSharding(sharding.mesh, PartitionSpec()))(leaf)
 
 
-@functools.lru_cache(maxsize=64)
+@device_cache(maxsize=64)
 def resharding(target: NamedSharding) -> Callable[[Any], Any]:
     """A program that brings an array into another sharding over the same devices."""
     return jax.jit(lambda leaf: leaf, out_shardings=target)
@@ -223,9 +223,9 @@ def stays(sharding: Sharding, placement: Placement, led: bool) -> bool:
     return lies_on(sharding, placement.devices) and not is_explicit(sharding) if led else is_own(sharding, placement)
 
 
-@functools.lru_cache(maxsize=16)
-def in_order(mesh: Mesh) -> tuple[Any, ...]:
-    """The devices of a mesh."""
+@device_cache(maxsize=16)
+def in_order(mesh: Any) -> tuple[Any, ...]:
+    """The devices of a `Mesh`."""
     return tuple(mesh.devices.flat)
 
 

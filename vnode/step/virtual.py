@@ -114,6 +114,7 @@ class VirtualStep(Step[P, R]):
     def forget(self) -> None:
         """Forgets the programs on this placement, whose devices are no more; the others stay."""
         self.family.drop(self)
+        self.family.forget_shapes(self.placement)
 
     @api_boundary
     def prepare(self, placements: Any, *args: Any, **kwargs: Any) -> Preparation:
@@ -392,6 +393,13 @@ class Family:
         self._members[step.placement] = step
         while len(self._members) > REMEMBERED:
             self.drop(next(iter(self._members.values())))
+
+    def forget_shapes(self, placement: Placement) -> None:
+        """Forgets the shapes of the last arguments, if they lie on a placement's devices."""
+        devices = {*placement.devices}
+        leaves = jax.tree.leaves(self.last)
+        if any(devices & getattr(getattr(leaf, "sharding", None), "device_set", set()) for leaf in leaves):
+            self.last = None
 
     def drop(self, step: VirtualStep) -> None:
         """Forgets a step on a placement, and its programs."""

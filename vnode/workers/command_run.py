@@ -41,6 +41,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--start-timeout", type=float, default=300, metavar="SECONDS", help="for a worker's start")
     parser.add_argument("--max-restarts", type=int, default=3, metavar="N", help="of each worker in ten minutes")
     parser.add_argument("--silence", type=float, default=10, metavar="SECONDS", help="without a sign of life")
+    parser.add_argument(
+        "--rejoin",
+        action="store_true",
+        help="leave a generation before the next is made: less memory, slower",
+    )
     parser.add_argument("--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="of the supervisor; default: a free one")
     parser.set_defaults(execute=execute)
@@ -73,6 +78,7 @@ def execute(chosen: argparse.Namespace) -> int:
             start_timeout=chosen.start_timeout,
             max_restarts=chosen.max_restarts,
             silence=chosen.silence,
+            rejoin=chosen.rejoin,
             interface=chosen.interface,
             port=chosen.port,
             resources=chosen.resources,

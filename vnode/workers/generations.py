@@ -168,6 +168,7 @@ class Generations:
       spares: how many more shall stand by.
       most: how many may be asked for at most; None for as many as there are virtual nodes.
       limits: deadlines.
+      rejoin: whether workers make a generation only after they have left the one before, and not beside it.
 
     Attributes:
       wanted: how many workers shall train; at most as many as there are virtual nodes.
@@ -177,8 +178,17 @@ class Generations:
       leave: what is left of a broken one, from the loss until the survivors train again.
     """
 
-    def __init__(self, workers: int, *, spares: int = 0, most: int | None = None, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        workers: int,
+        *,
+        spares: int = 0,
+        most: int | None = None,
+        limits: Limits | None = None,
+        rejoin: bool = False,
+    ) -> None:
         self.wanted, self.spares, self.most, self.limits = workers, spares, most, limits or Limits()
+        self.rejoin, self.no_room = rejoin, False
         self.workers: dict[int, Worker] = {}
         self.current: Generation | None = None
         self.next: Generation | None = None
@@ -244,7 +254,14 @@ class Generations:
             following.service, self.services[address] = address, list(following.members)
             members = [holder(worker) for worker in following.members]
             for worker in following.members:
-                self.send(worker, kind="prepare", generation=generation, members=members, service=address)
+                self.send(
+                    worker,
+                    kind="prepare",
+                    generation=generation,
+                    members=members,
+                    service=address,
+                    rejoin=self.rejoin or self.no_room,
+                )
         return self.settle(now)
 
     def message(self, number: int, message: dict[str, Any], now: float) -> list[Action]:
@@ -392,8 +409,11 @@ class Generations:
         if not self.trained and self.leave is None:
             self.end(1, f"Worker {worker.number} could not prepare the first step.\n{error}")
         elif self.current is not None and worker in self.current.members:
-            self.failures += 1
             self.cancel(f"worker {worker.number} could not prepare it")
+            if is_no_room(error) and not (self.rejoin or self.no_room):
+                self.no_room = True  # beside this generation: there may be once it is left
+                return
+            self.failures += 1
             if self.failures > 1:
                 self.wanted = len(self.current.members)
                 self.record("gave up", None, f"goes on with {self.wanted} workers: {error}")
@@ -608,7 +628,7 @@ class Generations:
         """All have switched: the next generation is the current one."""
         old = list(self.current.members) if self.current else self.leave.asked if self.leave else []
         self.current, self.next, self.leave, self.trained, self.failures = following, None, None, True, 0
-        self.last = list(following.members)
+        self.last, self.no_room = list(following.members), False
         names = " ".join(str(w.number) for w in following.members)
         step = max((w.step for w in following.members if w.step is not None), default=None)
         self.record("trains", None, f"generation {following.number}: workers {names}", step)
@@ -870,6 +890,15 @@ def one_line(text: str | None) -> str:
     """The first line of a text that is not empty; of a traceback the last, which is the error."""
     lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
     return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
+
+
+def is_no_room(error: str) -> bool:
+    """Whether a worker could not prepare a generation for want of memory.
+
+    >>> is_no_room("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), is_no_room("ValueError")
+    (True, False)
+    """
+    return "RESOURCE_EXHAUSTED" in error or error.startswith("MemoryError")
 
 
 def difference(first: Worker, other: Worker) -> str:

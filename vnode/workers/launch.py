@@ -157,6 +157,7 @@ def launch(
     start_timeout: float = 300,
     max_restarts: int = 3,
     silence: float = 10,
+    rejoin: bool = False,
     interface: str = "127.0.0.1",
     port: int = 0,
     env: Mapping[str, str] | None = None,
@@ -179,6 +180,8 @@ def launch(
       start_timeout: seconds that a worker has from its start to its call of `run`.
       max_restarts: how often each worker is started again within ten minutes.
       silence: seconds without a sign of life after which a worker is killed.
+      rejoin: whether workers leave a generation before they make the next one. A change then takes seconds, and less
+        memory: otherwise two clients of JAX are in each worker meanwhile.
       interface: the address of this host at which supervisor and services listen.
       port: at which the supervisor listens; 0 for any that is free.
       env: further environment variables of the workers.
@@ -202,6 +205,7 @@ def launch(
         start_timeout=start_timeout,
         max_restarts=max_restarts,
         silence=silence,
+        rejoin=rejoin,
         interface=interface,
         port=port,
         env={**variables, **(env or {})},

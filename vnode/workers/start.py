@@ -38,6 +38,7 @@ class Spec:
       start_timeout: seconds from the start of a worker to its call of `run`.
       max_restarts: how often a worker is started again within ten minutes.
       silence: seconds without a sign of life after which a worker is killed.
+      rejoin: whether workers leave a generation before they make the next one, in place of making it beside.
       interface: the address at which the supervisor and the services listen.
       port: of the supervisor; 0 for any that is free.
       env: further variables of the workers.
@@ -54,6 +55,7 @@ class Spec:
     start_timeout: float = 300
     max_restarts: int = 3
     silence: float = 10
+    rejoin: bool = False
     interface: str = "127.0.0.1"
     port: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -134,6 +136,7 @@ class Spec:
                 spares=self.spares,
                 most=self.max_workers,
                 limits=Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence),
+                rejoin=self.rejoin,
                 interface=self.interface,
                 port=self.port,
                 checkpoint=entry.checkpoint,

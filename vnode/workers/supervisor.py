@@ -110,6 +110,7 @@ class Supervisor:
       spares: how many more stand by.
       most: how many may be asked for.
       limits: deadlines.
+      rejoin: whether workers leave a generation before they make the next one.
       interface: the address at which it and the services listen.
       port: of the supervisor; 0 for any that is free.
       checkpoint: the folder of checkpoints, which workers are told of.
@@ -130,6 +131,7 @@ class Supervisor:
         spares: int = 0,
         most: int | None = None,
         limits: Limits | None = None,
+        rejoin: bool = False,
         interface: str = "127.0.0.1",
         port: int = 0,
         checkpoint: str | None = None,
@@ -141,7 +143,7 @@ class Supervisor:
         self.out, self.err = out or sys.stdout, err or sys.stderr
         self.observer = observe
         self.checkpoint = checkpoint
-        self.generations = Generations(workers, spares=spares, most=most, limits=limits)
+        self.generations = Generations(workers, spares=spares, most=most, limits=limits, rejoin=rejoin)
         self.running: dict[int, Running] = {}
         self.tails: dict[int, list[Tail]] = {}
         self.events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
