@@ -40,7 +40,8 @@ UNDER_WAY = 6
 MANY = 10**6
 """Steps: more than are made."""
 
-SEED = 0
+FEWER = 4
+"""By how much a batch of the second table is smaller: its network is larger."""
 
 
 def widths(options: argparse.Namespace) -> list[int]:
@@ -52,7 +53,8 @@ def widths(options: argparse.Namespace) -> list[int]:
 
 def work(options: argparse.Namespace) -> None:
     """The script of a worker, and of the one process."""
-    problem = script.perceptron(widths(options), options.examples, NODES, SEED)
+    examples = options.examples if options.kind == "alike" else options.examples // FEWER
+    problem = script.perceptron(widths(options), examples, NODES)
     script.train(*problem, MANY, script.job_folder() or options.folder)
 
 
@@ -151,7 +153,7 @@ def compiling(options: argparse.Namespace) -> Sheet:
     rows = []
     for turn in range(options.jobs):
         with job(options, 2, "different") as running:
-            script.wait_steps(running, 2, 40)
+            script.wait_steps(running, 2, 60)
             asked = time.time()
             running.resize(3)
             script.wait_steps(running, 3, 4)
@@ -164,7 +166,10 @@ def compiling(options: argparse.Namespace) -> Sheet:
         rows.append([str(turn + 1), f"{1000 * usual:.0f}", slower(starting, usual), slower(making, usual), seconds])
         print(f"job {turn + 1}: {rows[-1]}", file=sys.stderr)
     heads = ["job", "before, ms/step", "a process starts", "the generation is made", "`prepare` to `go`, s"]
-    note = f"{options.different} layers of different widths, two workers that become three; medians, ratios to before."
+    note = (
+        f"{options.different} layers of different widths, {options.examples // FEWER} examples a step; "
+        "two workers become three. Medians, and ratios to the steps before."
+    )
     return Sheet("Steps while the next generation is made", heads, rows, note)
 
 
@@ -190,7 +195,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10, help="blocks of each side; 0: no first table")
     parser.add_argument("--block", type=int, default=16, help=f"steps of a block, of which {UNDER_WAY} are not counted")
     parser.add_argument("--jobs", type=int, default=3, help="jobs of the second table; 0: none")
-    parser.add_argument("--examples", type=int, default=2048, help="in a batch")
+    parser.add_argument("--examples", type=int, default=4096, help="in a batch of the first table")
     parser.add_argument("--width", type=int, default=512, help="of the layers in the first table")
     parser.add_argument("--layers", type=int, default=4, help="of the first table")
     parser.add_argument("--least", type=int, default=128, help="the least width in the second table")
