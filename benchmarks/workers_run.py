@@ -262,7 +262,7 @@ def draw(story: Story, path: Path) -> None:
         fontsize=8,
         family="monospace",
     )
-    figure.savefig(path, dpi=144)
+    figure.savefig(path, dpi=120)
     plt.close(figure)
 
 
@@ -272,8 +272,8 @@ def main() -> None:
         prog="python -m benchmarks.workers_run", description="One run of workers that come, go and are killed."
     )
     parser.add_argument("--picture", type=Path, help="draw the run into this file")
-    parser.add_argument("--examples", type=int, default=960, help="in a batch: how long a step takes")
-    parser.add_argument("--width", type=int, default=384, help="of the four layers")
+    parser.add_argument("--examples", type=int, default=3840, help="in a batch: how long a step takes")
+    parser.add_argument("--width", type=int, default=256, help="of the four layers")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="of a job whose run shall be drawn again")
     parser.add_argument("--alone", type=int, metavar="STEPS", help=argparse.SUPPRESS)
     options = parser.parse_args()
