@@ -12,21 +12,20 @@ that a worker has done in the next generation. The final SHA-256 is compared wit
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import os
-import pathlib
 import signal
 import statistics
 import sys
 import time
+from pathlib import Path
 
-WAIT = 120
-"""Seconds to wait for a change."""
+from benchmarks import workers_script as script
+from benchmarks.workers_script import wait, wait_steps
 
 
-def train(megabytes: int, steps: int) -> str:
-    """The script of a worker, or of a run alone; returns the SHA-256 of the state."""
+def train(megabytes: int, steps: int, folder: Path | None) -> str:
+    """The script of a worker, or of a run alone, without a folder; returns the SHA-256 of the state."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -50,38 +49,7 @@ def train(megabytes: int, steps: int) -> str:
         "w": rng.standard_normal((width, width), np.float32) / width**0.5,
         "m": np.zeros((width, width), np.float32),
     }
-    job = os.environ.get("VNODE_JOB")
-    end = pathlib.Path(job) / "end" if job else None
-    stamps = (pathlib.Path(job) / f"stamps-{os.environ['VNODE_WORKER']}").open("a", buffering=1) if job else None
-
-    def callback(number: int, metrics: object) -> bool:
-        if stamps:
-            stamps.write(f"{time.time()} {number}\n")
-        return end is not None and end.exists() and number >= int(end.read_text() or steps)
-
-    result = vnode.elastic.run(
-        step,
-        jax.tree.map(jnp.asarray, state),
-        vnode.data.Batches(data, 12, seed=0),
-        steps=steps,
-        callback=callback,
-        progress=False,
-    )
-    digest = hashlib.sha256(
-        b"".join(np.asarray(leaf.addressable_data(0)).tobytes() for leaf in jax.tree.leaves(result.state))
-    )
-    if job:
-        (pathlib.Path(job) / "digest").write_text(f"{digest.hexdigest()} {result.step}")
-    return digest.hexdigest()
-
-
-def wait(done) -> None:
-    """Waits until something has happened."""
-    end = time.monotonic() + WAIT
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError
-        time.sleep(0.02)
+    return script.train(step, state, vnode.data.Batches(data, 12, seed=0), steps, folder)
 
 
 def main() -> None:
@@ -91,47 +59,32 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5, help="turns")
     parser.add_argument("--steps", type=int, default=100_000)
     options = parser.parse_args()
-    if "VNODE_JOB" in os.environ:
-        train(options.mb, options.steps)
+    if folder := script.job_folder():
+        train(options.mb, options.steps, folder)
         return
-    import vnode
-
     signals: dict[str, list[float]] = {"SIGKILL, last rank": [], "SIGKILL, rank 0": [], "SIGSTOP, last rank": []}
-    job = vnode.elastic.launch(
-        __file__,
-        workers=2,
-        arguments=["--mb", str(options.mb)],
-        max_restarts=4 * options.repeat,
-        env={"JAX_PLATFORMS": "cpu"},
-    )
+    job = script.launch(__file__, 2, ["--mb", str(options.mb)], max_restarts=4 * options.repeat)
     wait(lambda: (job.step or 0) > 10)
-
-    def settled(count: int) -> None:
-        wait(lambda: len(job.workers) == count)
-        there = job.step
-        wait(lambda: (job.step or 0) > (there or 0) + 12)
 
     def lose(name: str, rank: int, number: int) -> None:
         victim = job.workers[rank]
         signals[name].append(time.time())
         os.kill(victim["pid"], number)
         wait(lambda: victim["pid"] not in [worker["pid"] for worker in job.workers])
-        settled(2)
+        wait_steps(job, 2, 13)
 
     for turn in range(options.repeat):
         job.resize(3)
-        settled(3)
+        wait_steps(job, 3, 13)
         job.resize(2)
-        settled(2)
+        wait_steps(job, 2, 13)
         lose("SIGKILL, last rank", -1, signal.SIGKILL)
         lose("SIGKILL, rank 0", 0, signal.SIGKILL)
         lose("SIGSTOP, last rank", -1, signal.SIGSTOP)
         print(f"turn {turn + 1} of {options.repeat}, step {job.step}", file=sys.stderr)
-    last = (job.step or 0) + 20
-    (job.folder / "end").write_text(str(last))
-    job.wait(WAIT)
-    digest, steps = (job.folder / "digest").read_text().split()
-    of_all = [read(path) for path in job.folder.glob("stamps-*")]
+    steps = script.end(job)
+    digest = (job.folder / "digest").read_text().split()[0]
+    of_all = list(script.stamps(job.folder).values())
     usual = statistics.median(b[0] - a[0] for stamps in of_all for a, b in itertools.pairwise(stamps))
     stamps = sorted(itertools.chain.from_iterable(of_all))
     starts = [event for event in job.events if event["event"] in ("trains", "lost")]
@@ -154,23 +107,12 @@ def main() -> None:
     for name, values in {**sizes, **recoveries}.items():
         if values:
             print(
-                f"{name:20} median {statistics.median(values):.2f} s, p99 {percentile(values):.2f} s, "
+                f"{name:20} median {statistics.median(values):.2f} s, p99 {script.percentile(values):.2f} s, "
                 f"most {max(values):.2f} s, {len(values)} times"
             )
-    alone = train(options.mb, int(steps))
+    alone = train(options.mb, steps, None)
     print(f"SHA-256 {digest[:16]}, alone {alone[:16]}: {'equal' if digest == alone else 'DIFFERENT'}")
     sys.exit(digest != alone)
-
-
-def read(path: pathlib.Path) -> list[tuple[float, int]]:
-    """The times at which a worker had done its steps, with the steps' numbers."""
-    lines = [line.split() for line in path.read_text().splitlines()]
-    return [(float(line[0]), int(line[1])) for line in lines]
-
-
-def percentile(values: list[float]) -> float:
-    """The 99th percentile, interpolated between the two nearest values."""
-    return statistics.quantiles(values, n=100, method="inclusive")[-1] if len(values) > 1 else values[0]
 
 
 def recovery(stamps: list, events: list, sent: float) -> float:
