@@ -378,7 +378,7 @@ def test_checksums_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
         }
         monkeypatch.setattr(integrity, "holders_of", lambda sharding, shape: specs[sharding.spec])
         copy = OwnCopy(state)
-        copy.thread.join()
+        copy.prepare().join()
         assert copy.holders == [(0, 1, 0, 1), (0, 0, 0, 0)]
         begun = copy.begin(state)
         assert begun is not None

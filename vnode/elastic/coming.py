@@ -25,6 +25,7 @@ import jax.numpy as jnp
 
 from vnode.elastic.handover import Source
 from vnode.elastic.held import Leaf
+from vnode.elastic.integrity import copy_holders, unchecked
 from vnode.elastic.membership import Membership
 from vnode.elastic.processes import Agreement
 from vnode.errors import ProcessError
@@ -137,13 +138,12 @@ class Coming:
             self.step = self.home.on(world.devices)
             placement = self.step.placement
             types = self.types if self.types is not None else self.asked_types()
-            args, kwargs = self.step.spec.bound(
-                (abstract_state(self.like, types, placement), self.batch(placement)), {}
-            )
+            state = abstract_state(self.like, types, placement)
+            args, kwargs = self.step.spec.bound((state, self.batch(placement)), {})
             self.step.executor.compile_for(args, kwargs)
         self.await_others(world)
         with in_world(world):
-            vote_once()
+            vote_once(copy_groups(state))
 
     def await_others(self, world: World) -> None:
         """Waits until all workers have compiled: gloo waits for half a minute only until two of them are connected.
@@ -207,11 +207,20 @@ class Coming:
         return None
 
 
-def vote_once() -> None:
-    """One vote of all workers, so that its program is compiled, and the connections between them are made."""
+def copy_groups(state: Any) -> int:
+    """How many groups of a state's arrays have checksums in a vote; `state` may be abstract."""
+    return len({copy_holders(leaf) for leaf in jax.tree.leaves(state)} - {None})
+
+
+def vote_once(groups: int) -> None:
+    """One vote of all workers, so that its program is compiled, and the connections between them are made.
+
+    Args:
+      groups: of arrays that have checksums in it.
+    """
     agreement = Agreement(1)
     for number in range(2 if agreement.delay else 0):
-        agreement.vote(number, [False] * 3)
+        agreement.vote(number, [False] * 3, unchecked(groups))
 
 
 def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:

@@ -137,6 +137,7 @@ class Driver:
         self.number, self.state = found
         if self.agreement.delay:
             self.own = OwnCopy(self.state)
+            self.own.prepare()
             self.agreement.holders = self.own.holders
         self.resumed = self.recovery.saved
         self.best: tuple[int, float] | None = None
@@ -327,7 +328,7 @@ class Driver:
         Raises:
           ProcessError: they are not the same.
         """
-        watched(own.thread.join, "to compile the checksum of the state", world().others)
+        watched(own.prepare().join, "to compile the checksum of the state", world().others)
         sums = own.begin(self.state)
         mine = own.unchecked if sums is None else [self.number, *total(ready(sums, "the final state"))]
         check_copies(everywhere(mine, "to end a run").tolist(), own.holders)

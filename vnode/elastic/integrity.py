@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
+import threading
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -129,7 +131,7 @@ class OwnCopy:
     has the same parts; each such group of arrays has a checksum. A sum takes one look at each byte.
 
     Args:
-      state: a state like those to come, arrays on devices.
+      state: a state like those to come, arrays on devices. `prepare` compiles for it.
 
     Attributes:
       holders: for each group of arrays, by process: the lowest process that has the same parts.
@@ -140,12 +142,17 @@ class OwnCopy:
         self.places = {device: [place for place, _ in here] for device, here in parts.items()}
         self.shapes = {device: [shape_of(part, sharding="keep") for _, part in here] for device, here in parts.items()}
         self.programs: dict[Any, Any] | None = None
-        self.thread = background(self.compile, "vnode-checksums")
+        self.thread: threading.Thread | None = None
 
     @property
     def unchecked(self) -> list[int]:
         """The number of a state that was not looked at, and its checksums."""
-        return [0] * (1 + 2 * len(self.holders))
+        return unchecked(len(self.holders))
+
+    def prepare(self) -> threading.Thread:
+        """Begins to compile the programs, unless that was begun before; returns the thread."""
+        self.thread = self.thread or background(self.compile, "vnode-checksums")
+        return self.thread
 
     def compile(self) -> None:
         """Compiles the programs, beside the first steps."""
@@ -176,6 +183,11 @@ class OwnCopy:
             return None
 
 
+def unchecked(groups: int) -> list[int]:
+    """What is said of a state that was not looked at: 0, and no checksum for each group of arrays."""
+    return [0] * (1 + 2 * groups)
+
+
 def total(sums: Sequence[jax.Array]) -> list[int]:
     """The words of a process's checksums, given those of its devices."""
     return sum(map(np.asarray, sums), np.uint32(0)).reshape(-1).tolist()  # modulo 2^32
@@ -195,6 +207,22 @@ class Place(NamedTuple):
     part: int
 
 
+def copy_holders(leaf: Any) -> tuple[int, ...] | None:
+    """Who has the same parts of an array, as `holders_of` says.
+
+    Args:
+      leaf: an array, or a `jax.ShapeDtypeStruct` with a sharding.
+
+    Returns:
+      None if each process has parts of its own, or nothing.
+    """
+    sharding = getattr(leaf, "sharding", None)
+    if sharding is None or not math.prod(leaf.shape):
+        return None
+    holders = holders_of(sharding, leaf.shape)
+    return None if len(set(holders)) == len(holders) or len(holders) < world().count else holders
+
+
 def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tuple[Place, jax.Array]]]]:
     """What a process has of arrays that other processes have copies of.
 
@@ -209,11 +237,11 @@ def copied_parts(state: Any) -> tuple[list[tuple[int, ...]], dict[Any, list[tupl
     found: dict[Any, list[tuple[Place, jax.Array]]] = {}
     for array, leaf in enumerate(jax.tree.leaves(state)):
         data = jax.random.key_data(leaf) if is_key(leaf) else leaf
-        if not isinstance(data, jax.Array) or not data.size:
+        if not isinstance(data, jax.Array):
             continue
-        holders = holders_of(data.sharding, data.shape)
-        if len(set(holders)) == len(holders) or len(holders) < world().count:
-            continue  # each process has parts of its own, or nothing
+        holders = copy_holders(data)
+        if holders is None:
+            continue
         group = groups.setdefault(holders, len(groups))
         taken = {str(shard.index): shard for shard in reversed(data.addressable_shards)}
         for part, (_, shard) in enumerate(sorted(taken.items())):

@@ -21,8 +21,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.elastic.coming import MAKING, abstract_state
+from vnode.elastic.coming import MAKING, abstract_state, copy_groups
 from vnode.elastic.held import Leaf
+from vnode.elastic.integrity import unchecked
 from vnode.elastic.processes import counting
 from vnode.placement.clients import Stage
 from vnode.placement.exchange import meeting
@@ -105,7 +106,7 @@ class Rehearsals:
                 args, kwargs = step.spec.bound((state, batch(step.placement)), {})
                 step.executor.compile_for(args, kwargs)
                 if count > 1:
-                    compile_vote(world)
+                    compile_vote(world, copy_groups(state))
                     step.forget()
 
     def close(self) -> None:
@@ -113,8 +114,16 @@ class Rehearsals:
         self.closed = True
 
 
-def compile_vote(world: World) -> None:
-    """Compiles the program by which the workers of a world vote."""
+def compile_vote(world: World, groups: int) -> None:
+    """Compiles the program by which the workers of a world vote.
+
+    Args:
+      world: theirs.
+      groups: of arrays that have checksums in a vote.
+    """
     mesh = Mesh(np.array(meeting(world.devices)), ("process",))
-    votes = jax.ShapeDtypeStruct((world.count, 4), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process")))
+    words = 1 + len(unchecked(groups)) + 3
+    votes = jax.ShapeDtypeStruct(
+        (world.count, words), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process"))
+    )
     counting(NamedSharding(mesh, PartitionSpec())).lower(votes).compile()  # pyright: ignore[reportFunctionMemberAccess]

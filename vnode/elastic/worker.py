@@ -250,6 +250,9 @@ class WorkerDriver(Driver):
         self.handover.types = types_of(self.state)
         self.recent.clear()
         self.keep()
+        if self.agreement.delay:
+            self.own = OwnCopy(self.state)
+            self.agreement.holders = self.own.holders
         self.member.generation = self.generation
         self.member.nodes = own_nodes(self.step.placement, coming.world.index)
         self.report()
@@ -541,10 +544,8 @@ class WorkerDriver(Driver):
             return
         if self.coming is None and not (self.made is not None and self.made.rejoins):
             self.rehearsals.begin(world().count, world().index, self.handover.types, self.batch_loader())
-        if self.own is None:
-            self.own = OwnCopy(self.state)
-            self.agreement.holders = self.own.holders
-            self.agreement.votes.clear()
+        if self.own is not None:
+            self.own.prepare()
 
     def withdraw_later(self) -> None:
         """Withdraws what was offered to others, once all of them have it: they have voted on later steps."""
