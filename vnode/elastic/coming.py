@@ -34,6 +34,9 @@ logger = logging.getLogger("vnode")
 MAKING = threading.Lock()
 """Held by whoever traces and compiles for a generation: two at once would take the processors from training."""
 
+FLAGS = 5
+"""How many flags workers vote on before each step (`vnode.elastic.worker`)."""
+
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
 
@@ -154,7 +157,7 @@ def vote_once() -> None:
     """One vote of all workers, so that its program is compiled, and the connections between them are made."""
     agreement = Agreement(1)
     for number in range(2 if agreement.delay else 0):
-        agreement.vote(number, [False] * 3)
+        agreement.vote(number, [False] * FLAGS)
 
 
 def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.elastic.coming import MAKING, abstract_state
+from vnode.elastic.coming import FLAGS, MAKING, abstract_state
 from vnode.elastic.held import Leaf
 from vnode.elastic.processes import counting
 from vnode.placement.clients import Stage
@@ -116,5 +116,6 @@ class Rehearsals:
 def compile_vote(world: World) -> None:
     """Compiles the program by which the workers of a world vote."""
     mesh = Mesh(np.array(meeting(world.devices)), ("process",))
-    votes = jax.ShapeDtypeStruct((world.count, 4), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process")))
+    divided = NamedSharding(mesh, PartitionSpec("process"))
+    votes = jax.ShapeDtypeStruct((world.count, 1 + FLAGS), np.uint32, sharding=divided)
     counting(NamedSharding(mesh, PartitionSpec())).lower(votes).compile()  # pyright: ignore[reportFunctionMemberAccess]
