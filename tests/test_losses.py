@@ -172,19 +172,20 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of compiled programs."""
+    return str(tmp_path_factory.mktemp("programs"))
+
+
 @pytest.fixture(autouse=True)
-def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: str) -> None:
     """Jobs of tests are not those of the user; they have their programs from one another."""
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    for name, value in {"JAX_COMPILATION_CACHE_DIR": programs(tmp_path_factory), **KEEP_ALL}.items():
+    for name, value in {"JAX_COMPILATION_CACHE_DIR": programs, **KEEP_ALL}.items():
         monkeypatch.setenv(name, value)
-
-
-@functools.cache
-def programs(factory: pytest.TempPathFactory) -> str:
-    return str(factory.mktemp("programs"))
 
 
 @functools.cache

@@ -70,6 +70,7 @@ class World:
         self.alive_services: dict[str, set[int]] = {}
         self.left: dict[int, dict[int, int]] = {}  # of each generation: steps that workers have said
         self.members: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
         self.do(self.job.begin(0.0))
 
     def do(self, actions: list[Any]) -> None:
@@ -156,7 +157,7 @@ class World:
         if self.now >= fake.hung:
             while self.inbox[fake.number] and self.draw.random() < 0.9:
                 self.hear(fake, self.inbox[fake.number].pop(0))
-            if fake.generation and fake.step >= 0 and self.advance(fake):
+            if fake.stopped or (fake.generation and fake.step >= 0 and self.advance(fake)):
                 return
         busy = fake.busy and self.now < fake.hung
         doing = {"doing": "trains", "nodes": 1, "metrics": {}, "waits": False, "busy": busy}
@@ -165,7 +166,9 @@ class World:
     def advance(self, fake: Fake) -> bool:
         """Does a step with the others, or waits for them; returns whether the run is over."""
         members = self.members[fake.generation]
-        if all(self.is_there(m) and self.fakes[m].generation == fake.generation for m in members):
+        if fake.generation in self.ended:  # in the last step all had their part
+            fake.step = self.steps
+        elif all(self.is_there(m) and self.fakes[m].generation == fake.generation for m in members):
             fake.step, fake.waited = fake.step + (self.draw.random() < 0.8), 0
         else:
             before, fake.waited = fake.waited, fake.waited + 0.05
@@ -174,9 +177,10 @@ class World:
             elif before < 23 <= fake.waited:
                 self.say(fake, kind="error", text="ProcessError: waited", step=fake.step)
                 self.kill(fake.number, 1)
+                return True
         if fake.step >= self.steps:
             self.finish(fake, "steps")
-        return fake.finished
+        return fake.stopped
 
     def is_there(self, number: int) -> bool:
         """Whether a worker does what it should."""
@@ -221,6 +225,7 @@ class World:
     def finish(self, fake: Fake, reason: str) -> None:
         """Its run ends well, and its process does soon after."""
         fake.finished = fake.stopped = True
+        self.ended |= {fake.generation} if reason == "steps" else set()
         self.say(fake, kind="finished", generation=fake.generation, step=fake.step, reason=reason)
         self.exits.append((self.now + self.draw.uniform(0, 1), fake.number, 0))
 
