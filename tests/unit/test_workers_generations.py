@@ -501,3 +501,17 @@ def test_all_leave_when_one_waits_in_vain_for_another_that_lives() -> None:
     script.now += LIMITS.vain
     script.call("tick")
     assert script.sent() == {}
+
+
+def test_one_that_waits_in_vain_in_a_switch_has_both_generations_left() -> None:
+    """A joiner cannot fetch the state from a worker that lives."""
+    script = training(2)
+    script.call("resize", 3)
+    script.arrive(2)
+    script.prepare(2, 0, 1, 2)
+    script.says(2, "lost_peer", generation=2, text="the state cannot be fetched", vain=True)
+    script.now += LIMITS.vain
+    script.call("tick")
+    assert {n: [m["generation"] for m in messages] for n, messages in script.sent().items()} == {
+        number: [1, 2] for number in range(3)
+    }

@@ -32,8 +32,8 @@ logger = logging.getLogger("vnode")
 BEAT = 0.2
 """Seconds between two signs of life."""
 
-SILENCE = 60.0
-"""Seconds without a message of the supervisor, which sends one each second, after which it counts as gone."""
+SILENCE = 300.0
+"""Seconds without a message of the supervisor, which sends one each second, after which its host counts as gone."""
 
 WORD = 20.0
 """Seconds to wait for the supervisor's word after an error that another worker may be the cause of."""

@@ -439,10 +439,10 @@ class WorkerDriver(Driver):
         if not (isinstance(error, ProcessError) or is_runtime_error(error)):
             raise error  # of the script, whatever happens to others at the same time
         loss = self.member.loss()
-        if loss is None and one_line(error).find(NO_MEMORY) >= 0:
+        if loss is None and NO_MEMORY in one_line(error):
             raise error  # no other worker is the cause
         if loss is None:
-            vain = is_runtime_error(error) or getattr(error, "process", None) is None
+            vain = getattr(error, "process", None) is None  # it names no worker that is at fault
             self.member.send("lost_peer", generation=self.generation, text=one_line(error), vain=vain)
             loss = self.member.wait(self.member.loss, WORD)
         if loss is None:

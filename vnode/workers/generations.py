@@ -497,7 +497,7 @@ class Generations:
             return self.broken(active, lost, now)
         if self.current is not None and self.finish_stalls(self.current, now):
             return self.broken(active, [], now)
-        if self.current is not None and self.waits_in_vain(self.current, now):
+        if self.waits_in_vain(active, now):
             return self.broken(active, [], now)
         if following is not None and following.go is not None:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
@@ -541,13 +541,14 @@ class Generations:
             current.finishing, current.seen = now, seen
         return now - current.finishing > self.limits.finish
 
-    def waits_in_vain(self, current: Generation, now: float) -> bool:
+    def waits_in_vain(self, active: list[Worker], now: float) -> bool:
         """Whether a worker has waited for others in vain, and none of them is known to be lost.
 
         All are then asked to leave: the one at fault does not, and is lost. If all do, they train again. As often as
-        a worker is started again this is tried; after that, the worker's error counts.
+        a worker is started again, this is tried; after that, the worker's error counts.
         """
-        hints = [w.vain[1] for w in current.members if w.vain is not None and w.vain[0] == current.number]
+        numbers = {g.number for g in (self.current, self.next) if g is not None}
+        hints = [w.vain[1] for w in active if w.vain is not None and w.vain[0] in numbers]
         recent = [t for t in self.anew if now - t < self.limits.forget]
         if not hints or now - min(hints) < self.limits.vain or len(recent) >= self.limits.restarts:
             return False
