@@ -515,3 +515,18 @@ def test_one_that_waits_in_vain_in_a_switch_has_both_generations_left() -> None:
     assert {n: [m["generation"] for m in messages] for n, messages in script.sent().items()} == {
         number: [1, 2] for number in range(3)
     }
+
+
+def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> None:
+    """As where its memory does not suffice; the other one trains."""
+    script = training(2)
+    script.call("exited", 1, -9)
+    script.says(0, "left", generation=1, step=5)
+    script.prepare(2, 0)
+    script.switch(2, 5, 0)
+    started = 0
+    while 1 in script.job.workers:
+        started += 1
+        script.call("exited", 1, -9)
+    assert started == LIMITS.restarts
+    assert script.job.over is None and [w.number for w in script.job.current.members] == [0]
