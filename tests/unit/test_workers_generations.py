@@ -22,7 +22,10 @@ LIMITS = Limits(start=30, finish=3)
 
 @dataclasses.dataclass
 class Fake:
-    """A worker that obeys the protocol; `step` is what its state has behind it, -1 for none."""
+    """A worker that obeys the protocol; `step` is what its state has behind it, -1 for none.
+
+    Until the time `hung` it only gives signs of life; `busy` says whether it tells why.
+    """
 
     number: int
     arrives: float
@@ -33,6 +36,9 @@ class Fake:
     prepared: set[int] = dataclasses.field(default_factory=set)
     finished: bool = False
     leaves: float | None = None
+    hung: float = 0
+    busy: bool = False
+    waited: float = 0
 
 
 class World:
@@ -64,6 +70,7 @@ class World:
         self.alive_services: dict[str, set[int]] = {}
         self.left: dict[int, dict[int, int]] = {}  # of each generation: steps that workers have said
         self.members: dict[int, list[int]] = {}
+        self.ended: set[int] = set()
         self.do(self.job.begin(0.0))
 
     def do(self, actions: list[Any]) -> None:
@@ -147,17 +154,38 @@ class World:
             self.arrive(fake)
         if not fake.arrived:
             return
-        while self.inbox[fake.number] and self.draw.random() < 0.9:
-            self.hear(fake, self.inbox[fake.number].pop(0))
-        if fake.generation and fake.step >= 0:
-            members = self.members[fake.generation]
-            if all(m in self.fakes and not self.fakes[m].stopped for m in members):  # else it waits for others
-                fake.step += self.draw.random() < 0.8
-            if fake.step >= self.steps:
-                self.finish(fake, "steps")
+        if self.now >= fake.hung:
+            while self.inbox[fake.number] and self.draw.random() < 0.9:
+                self.hear(fake, self.inbox[fake.number].pop(0))
+            if fake.stopped or (fake.generation and fake.step >= 0 and self.advance(fake)):
                 return
-        doing = {"doing": "trains", "nodes": 1, "metrics": {}, "waits": False}
+        busy = fake.busy and self.now < fake.hung
+        doing = {"doing": "trains", "nodes": 1, "metrics": {}, "waits": False, "busy": busy}
         self.say(fake, kind="progress", generation=fake.generation, step=max(fake.step, 0), **doing)
+
+    def advance(self, fake: Fake) -> bool:
+        """Does a step with the others, or waits for them; returns whether the run is over."""
+        members = self.members[fake.generation]
+        if fake.generation in self.ended:  # in the last step all had their part
+            fake.step = self.steps
+        elif all(self.is_there(m) and self.fakes[m].generation == fake.generation for m in members):
+            fake.step, fake.waited = fake.step + (self.draw.random() < 0.8), 0
+        else:
+            before, fake.waited = fake.waited, fake.waited + 0.05
+            if before < 3 <= fake.waited:
+                self.say(fake, kind="lost_peer", generation=fake.generation, text="waits", vain=True)
+            elif before < 23 <= fake.waited:
+                self.say(fake, kind="error", text="ProcessError: waited", step=fake.step)
+                self.kill(fake.number, 1)
+                return True
+        if fake.step >= self.steps:
+            self.finish(fake, "steps")
+        return fake.stopped
+
+    def is_there(self, number: int) -> bool:
+        """Whether a worker does what it should."""
+        fake = self.fakes.get(number)
+        return fake is not None and not fake.stopped and self.now >= fake.hung
 
     def arrive(self, fake: Fake) -> None:
         about = {"handover": str(fake.number), "virtual_nodes": self.nodes, "checkpoint": "c" if self.saves else None}
@@ -182,7 +210,7 @@ class World:
                 fake.step = max((f.step for f in self.fakes.values()), default=0)
             self.say(fake, kind="switched", generation=number, step=fake.step)
         elif kind == "leave":
-            fake.generation = 0
+            fake.generation, fake.waited = 0, 0
             self.say(fake, kind="left", generation=number, step=fake.step)
         elif kind == "release":
             fake.generation, fake.step = 0, -1
@@ -197,6 +225,7 @@ class World:
     def finish(self, fake: Fake, reason: str) -> None:
         """Its run ends well, and its process does soon after."""
         fake.finished = fake.stopped = True
+        self.ended |= {fake.generation} if reason == "steps" else set()
         self.say(fake, kind="finished", generation=fake.generation, step=fake.step, reason=reason)
         self.exits.append((self.now + self.draw.uniform(0, 1), fake.number, 0))
 
@@ -205,7 +234,7 @@ class World:
         if self.job.current is None or self.job.next is not None:
             return []
         number, members = self.job.current.number, self.members[self.job.current.number]
-        there = all(m in self.fakes and not self.fakes[m].stopped for m in members)
+        there = all(self.is_there(m) for m in members)
         there = there and all(self.fakes[m].generation == number for m in members)
         return members if there else []
 
@@ -216,10 +245,13 @@ class World:
         return trains > 0 and (trains == self.job.wanted or used_up)
 
 
+KINDS = ("kill", "stop", "close", "resize", "error", "hang", "busy")
+
+
 @settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1), st.sampled_from((60, 10**9)),
-    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error")),
+    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(KINDS),
                        st.integers(0, 5)), max_size=8),
 )  # fmt: skip
 def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
@@ -243,6 +275,10 @@ def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
                 world.kill(number, -9)
             elif event == "stop":
                 fake.stopped = True
+            elif event == "busy":
+                fake.hung, fake.busy = world.now + 20, True
+            elif event == "hang" and number in (trains := world.trains()) and len(trains) > 1:  # one alone: for ever
+                fake.hung, fake.busy = 1e9, False
             elif fake.arrived and not fake.stopped:
                 if event == "error":
                     world.say(fake, kind="error", text="ValueError: odd", step=fake.step)
@@ -418,3 +454,79 @@ def test_a_loss_within_a_switch_breaks_both_generations() -> None:
     script.says(1, "left", generation=1, step=8)
     script.prepare(3, 0, 1)
     assert script.sent()[1][0]["step"] == 9
+
+
+def training(workers: int) -> Script:
+    """A job of which the first generation trains."""
+    script = Script(workers)
+    script.prepare(1, *range(workers))
+    script.switch(1, 0, *range(workers))
+    return script
+
+
+def progress(script: Script, number: int, *, busy: bool) -> None:
+    script.says(number, "progress", step=5, doing="the callbacks of step 5", nodes=1, metrics={}, busy=busy)
+
+
+def test_a_survivor_in_a_callback_has_longer_to_leave() -> None:
+    """Otherwise a loss within a long callback of all workers would be the loss of all."""
+    script = training(3)
+    script.job.limits = dataclasses.replace(LIMITS, silence=1000)
+    progress(script, 0, busy=True)
+    progress(script, 1, busy=True)
+    script.call("exited", 2, -9)
+    script.now += LIMITS.busy - 1
+    script.call("tick")
+    assert Kill(0) not in script.done and Kill(1) not in script.done
+    progress(script, 1, busy=False)  # it hangs
+    assert Kill(1) in script.done and "(the callbacks of step 5)" in script.job.workers[1].why
+    script.says(0, "left", generation=1, step=5)
+    assert StartService(2) in script.done
+
+
+def test_all_leave_when_one_waits_in_vain_for_another_that_lives() -> None:
+    """The one that does not leave is lost; where all do, this is done some times, and then the error counts."""
+    script = training(3)
+    for generation in range(1, 1 + LIMITS.restarts):
+        script.says(0, "lost_peer", generation=generation, text="waited", vain=True)
+        assert script.sent() == {}
+        script.now += LIMITS.vain
+        script.call("tick")
+        assert {number: m["kind"] for number, (m,) in script.sent().items()} == {0: "leave", 1: "leave", 2: "leave"}
+        for number in range(3):
+            script.says(number, "left", generation=generation, step=5)
+        script.prepare(generation + 1, 0, 1, 2)
+        script.switch(generation + 1, 5, 0, 1, 2)
+    script.says(0, "lost_peer", generation=generation + 1, text="waited", vain=True)
+    script.now += LIMITS.vain
+    script.call("tick")
+    assert script.sent() == {}
+
+
+def test_one_that_waits_in_vain_in_a_switch_has_both_generations_left() -> None:
+    """A joiner cannot fetch the state from a worker that lives."""
+    script = training(2)
+    script.call("resize", 3)
+    script.arrive(2)
+    script.prepare(2, 0, 1, 2)
+    script.says(2, "lost_peer", generation=2, text="the state cannot be fetched", vain=True)
+    script.now += LIMITS.vain
+    script.call("tick")
+    assert {n: [m["generation"] for m in messages] for n, messages in script.sent().items()} == {
+        number: [1, 2] for number in range(3)
+    }
+
+
+def test_a_worker_that_the_kernel_kills_every_time_is_not_started_for_ever() -> None:
+    """As where its memory does not suffice; the other one trains."""
+    script = training(2)
+    script.call("exited", 1, -9)
+    script.says(0, "left", generation=1, step=5)
+    script.prepare(2, 0)
+    script.switch(2, 5, 0)
+    started = 0
+    while 1 in script.job.workers:
+        started += 1
+        script.call("exited", 1, -9)
+    assert started == LIMITS.restarts
+    assert script.job.over is None and [w.number for w in script.job.current.members] == [0]

@@ -43,6 +43,9 @@ MAKING = threading.Lock()
 COMPILED = "vnode/compiled/"
 """Under which keys the workers of a generation say that they have compiled for it."""
 
+FLAGS = 5
+"""How many flags workers vote on before each step (`vnode.elastic.worker`)."""
+
 SCOPE = "run 0"
 """The name of a run to the workers of a generation, of which each has one run."""
 
@@ -220,7 +223,7 @@ def vote_once(groups: int) -> None:
     """
     agreement = Agreement(1)
     for number in range(2 if agreement.delay else 0):
-        agreement.vote(number, [False] * 3, unchecked(groups))
+        agreement.vote(number, [False] * FLAGS, unchecked(groups))
 
 
 def abstract_state(like: Any, types: Sequence[Leaf] | None, placement: Placement) -> Any:

@@ -3,19 +3,21 @@
 Knows the channel to the supervisor, and worlds that end. Must not know steps, states, nor what is done about a message.
 
 The supervisor gives a worker its address, a file with a token, and a number, in the environment. One thread receives
-its messages, another sends a sign of life five times a second. Whoever waits in a world looks at the board of that
-world: when the supervisor says that a worker is lost, the receiving thread writes it there.
+its messages, of which one a second is a sign of life; another thread sends one five times a second. Whoever waits in a
+world looks at the board of that world: when the supervisor says that a worker is lost, the receiving thread writes it
+there.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vnode.errors import ProcessError, layout_message
@@ -25,8 +27,13 @@ from vnode.threads import background
 from vnode.workers import INTERFACE, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
 from vnode.workers.wire import Channel, WireError
 
+logger = logging.getLogger("vnode")
+
 BEAT = 0.2
 """Seconds between two signs of life."""
+
+SILENCE = 300.0
+"""Seconds without a message of the supervisor, which sends one each second, after which its host counts as gone."""
 
 WORD = 20.0
 """Seconds to wait for the supervisor's word after an error that another worker may be the cause of."""
@@ -49,6 +56,7 @@ class Membership:
 
     Attributes:
       doing: what this worker does, for people.
+      busy: whether that is something that waits for no other worker, and that a loss does not interrupt.
       stop: why the supervisor has asked for the end of the run; empty if it has not.
       closed: whether the channel is.
       released: whether the workers that train need this one no more, which it has not taken note of.
@@ -69,6 +77,7 @@ class Membership:
         self.stop, self.closed = "", False
         self.worlds: dict[int, World] = {}
         self.step, self.doing, self.waits, self.nodes, self.generation = -1, "to start", False, 0, 0
+        self.busy = False
         self.metrics: dict[str, float] = {}
         self.calls = 0
         self.send("hello", protocol=PROTOCOL, worker=number, pid=os.getpid(), host=socket.gethostname(), token=token)
@@ -114,6 +123,7 @@ class Membership:
                 step=self.step,
                 doing=self.doing,
                 waits=self.waits,
+                busy=self.busy,
                 nodes=self.nodes,
                 metrics=self.metrics,
             )
@@ -123,7 +133,11 @@ class Membership:
         """The thread that receives messages."""
         while True:
             try:
-                message = self.channel.receive()
+                message = self.channel.receive(SILENCE)
+            except TimeoutError:
+                logger.error("no sign of life of the supervisor for %g s: its host or the network is gone", SILENCE)
+                self.channel.close()
+                break
             except (WireError, OSError):
                 break
             with self.changed:
@@ -224,6 +238,16 @@ class Membership:
         """
         if self.end is not None:
             raise SystemExit(self.end.get("code", 0))
+
+    @contextlib.contextmanager
+    def busy_with(self, doing: str) -> Iterator[None]:
+        """While it lasts, this worker does something by itself, after which it looks for losses again."""
+        before = self.doing, self.busy
+        self.doing, self.busy = doing, True
+        try:
+            yield
+        finally:
+            self.doing, self.busy = before
 
     def take_prepare(self) -> dict[str, Any] | None:
         """What generation is to be prepared, once."""

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from vnode.elastic.coming import MAKING, abstract_state, copy_groups
+from vnode.elastic.coming import FLAGS, MAKING, abstract_state, copy_groups
 from vnode.elastic.held import Leaf
 from vnode.elastic.integrity import unchecked
 from vnode.elastic.processes import counting
@@ -122,7 +122,7 @@ def compile_vote(world: World, groups: int) -> None:
       groups: of arrays that have checksums in a vote.
     """
     mesh = Mesh(np.array(meeting(world.devices)), ("process",))
-    words = 1 + len(unchecked(groups)) + 3
+    words = 1 + len(unchecked(groups)) + FLAGS
     votes = jax.ShapeDtypeStruct(
         (world.count, words), np.uint32, sharding=NamedSharding(mesh, PartitionSpec("process"))
     )

@@ -59,6 +59,9 @@ LEAVE = 5.0
 FORMER_CLIENTS = 8
 """Clients of JAX that this process may have, those of generations and rehearsals that are over included."""
 
+NO_MEMORY = "RESOURCE_EXHAUSTED"
+"""What errors of the runtime say where a device has no memory left."""
+
 CHECK_AFTER = 8
 """Steps of a generation after which its copies of the state are compared for the first time."""
 
@@ -293,7 +296,8 @@ class WorkerDriver(Driver):
         check_same("to begin a run", facts, shows={"state": differing_lines})
         self.number, state = self.options.start, self.script_state
         if self.saves:
-            found = self.restored() if world().index == 0 else None
+            with self.member.busy_with("to restore a checkpoint"):
+                found = self.restored() if world().index == 0 else None
             if found is not None:
                 self.handover.offer(self.generation, Held.from_state(*found))
             number = int(exchange_words("to restore a checkpoint", str(-1 if found is None else found[0]))[0])
@@ -416,14 +420,16 @@ class WorkerDriver(Driver):
 
     def flags(self) -> list[bool]:
         """What this worker raises its hand for."""
-        asked = self.stop.asked or bool(self.member.stop) or self.member.closed
+        asked = self.stop.asked or bool(self.member.stop)
         coming = self.coming
         switch = coming is not None and coming.generation in self.member.gone
-        return [asked, self.is_late(), switch]
+        closed = self.member.closed
+        return [asked, self.is_late(), switch, closed, not closed]
 
     def take_flags(self, flags: list[bool]) -> bool:
         """Does what the workers have agreed about."""
-        self.stopping, self.late, switch = flags
+        asked, self.late, switch, closed, open_ = flags
+        self.stopping = asked or (closed and not open_)  # one whose connection alone has broken stops nobody
         if switch and not self.stopping:
             self.switch()
             return False  # the workers of the next generation vote, too
@@ -474,8 +480,11 @@ class WorkerDriver(Driver):
         if not (isinstance(error, ProcessError) or is_runtime_error(error)):
             raise error  # of the script, whatever happens to others at the same time
         loss = self.member.loss()
+        if loss is None and NO_MEMORY in one_line(error):
+            raise error  # no other worker is the cause
         if loss is None:
-            self.member.send("lost_peer", generation=self.generation, text=one_line(error))
+            vain = getattr(error, "process", None) is None  # it names no worker that is at fault
+            self.member.send("lost_peer", generation=self.generation, text=one_line(error), vain=vain)
             loss = self.member.wait(self.member.loss, WORD)
         if loss is None:
             raise error
@@ -524,7 +533,13 @@ class WorkerDriver(Driver):
         self.member.metrics = {
             name: float(value) for name, value in by_name(values).items() if isinstance(value, bool | int | float)
         }
-        super().tell(number, values)
+        with self.member.busy_with(f"the callbacks of step {number}"):
+            super().tell(number, values)
+
+    def evaluate(self) -> None:
+        """As in one process."""
+        with self.member.busy_with(f"an evaluation after {self.number} steps"):
+            super().evaluate()
 
     def batch_loader(self) -> Callable[[Placement], Any]:
         """Loads the batch of the step to come for any placement, to see its types."""
@@ -577,7 +592,7 @@ class WorkerDriver(Driver):
         if world().index or (saved is not None and self.number <= saved):
             return
         try:
-            with in_world(ALONE):
+            with self.member.busy_with(f"to save checkpoint {self.number}"), in_world(ALONE):
                 self.folder()
                 self.write_checkpoint(self.number, own_copy_of(state))
         except CheckpointError as error:

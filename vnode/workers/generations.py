@@ -85,6 +85,8 @@ class Limits:
       errors: how long to wait for errors of other workers, once one has reported its own.
       left: from the first answer to `leave` to the last.
       leave: from `leave` to the last answer.
+      busy: the same, of workers in a callback, an evaluation or a save.
+      vain: from the report that others are waited for in vain until all leave, so that the one at fault is found.
       finish: of workers that do no further step while others have finished.
       end: from `end`, or the report of an error, to the end of the process.
     """
@@ -96,6 +98,8 @@ class Limits:
     errors: float = 0.3
     left: float = 1
     leave: float = 5
+    busy: float = 300
+    vain: float = 2
     finish: float = 30
     end: float = 10
 
@@ -120,6 +124,8 @@ class Worker:
     nodes: int = 0
     metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
     waits: bool = False
+    busy: bool = False
+    vain: tuple[int, float] | None = None
     error: str | None = None
     errored: float = 0
     why: str = ""
@@ -196,6 +202,7 @@ class Generations:
         self.reference: Worker | None = None  # the first that arrived: others must not differ
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
         self.losses: dict[int, list[float]] = {}
+        self.anew: list[float] = []  # when all were asked to leave, though none was lost
         self.services: dict[str, list[Worker]] = {}
         self.generation, self.call, self.failures = 0, 0, 0
         self.trained = False
@@ -339,7 +346,7 @@ class Generations:
         if kind == "progress":
             worker.step, worker.doing = message["step"], str(message["doing"])
             worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})
-            worker.waits = bool(message.get("waits"))
+            worker.waits, worker.busy = bool(message.get("waits")), bool(message.get("busy"))
         elif kind == "arrived":
             if worker.state == FINISHED:
                 worker.again = message
@@ -363,6 +370,8 @@ class Generations:
                 leave.first = leave.first or now
         elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
             self.record("lost peer", worker, str(message["text"]))
+            if message.get("vain"):
+                worker.vain = int(message["generation"]), now
         elif kind == "disconnected":
             if worker in (members := self.services.get(message["service"], [])):
                 members.remove(worker)
@@ -454,15 +463,20 @@ class Generations:
                 continue
             return True
         if self.leave is not None and not self.leave.complete:
-            first, started = self.leave.first, self.leave.started
-            if now - started >= limits.leave or (first is not None and now - first >= limits.left):
-                late = [w for w in self.leave.asked if w.is_usable and w not in self.leave.steps]
-                for worker in late:
-                    self.lose(worker, f"did not leave generation {self.leave.generations[-1]} ({worker.doing})", now)
-                return bool(late)
+            late = self.late_to_leave(self.leave, now)
+            for worker in late:
+                self.lose(worker, f"did not leave generation {self.leave.generations[-1]} ({worker.doing})", now)
+            return bool(late)
         if self.next is not None:
             return self.expired_next(self.next, now)
         return False
+
+    def late_to_leave(self, leave: Leave, now: float) -> list[Worker]:
+        """Those that have not left a broken generation in time. Who does something by itself has longer."""
+        limits, since = self.limits, now - leave.started
+        over = since >= limits.leave or (leave.first is not None and now - leave.first >= limits.left)
+        missing = [w for w in leave.asked if w.is_usable and w not in leave.steps]
+        return [w for w in missing if (since >= limits.busy if w.busy else over)]
 
     def expired_next(self, following: Generation, now: float) -> bool:
         """Looks at the deadlines of the next generation."""
@@ -502,6 +516,8 @@ class Generations:
         if lost:
             return self.broken(active, lost, now)
         if self.current is not None and self.finish_stalls(self.current, now):
+            return self.broken(active, [], now)
+        if self.waits_in_vain(active, now):
             return self.broken(active, [], now)
         if following is not None and following.go is not None:
             if all(w in following.switched or w.state == FINISHED for w in following.members):
@@ -545,6 +561,20 @@ class Generations:
             current.finishing, current.seen = now, seen
         return now - current.finishing > self.limits.finish
 
+    def waits_in_vain(self, active: list[Worker], now: float) -> bool:
+        """Whether a worker has waited for others in vain, and none of them is known to be lost.
+
+        All are then asked to leave: the one at fault does not, and is lost. If all do, they train again. As often as
+        a worker is started again, this is tried; after that, the worker's error counts.
+        """
+        numbers = {g.number for g in (self.current, self.next) if g is not None}
+        hints = [w.vain[1] for w in active if w.vain is not None and w.vain[0] in numbers]
+        recent = [t for t in self.anew if now - t < self.limits.forget]
+        if not hints or now - min(hints) < self.limits.vain or len(recent) >= self.limits.restarts:
+            return False
+        self.anew = [*recent, now]
+        return True
+
     def active(self) -> list[Worker]:
         """The workers on which training depends: the current generation's, and those told to switch to the next."""
         found = list(self.current.members) if self.current else []
@@ -570,6 +600,7 @@ class Generations:
             ranks = {worker: rank for rank, worker in enumerate(generation.members)}
             gone = lost or [w for w in active if w.state == FINISHED]
             said = [{"worker": w.number, "rank": ranks.get(w, -1), "why": w.why or w.state} for w in gone]
+            said = said or [{"worker": -1, "rank": -1, "why": "some wait for others in vain: all begin anew"}]
             for worker in survivors:
                 self.send(worker, kind="leave", generation=generation.number, lost=said)
         if not survivors:

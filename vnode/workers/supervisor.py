@@ -38,6 +38,9 @@ from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import Entry, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError
 
+ALIVE_SECONDS = 1
+"""How often workers are told that the supervisor is there: a host that vanishes closes no connection."""
+
 TICK = 0.05
 """Seconds between two looks at processes, output and deadlines."""
 
@@ -150,7 +153,7 @@ class Supervisor:
         self.over: End | None = None
         self.killed = False
         self.asked: list[int] = []
-        self.looked = 0.0
+        self.looked = self.told = 0.0
         self.started = 0
         self.listener = listen(interface, port)
         port = self.listener.getsockname()[1]
@@ -265,6 +268,9 @@ class Supervisor:
         """Looks at processes, output and deadlines."""
         for number, worker in list(self.running.items()):
             self.look_at(number, worker, now)
+        if now >= self.told + ALIVE_SECONDS:
+            self.told = now
+            self.do([Send(number, {"kind": "alive"}) for number in self.running])
         self.pass_on()
         self.learn_checkpoint()
         if self.keeper.poll() is not None and self.over is None:
