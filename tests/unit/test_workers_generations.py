@@ -219,7 +219,7 @@ class World:
 @settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1), st.sampled_from((60, 10**9)),
-    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error")),
+    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error", "leave")),
                        st.integers(0, 5)), max_size=8),
 )  # fmt: skip
 def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
@@ -244,7 +244,9 @@ def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
             elif event == "stop":
                 fake.stopped = True
             elif fake.arrived and not fake.stopped:
-                if event == "error":
+                if event == "leave":
+                    world.say(fake, kind="leaving", why="SIGTERM")
+                elif event == "error":
                     world.say(fake, kind="error", text="ValueError: odd", step=fake.step)
                     world.kill(number, 1)
                     fake.stopped = True
@@ -265,7 +267,7 @@ def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
         assert world.over is not None and world.over.code == 0
     else:
         assert (world.over.code != 0) == bool(world.over.why)
-        assert world.over.code != 0 or steps == 60
+        assert world.over.code != 0 or steps == 60 or world.job.stopping
 
 
 def test_more_workers_than_nodes_are_refused() -> None:
@@ -365,6 +367,39 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once() -> None:
     script.says(1, "left", generation=1, step=7)
     script.call("service", 2, "s2")
     assert [m["worker"] for m in script.sent()[2][0]["members"]] == [1, 2]
+
+
+def test_a_worker_that_is_told_to_leave_is_left_out_without_a_loss() -> None:
+    """It trains until the others have switched, ends with code 0, and another process takes its number."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.says(1, "leaving", why="SIGTERM")
+    script.prepare(2, 0)
+    assert Spawn(1) not in script.done
+    script.says(2, "prepared", generation=2, seconds=1.0)
+    go = script.sent()
+    assert sorted(go) == [0, 1, 2] and go[1][0]["step"] is None
+    assert [holder["worker"] for holder in go[0][0]["holders"]] == [0, 1, 2]
+    script.switch(2, 9, 0, 2)
+    assert [(m["kind"], m["code"]) for m in script.sent()[1]] == [("end", 0)]
+    script.call("exited", 1, 0)
+    assert Spawn(1) in script.done and not script.job.losses[1]
+
+
+def test_the_run_stops_when_all_workers_are_told_to_leave() -> None:
+    """As those of a host that goes down: with a checkpoint, by those that would be left last."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    script.says(0, "leaving", why="SIGTERM")
+    script.says(1, "leaving", why="SIGTERM")
+    assert {n: m[-1]["kind"] for n, m in script.sent().items()} == {0: "stop", 1: "stop"}
+    for number in (0, 1):
+        script.says(number, "finished", generation=1, step=10, reason="signal SIGTERM")
+    script.call("exited", 0, 75)
+    script.call("exited", 1, 75)
+    assert script.job.over == End(75, "")
 
 
 def test_a_script_may_run_twice() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import time
@@ -95,6 +96,7 @@ class WorkerDriver(Driver):
         self.state: Any = None
         self.last_save = time.monotonic()
         self.call, self.member.calls = self.member.calls, self.member.calls + 1
+        self.member.leaves = functools.partial(getattr, self.stop, "name")
         self.arrive()
 
     def arrive(self) -> None:
@@ -375,10 +377,17 @@ class WorkerDriver(Driver):
 
     def flags(self) -> list[bool]:
         """What this worker raises its hand for."""
-        asked = self.stop.asked or bool(self.member.stop) or self.member.closed
         coming = self.coming
         switch = coming is not None and coming.generation in self.member.gone
-        return [asked, self.is_late(), switch]
+        return [self.is_to_stop(), self.is_late(), switch]
+
+    def is_to_stop(self) -> bool:
+        """Whether the run is to end. A signal to one worker ends its part in it alone: the supervisor is told."""
+        return bool(self.member.stop) or self.member.closed
+
+    def asked_to_stop(self) -> bool:
+        """As in one process, by what the supervisor says."""
+        return self.is_to_stop() and not self.agreement.delay
 
     def take_flags(self, flags: list[bool]) -> bool:
         """Does what the workers have agreed about."""

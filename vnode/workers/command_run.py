@@ -16,7 +16,7 @@ from vnode.workers.generations import one_line
 from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 
-SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "gave up", "unprepared")
+SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
 """Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 

@@ -123,6 +123,7 @@ class Worker:
     error: str | None = None
     errored: float = 0
     why: str = ""
+    leaving: str = ""
     kill_at: float | None = None
     again: dict[str, Any] | None = None
     code: int | None = None
@@ -226,6 +227,8 @@ class Generations:
                 self.end(code or 1, self.never_ran(worker) if code == 0 else f"Worker {number} {ending(code)}.")
             elif worker.state in (STARTING, READY):
                 self.lose(worker, ending(code), now)
+            elif worker.state in (FINISHED, ENDING):
+                self.record("exited", worker, ending(code))
         return self.settle(now)
 
     def stopped(self, number: int, now: float) -> list[Action]:
@@ -305,6 +308,11 @@ class Generations:
           code: the exit code of the job if nothing trains yet.
           now: the time.
         """
+        self.begin_stop(why, code)
+        return self.settle(now)
+
+    def begin_stop(self, why: str, code: int) -> None:
+        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
         if not self.stopping and not self.over:
             self.record("stop", None, why)
             self.stopping = why, code
@@ -313,7 +321,6 @@ class Generations:
                 self.send_stop()
             elif not self.trained:
                 self.end(code, f"Stopped before it trained: {why}.")
-        return self.settle(now)
 
     # What workers say
 
@@ -344,6 +351,9 @@ class Generations:
             if leave is not None and worker in leave.asked and int(message["generation"]) in leave.generations:
                 leave.steps.setdefault(worker, int(message["step"]))
                 leave.first = leave.first or now
+        elif kind == "leaving":
+            if not worker.leaving and worker.state in (STARTING, READY):
+                self.leaves(worker, str(message["why"]), now)
         elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
             self.record("lost peer", worker, str(message["text"]))
         elif kind == "disconnected":
@@ -384,6 +394,18 @@ class Generations:
             else:
                 self.losses.setdefault(worker.number, []).extend([now] * (self.limits.restarts + 1))
                 self.tell_end(worker, why, 1, now)
+
+    def leaves(self, worker: Worker, why: str, now: float) -> None:
+        """A worker was told to end by others, as by a notice of preemption: the others go on without it.
+
+        One that trains does so until the next generation, which it is not in, has begun.
+        """
+        worker.leaving = why
+        self.record("leaving", worker, why)
+        if worker not in self.active() + (self.leave.asked if self.leave else []):
+            self.tell_end(worker, f"it leaves: {why}", 0, now)
+        elif self.current is not None and self.next is not None and worker in self.next.members:
+            self.cancel(f"worker {worker.number} leaves")
 
     def unprepared(self, worker: Worker, error: str, now: float) -> None:
         """A worker could not prepare the next generation."""
@@ -512,7 +534,11 @@ class Generations:
         members = self.desired()
         if members is None or (self.current is not None and members == self.current.members):
             return False
-        self.propose(members, now)
+        if members:
+            self.propose(members, now)
+        else:
+            assert self.current is not None
+            self.begin_stop(f"all workers leave: {self.current.members[0].leaving}", 143)
         return True
 
     def finish_stalls(self, current: Generation, now: float) -> bool:
@@ -613,7 +639,11 @@ class Generations:
         step = max((w.step for w in following.members if w.step is not None), default=None)
         self.record("trains", None, f"generation {following.number}: workers {names}", step)
         for worker in old:
-            if worker not in following.members and worker.state == READY:
+            if worker in following.members or worker.state != READY:
+                continue
+            if worker.leaving:
+                self.tell_end(worker, f"it leaves: {worker.leaving}", 0, now)
+            else:
                 self.send(worker, kind="release", generation=following.number)
                 worker.state, worker.started, worker.doing = STARTING, now, "is released"
         if self.stopping:
@@ -630,7 +660,10 @@ class Generations:
                 self.tell_end(worker, "the run has ended", 0, now)
 
     def desired(self) -> list[Worker] | None:
-        """The workers that shall train next, or None as long as some are waited for, or nothing is to be changed."""
+        """The workers that shall train next, or None as long as some are waited for, or nothing is to be changed.
+
+        An empty list if all that train leave, and no other is ready.
+        """
         if self.call > 0 and self.current is None:
             return self.desired_again()
         coming = any(w.state == STARTING for w in self.workers.values()) or self.respawns()
@@ -641,10 +674,11 @@ class Generations:
             if not coming and not self.over:
                 self.end(1, self.not_come())
             return None
-        members = self.current.members
-        if self.stopping or any(w.state == FINISHED for w in members):
+        if self.stopping or any(w.state == FINISHED for w in self.current.members):
             return None
-        wanted = min(self.wanted, members[0].virtual_nodes)
+        members = [w for w in self.current.members if not w.leaving]
+        coming = coming and len(members) == len(self.current.members)  # who leaves waits for nobody
+        wanted = min(self.wanted, self.current.members[0].virtual_nodes)
         if len(members) >= wanted:
             return members[:wanted]
         ready = self.spare()[: wanted - len(members)]
@@ -693,7 +727,8 @@ class Generations:
             return
         alive = [w for w in self.workers.values() if w.state in (STARTING, READY)]
         if not any(w.state == FINISHED for w in self.active() + self.last):
-            for number in self.vacant(now)[: max(self.wanted + self.spares - len(alive), 0)]:
+            missing = self.wanted + self.spares - sum(not w.leaving for w in alive)
+            for number in self.vacant(now)[: max(missing, 0)]:
                 self.workers[number] = Worker(number, now)
                 self.record("start", self.workers[number], "")
                 self.do(Spawn(number))
@@ -719,10 +754,10 @@ class Generations:
         """Whether a worker that is missing will be started once its process has ended, or is about to be."""
         restarts = self.limits.restarts
         numbers = range(self.wanted + self.spares)
-        alive = sum(w.state in (STARTING, READY) for w in self.workers.values())
+        alive = sum(w.state in (STARTING, READY) and not w.leaving for w in self.workers.values())
         if self.call > 0 or self.stopping or alive >= self.wanted + self.spares:
             return False
-        ending = {n for n, w in self.workers.items() if w.state in (LOST, ENDING)}
+        ending = {n for n, w in self.workers.items() if w.state in (LOST, ENDING) or w.leaving}
         return any((n in ending or n not in self.workers) and len(self.losses.get(n, ())) <= restarts for n in numbers)
 
     def end_services(self) -> None:
