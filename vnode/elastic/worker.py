@@ -233,7 +233,7 @@ class WorkerDriver(Driver):
         self.recent.clear()
         self.keep()
         self.member.generation = self.generation
-        self.member.nodes = own_nodes(self.step.placement, coming.world.index)
+        self.member.nodes = own_nodes(self.step.placement)
         self.report()
         self.member.send("switched", generation=self.generation, step=self.number)
         if order["step"] != -1:
@@ -598,13 +598,9 @@ class HeldCopy:
         return made_state(self.like, self.held.leaves, self.held, {}, placement)
 
 
-def own_nodes(placement: Placement, rank: int) -> int:
-    """How many nodes a worker computes."""
-    return sum(
-        count
-        for device, count in zip(placement.devices, placement.counts, strict=False)
-        if device.process_index == rank
-    )
+def own_nodes(placement: Placement) -> int:
+    """How many nodes this worker computes, some perhaps together with others: along a further axis of the mesh."""
+    return len(placement.local_examples(placement.virtual_nodes))
 
 
 def alone(placement: Placement) -> Placement:
