@@ -26,9 +26,10 @@ from tests.budget import examples
 from vnode.data.prefetch import Prefetch
 from vnode.elastic.worker import own_nodes
 from vnode.errors import ProcessError
+from vnode.placement.board import Notice
 from vnode.placement.placement import Placement, device_list
 from vnode.placement.rendezvous import Rendezvous
-from vnode.placement.waiting import meet, watched
+from vnode.placement.waiting import failure_error, meet, process_names, watched
 from vnode.placement.world import World, in_world, is_local, is_shared, own_index, world, world_of
 from vnode.step.ahead import Worker
 from vnode.threads import background
@@ -129,6 +130,15 @@ def test_devices_tell_their_world() -> None:
             is_shared()
     assert world().devices == tuple(jax.devices())
     assert Placement(4, jax.devices()[:1]).local_examples(6).tolist() == [*range(6)]
+
+
+def test_messages_name_workers_by_their_numbers() -> None:
+    """Ranks change with each generation; people know the numbers."""
+    with in_world(World(3, 1, workers=(4, 0, 7))):
+        error = str(failure_error(Notice(2, "ended", text="was killed by SIGKILL"), "for step 7", 1))
+        assert error.startswith("worker 7 has ended: was killed by SIGKILL\n") and "worker 0 waited for step 7" in error
+        assert process_names([0, 2]) == "workers 4, 7" and "process" not in error
+    assert process_names([0, 2]) == "processes 0, 2"
 
 
 def test_a_worker_counts_a_node_once_however_many_devices_share_it() -> None:

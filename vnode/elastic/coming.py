@@ -99,6 +99,7 @@ class Coming:
             len(self.members),
             generation=self.generation,
             interface=self.member.interface,
+            workers=tuple(each["worker"] for each in self.members),
         )
         world.scopes.append(SCOPE)
         self.world = world

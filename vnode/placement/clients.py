@@ -31,7 +31,15 @@ CONNECT = 20
 """Seconds within which the service must answer."""
 
 
-def join_world(address: str, index: int, count: int, *, generation: int = 0, interface: str = "127.0.0.1") -> World:
+def join_world(
+    address: str,
+    index: int,
+    count: int,
+    *,
+    generation: int = 0,
+    interface: str = "127.0.0.1",
+    workers: tuple[int, ...] = (),
+) -> World:
     """Makes this process's part of a world; waits until all of its processes do.
 
     Args:
@@ -40,6 +48,7 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
       count: of processes.
       generation: the number of the world.
       interface: the address at which other processes reach this one.
+      workers: the numbers by which people know the processes.
 
     Returns:
       The world. That of a single process has the devices that JAX shows.
@@ -48,13 +57,14 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
       ProcessError: this version of JAX has no such constructors, or the service does not answer.
     """
     if count == 1:
-        return World(own_devices=tuple(jax.local_devices()), generation=generation)
+        return World(own_devices=tuple(jax.local_devices()), generation=generation, workers=workers)
     check_reachable(address)
     client = connected(address)
     backend = backend_of(client, index, count, interface)
     meeting = Rendezvous(client, index, count)
     board = Board(meeting, index)
-    return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
+    devices = tuple(backend.devices())
+    return World(count, index, meeting, board, own_devices=devices, generation=generation, workers=workers)
 
 
 def leave_world(world: World) -> None:

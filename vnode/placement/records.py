@@ -73,13 +73,14 @@ def check_same(
         full = {process: json.loads(text) for process, text in words.items()}
     lines = []
     for name, (one, other) in list(odd.items())[:SHOWN]:
+        here, there = process_names([one]), process_names([other])
         values = [full[process].get(name) for process in (one, other)] if name in long else [None]
         if shows and name in shows and None not in values:
-            lines += [f"{name}, process {one} (now) and process {other} (then):"]
+            lines += [f"{name}, {here} (now) and {there} (then):"]
             lines += [f"  {line}" for line in shows[name](*values)]
         else:
             texts = [everyones[process].get(name, "none") for process in (one, other)]
-            lines.append(f"{name}: {texts[0]} in process {one}, {texts[1]} in process {other}")
+            lines.append(f"{name}: {texts[0]} in {here}, {texts[1]} in {there}")
     lines += [f"and {len(odd) - SHOWN} more"] if len(odd) > SHOWN else []
     strangers = sorted({one for one, _ in odd.values()})
     if list(odd) == [LAUNCHED]:
