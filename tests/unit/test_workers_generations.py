@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.budget import examples
 from vnode.errors import WorkerError
-from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Send, Spawn, StartService
+from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Record, Send, Spawn, StartService
 
 LIMITS = Limits(start=30, finish=3)
 
@@ -216,11 +216,13 @@ class World:
         return trains > 0 and (trains == self.job.wanted or used_up)
 
 
+EVENTS = ("kill", "stop", "close", "resize", "error", "leave")
+
+
 @settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1), st.sampled_from((60, 10**9)),
-    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(("kill", "stop", "close", "resize", "error", "leave")),
-                       st.integers(0, 5)), max_size=8),
+    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(EVENTS), st.integers(0, 5)), max_size=8),
 )  # fmt: skip
 def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
     seed: int, workers: int, nodes: int, spares: int, steps: int, saves: bool, events: list[tuple[int, str, int]]
@@ -280,6 +282,28 @@ def test_more_workers_than_nodes_are_refused() -> None:
         world.turn()
     with pytest.raises(WorkerError, match="5 workers cannot share 4 virtual nodes"):
         world.job.resize(5, world.now)
+
+
+def test_a_worker_that_differs_is_refused_and_not_started_again() -> None:
+    """On arrival, or by those that prepare its first step with it; until somebody asks for workers again."""
+    for late in (False, True):
+        script = Script(2)
+        script.prepare(1, 0, 1)
+        script.switch(1, 0, 0, 1)
+        script.call("resize", 3)
+        script.call("connected", 2, 102)
+        facts = {} if late else {"script": "edited"}
+        script.job.reference.facts = {"script": "as it was"}
+        script.says(2, "arrived", call=0, facts=facts, handover="h2", virtual_nodes=8)
+        if late:
+            script.call("service", 2, "s2")
+            script.says(0, "unprepared", generation=2, error="ProcessError: worker 2 does not do that", differs=2)
+        assert [m["code"] for m in script.sent()[2] if m["kind"] == "end"] == [1]
+        (why,) = [a.why for a in script.done if isinstance(a, Record) and a.event == "refused"]
+        assert "worker 2" in why.lower() and "What to do:\n  - have all workers use the same script" in why
+        script.call("exited", 2, 1)
+        assert script.job.vacant(script.now + 10 * LIMITS.forget) == [] and script.job.current.number == 1
+        assert Spawn(2) in script.call("resize", 3)
 
 
 class Script:

@@ -108,8 +108,7 @@ def a_world(index: int, count: int = 3) -> World:
     """A world with devices that a fake client has, two in each process."""
     client = types.SimpleNamespace(process_index=lambda: index)
     devices = [
-        Device(id=i, process_index=i // 2, client=client, platform="cpu", device_kind="cpu")
-        for i in range(2 * count)
+        Device(id=i, process_index=i // 2, client=client, platform="cpu", device_kind="cpu") for i in range(2 * count)
     ]
     return World(count, index, own_devices=tuple(devices))
 

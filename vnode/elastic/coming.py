@@ -26,6 +26,7 @@ from vnode.errors import ProcessError
 from vnode.placement.clients import join_world, leave_world
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
+from vnode.placement.records import DifferentProcess
 from vnode.placement.world import World, in_world, one_line
 from vnode.threads import background
 
@@ -86,7 +87,9 @@ class Coming:
             self.error = error
             if self.is_wanted:
                 logger.exception("generation %d cannot be made", self.generation)
-            self.member.send("unprepared", generation=self.generation, error=one_line(error))
+            odd = error.process if isinstance(error, DifferentProcess) else None
+            differs = None if odd is None else self.members[odd]["worker"]
+            self.member.send("unprepared", generation=self.generation, error=one_line(error), differs=differs)
             return
         self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
 

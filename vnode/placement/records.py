@@ -32,6 +32,10 @@ LAUNCHED = "programs begun together"
 REMEDY = "start all processes with the same program, arguments and versions"
 
 
+class DifferentProcess(ProcessError):
+    """A process does something else than the others; `process` says which."""
+
+
 def check_same(
     what: str,
     facts: Mapping[str, Any],
@@ -52,7 +56,7 @@ def check_same(
       remedies: what to do about it.
 
     Raises:
-      ProcessError: some differ; it names the processes, and the facts with their values.
+      DifferentProcess: some differ; it names the processes, and the facts with their values.
     """
     if not world().several:
         return
@@ -85,7 +89,7 @@ def check_same(
     strangers = sorted({one for one, _ in odd.values()})
     if list(odd) == [LAUNCHED]:
         remedies = ["start all processes again: an error that not all of them had has parted them"]
-    raise ProcessError(
+    raise DifferentProcess(
         layout_message(
             f"{process_names(strangers)} {'do' if len(strangers) > 1 else 'does'} not do what the others do: "
             f"{', '.join(odd)}.",

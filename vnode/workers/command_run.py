@@ -100,7 +100,7 @@ def tell(status: dict[str, Any], event: dict[str, Any] | None) -> None:
 
 
 def line(event: dict[str, Any]) -> str:
-    """An event in a line.
+    """An event in a line; of a worker that is refused in several: what differs, and what to do.
 
     Example:
       >>> line({"event": "lost", "worker": 2, "step": 40, "why": "was killed by SIGKILL"})
@@ -109,7 +109,7 @@ def line(event: dict[str, Any]) -> str:
     text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
     if event["step"] is not None and event["step"] >= 0:
         text += f" at step {event['step']}"
-    why = one_line(str(event["why"]))
+    why = str(event["why"]) if event["event"] == "refused" else one_line(str(event["why"]))
     return f"{text}: {why}" if why else text
 
 

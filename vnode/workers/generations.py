@@ -70,6 +70,15 @@ class End(NamedTuple):
     why: str
 
 
+SAME = (
+    "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
+    "or start the job again: it goes on from its checkpoint"
+)
+"""What to do about a worker that differs from the others."""
+
+SHOWN = 8
+"""Facts that differ, of which a message tells."""
+
 Action = Send | Spawn | Kill | StartService | EndService | Record | End
 
 
@@ -187,6 +196,7 @@ class Generations:
         self.reference: Worker | None = None  # the first that arrived: others must not differ
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
         self.losses: dict[int, list[float]] = {}
+        self.refused: dict[int, str] = {}  # numbers that are not started again until others are asked for, and why
         self.services: dict[str, list[Worker]] = {}
         self.generation, self.call, self.failures = 0, 0, 0
         self.trained = False
@@ -292,6 +302,7 @@ class Generations:
                     remedies=["call vnode.elastic.run once in a script"],
                 )
             )
+        self.refused.clear()
         if workers != self.wanted:
             self.record("resize", None, f"{self.wanted} -> {workers} workers asked for")
             self.wanted, self.failures = workers, 0
@@ -341,7 +352,7 @@ class Generations:
                 self.record("prepared", worker, f"generation {self.next.number}, {float(message['seconds']):.2f} s")
         elif kind == "unprepared":
             if self.next is not None and message["generation"] == self.next.number:
-                self.unprepared(worker, str(message["error"]), now)
+                self.unprepared(worker, str(message["error"]), message.get("differs"), now)
         elif kind == "switched":
             worker.step = int(message["step"])
             if self.next is not None and message["generation"] == self.next.number:
@@ -388,12 +399,17 @@ class Generations:
             if worker.virtual_nodes < self.wanted:
                 self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
         elif why := difference(self.reference, worker):
-            self.record("refused", worker, why)
             if not self.trained:
+                self.record("refused", worker, why)
                 self.end(1, why)
             else:
-                self.losses.setdefault(worker.number, []).extend([now] * (self.limits.restarts + 1))
-                self.tell_end(worker, why, 1, now)
+                self.refuse(worker, why, now)
+
+    def refuse(self, worker: Worker, why: str, now: float) -> None:
+        """Ends a worker that differs from the others; another process with its number is likely to, too."""
+        self.record("refused", worker, why)
+        self.refused[worker.number] = one_line(why)
+        self.tell_end(worker, why, 1, now)
 
     def leaves(self, worker: Worker, why: str, now: float) -> None:
         """A worker was told to end by others, as by a notice of preemption: the others go on without it.
@@ -407,11 +423,15 @@ class Generations:
         elif self.current is not None and self.next is not None and worker in self.next.members:
             self.cancel(f"worker {worker.number} leaves")
 
-    def unprepared(self, worker: Worker, error: str, now: float) -> None:
-        """A worker could not prepare the next generation."""
+    def unprepared(self, worker: Worker, error: str, differs: int | None, now: float) -> None:
+        """A worker could not prepare the next generation; perhaps since another one differs."""
         assert self.next is not None
         self.record("unprepared", worker, error)
-        if not self.trained and self.leave is None:
+        trains = self.current.members if self.current else self.leave.asked if self.leave else self.next.members
+        odd = next((w for w in self.next.members if w.number == differs and w not in trains), None)
+        if odd is not None:
+            self.refuse(odd, layout_message(error, remedies=[SAME]), now)
+        elif not self.trained and self.leave is None:
             self.end(1, f"Worker {worker.number} could not prepare the first step.\n{error}")
         elif self.current is not None and worker in self.current.members:
             self.failures += 1
@@ -480,7 +500,7 @@ class Generations:
                 for worker in outside:
                     self.lose(worker, f"did not prepare generation {following.number} in time ({worker.doing})", now)
             elif late:
-                self.unprepared(late[0], f"not ready after {self.limits.start:g} s ({late[0].doing})", now)
+                self.unprepared(late[0], f"not ready after {self.limits.start:g} s ({late[0].doing})", None, now)
             return bool(late)
         steps = [worker.step for worker in following.members if worker.step is not None]
         if steps and max(steps) != following.seen:  # the old generation still trains
@@ -591,7 +611,8 @@ class Generations:
             return
         saves = self.reference is not None and self.reference.checkpoint is not None
         if saves and self.respawns() and not any(w.error for w in active):
-            self.last = []
+            self.last, self.reference = [], next(iter(self.spare()), None)
+            self.refused.clear()
             self.record("all lost", None, "new workers begin with the newest checkpoint")
             return
         first = min((w for w in active if w.error), key=lambda w: w.errored, default=None)
@@ -746,14 +767,14 @@ class Generations:
         for number in range(self.wanted + self.spares):
             recent = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]
             self.losses[number] = recent
-            if number not in self.workers and len(recent) <= self.limits.restarts:
+            if number not in self.workers and number not in self.refused and len(recent) <= self.limits.restarts:
                 free.append(number)
         return free
 
     def respawns(self) -> bool:
         """Whether a worker that is missing will be started once its process has ended, or is about to be."""
         restarts = self.limits.restarts
-        numbers = range(self.wanted + self.spares)
+        numbers = [number for number in range(self.wanted + self.spares) if number not in self.refused]
         alive = sum(w.state in (STARTING, READY) and not w.leaving for w in self.workers.values())
         if self.call > 0 or self.stopping or alive >= self.wanted + self.spares:
             return False
@@ -863,6 +884,7 @@ class Generations:
             for n, times in sorted(self.losses.items())
             if len(times) > self.limits.restarts
         ]
+        facts += [f"worker {n} was refused: {why}" for n, why in sorted(self.refused.items())]
         ready = sum(w.state == READY for w in self.workers.values())
         return layout_message(
             f"Only {ready} of {self.wanted} workers have called vnode.elastic.run.",
@@ -870,6 +892,7 @@ class Generations:
             remedies=[
                 "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
                 f"if their start takes longer than {self.limits.start:g} s: start_timeout=, --start-timeout",
+                "have them use this version of vnode: an older one does not know workers",
             ],
         )
 
@@ -910,13 +933,13 @@ def one_line(text: str | None) -> str:
 def difference(first: Worker, other: Worker) -> str:
     """What a worker has otherwise than the first; empty if nothing."""
     mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
-    fields = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+    fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
     if not fields:
         return ""
     return layout_message(
         f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
-        facts=[f"{name}: {mine.get(name)!r} in worker {first.number}, {its.get(name)!r} in it" for name in fields],
-        remedies=["start all workers with the same script and the same versions", "or start the job again"],
+        facts=[f"{name}: {mine[name]!r} in worker {first.number}, {its[name]!r} in it" for name in fields[:SHOWN]],
+        remedies=[SAME],
     )
 
 

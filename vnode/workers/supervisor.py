@@ -312,7 +312,12 @@ class Supervisor:
         number = hello.get("worker")
         worker = self.running.get(number) if isinstance(number, int) else None
         if hello.get("protocol") != PROTOCOL or worker is None or worker.channel is not None:
-            why = f"worker {number!r} with protocol {hello.get('protocol')!r} is not waited for"
+            why = f"no worker {number!r} is waited for"
+            if (spoken := hello.get("protocol")) != PROTOCOL:
+                why = layout_message(
+                    f"Worker {number!r} speaks version {spoken!r} of the messages, this supervisor version {PROTOCOL}.",
+                    remedies=["have the workers' Python use the same version of vnode as `vnode run`"],
+                )
             with contextlib.suppress(WireError):
                 channel.send({"kind": "end", "why": why, "code": 1})
             channel.close()
