@@ -130,6 +130,15 @@ class Stage:
         self.count, self.service, self.client = count, None, None
 
     def __enter__(self) -> Stage:
+        try:
+            self.set_up()
+        except BaseException:  # as at the end of the process, when no more threads are started
+            self.__exit__()
+            raise
+        return self
+
+    def set_up(self) -> None:
+        """Makes the service, and the clients of all processes."""
         if self.count > 1:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -141,7 +150,6 @@ class Stage:
             with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
                 made = [pool.submit(backend_of, client, i, self.count, "127.0.0.1") for i in range(self.count)]
                 self.backends = [each.result() for each in made]
-        return self
 
     def world(self, index: int) -> World:
         """The world as one of the processes is in it."""
