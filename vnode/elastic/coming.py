@@ -76,7 +76,8 @@ class Coming:
         self.world: World | None = None
         self.step: Any = None
         self.error: BaseException | None = None
-        self.thread = background(self.make, "vnode-coming")
+        self.closed = False
+        self.thread = background(self.make, "vnode-coming", awaited=True)
 
     def make(self) -> None:
         """The thread that makes it, and tells the supervisor."""
@@ -85,6 +86,8 @@ class Coming:
             self.build()
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
+            if self.closed:
+                return
             if self.is_wanted:
                 logger.exception("generation %d cannot be made", self.generation)
             odd = error.process if isinstance(error, DifferentProcess) else None
@@ -121,7 +124,10 @@ class Coming:
             vote_once()
 
     def close(self) -> None:
-        """Lets go of its world, which this process has no part in any longer, once it is made."""
+        """Lets go of its world, which this process has no part in any longer, once it is made or has been given up."""
+        self.closed = True
+        if self.thread.is_alive():
+            self.member.lose(self.generation, [{"rank": -1, "why": "this worker has given it up"}])
 
         def end() -> None:
             self.thread.join()
@@ -132,12 +138,12 @@ class Coming:
                     self.step.forget()
             self.world = self.step = None
 
-        background(end, "vnode-leave")
+        background(end, "vnode-leave", awaited=True)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the supervisor has not given the generation up."""
-        return self.generation not in self.member.cancelled and self.generation not in self.member.left
+        """Whether neither the supervisor nor this worker has given the generation up."""
+        return not (self.closed or self.generation in self.member.cancelled or self.generation in self.member.left)
 
     def asked_types(self) -> list[Leaf] | None:
         """The arrays of the state as those that train have them; None if nobody trains yet."""

@@ -579,6 +579,7 @@ class WorkerDriver(Driver):
         super().close()
         self.handover.close()
         self.rehearsals.close()
+        self.drop_coming()
         if self.checkpoints is not None:
             with in_world(ALONE):
                 self.checkpoints.close()
