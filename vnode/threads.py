@@ -33,8 +33,8 @@ STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 AWAITED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 """Threads for which the end of the process waits."""
 
-TELL_SECONDS, MOST_SECONDS = 5, 60
-"""How long it waits before it says so, and in all."""
+TELL_SECONDS, MOST_SECONDS = 5, 8
+"""How long it waits before it says so, and in all: less than a supervisor waits for a worker's end."""
 
 logger = logging.getLogger("vnode")
 

@@ -234,7 +234,7 @@ class Generations:
         if worker is not None and not self.over:
             worker.code = code
             if worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
-                self.end(code or 1, self.never_ran(worker) if code == 0 else f"Worker {number} {ending(code)}.")
+                self.end(code or 1, self.never_ran(worker) if code == 0 else self.ended_early(worker))
             elif worker.state in (STARTING, READY):
                 self.lose(worker, ending(code), now)
             elif worker.state in (FINISHED, ENDING):
@@ -400,7 +400,6 @@ class Generations:
                 self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
         elif why := difference(self.reference, worker):
             if not self.trained:
-                self.record("refused", worker, why)
                 self.end(1, why)
             else:
                 self.refuse(worker, why, now)
@@ -875,7 +874,7 @@ class Generations:
     def not_come(self) -> str:
         """The message of workers that did not come to `run`."""
         facts = [
-            f"worker {w.number} {w.why or w.doing} (process {w.pid or 'without connection'})"
+            f"worker {w.number} {w.why or w.doing} ({f'process {w.pid}' if w.pid else 'not connected yet'})"
             for w in self.workers.values()
             if w.state != READY
         ]
@@ -894,6 +893,13 @@ class Generations:
                 f"if their start takes longer than {self.limits.start:g} s: start_timeout=, --start-timeout",
                 "have them use this version of vnode: an older one does not know workers",
             ],
+        )
+
+    def ended_early(self, worker: Worker) -> str:
+        """The message of a worker that failed before it came to `run`, or within the beginning of it."""
+        return layout_message(
+            f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
+            remedies=["see what it printed: its output is above, and in the job's folder (vnode runs)"],
         )
 
     def never_ran(self, worker: Worker) -> str:

@@ -547,7 +547,10 @@ def listen(interface: str, port: int) -> socket.socket:
             layout_message(
                 f"the supervisor cannot listen at {interface}:{port}.",
                 facts=[str(error)],
-                remedies=["another process may use the port: leave port= out for one that is free", "see `vnode runs`"],
+                remedies=[
+                    "if another process uses the port: leave port= (--port) out for one that is free",
+                    "if this host has no such address: give interface= (--interface) one of its own",
+                ],
             )
         ) from error
     return sock
