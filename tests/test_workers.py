@@ -44,7 +44,10 @@ def started(asked: dict[str, Any], workers: int, **options: Any) -> Job:
 
 
 def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
-    """Grown from two workers to three, rank 0 killed, then shrunk to one: the same state and losses."""
+    """Grown from two workers to three, rank 0 sent SIGTERM, the next killed, then shrunk to one: the same state.
+
+    The one that has a SIGTERM leaves without a loss, and with exit code 0.
+    """
     slow, out = tmp_path / "slow", tmp_path / "out"
     slow.touch()
     out.mkdir()
@@ -54,6 +57,13 @@ def test_workers_that_come_and_go_end_with_the_bits_of_one_process(tmp_path: Pat
     until(job, lambda: job.step, "the first step")
     job.resize(3)
     until(job, lambda: len(job.workers) == 3, "three workers")
+    os.kill(job.workers[0]["pid"], signal.SIGTERM)
+    until(job, lambda: any(each["event"] == "exited" for each in job.events), "worker 0 has ended")
+    (gone,) = [(each["worker"], each["why"]) for each in job.events if each["event"] == "exited"]
+    assert gone == (0, "ended with exit code 0")
+    planned = [each["step"] for each in job.events if each["event"] in ("go", "lost", "left")]
+    assert planned == [-1, None, None]  # no step was made again
+    until(job, lambda: len(job.workers) > 1, "two workers")
     os.kill(job.workers[0]["pid"], signal.SIGKILL)
     until(job, lambda: any(each["event"] == "left" for each in job.events), "the others leave")
     job.resize(1)
@@ -98,6 +108,70 @@ def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.Capt
     assert caught.value.code == job.process.returncode == 1
     assert 2 <= sum(each["event"] == "start" for each in job.events) <= 3
     assert "ValueError: step 7 is odd" in capfd.readouterr().err
+
+
+@pytest.mark.thorough
+def test_a_job_whose_workers_are_all_told_to_leave_saves_and_ends(tmp_path: Path) -> None:
+    """As on a host that goes down. The same job goes on from there."""
+    slow, folder = tmp_path / "slow", tmp_path / "checkpoints"
+    slow.touch()
+    asked = {"model": "plain", "folder": str(folder), "slow": str(slow), "out": str(tmp_path), "steps": 60}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2)
+    until(job, lambda: job.step, "the first step")
+    for worker in job.workers:
+        os.kill(worker["pid"], signal.SIGTERM)
+    assert job.wait(DEADLINE) == 0
+    assert [each["why"] for each in job.events if each["event"] == "stop"] == ["all workers leave: SIGTERM"]
+    assert not any(each["event"] in ("lost", "left") for each in job.events)
+    assert job.step is not None and 0 < job.step < 60 and (folder / str(job.step)).exists()
+    slow.unlink()
+    job = started(asked, 1)
+    assert job.wait(DEADLINE) == 0
+    assert json.loads((tmp_path / "0.json").read_text())["hash"] == expected["hash"]
+
+
+@pytest.mark.thorough
+def test_the_loss_of_a_part_of_the_state_that_nobody_else_has_ends_the_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Which is said beforehand, with what to do."""
+    slow = tmp_path / "slow"
+    slow.touch()
+    job = started({"model": "sharded", "steps": 10**6, "slow": str(slow)}, 2)
+    until(job, lambda: (job.step or 0) > 2, "some steps")
+    os.kill(job.workers[1]["pid"], signal.SIGKILL)
+    with pytest.raises(
+        WorkerError, match=r"no worker that is left holds all of state\['slots'\].*one is lost"
+    ) as caught:
+        job.wait(DEADLINE)
+    assert caught.value.code == 1
+    said = capfd.readouterr().err
+    assert said.count("has no checkpoint: the loss of a worker ends the job.") == 1
+    assert "vnode run --checkpoint FOLDER" in said
+
+
+@pytest.mark.thorough
+def test_a_script_that_is_edited_while_a_job_runs_is_for_the_next_job(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The worker that would run it is refused, told of, and not started again; the others go on."""
+    script, slow = tmp_path / "train.py", tmp_path / "slow"
+    slow.touch()
+    script.write_text(SCRIPT.read_text())
+    asked = {"model": "plain", "steps": 10**6, "slow": str(slow)}
+    job = launch(script, 2, arguments=[json.dumps(asked)], env=ENVIRONMENT)
+    until(job, lambda: job.step, "the first step")
+    script.write_text(SCRIPT.read_text().replace("adamw(1e-2)", "adamw(2e-2)"))
+    os.kill(job.workers[1]["pid"], signal.SIGKILL)
+    until(job, lambda: any(each["event"] == "exited" for each in job.events), "the new worker has ended")
+    there = job.step or 0
+    until(job, lambda: (job.step or 0) > there + 20, "the other one goes on")
+    assert [each["worker"] for each in job.events if each["event"] == "start"] == [0, 1, 1]
+    (why,) = [each["why"] for each in job.events if each["event"] == "refused"]
+    assert why.startswith("Worker 1 differs from worker 0 in script.\n") and "What to do:\n  - have all" in why
+    job.stop()
+    assert job.wait(DEADLINE) == 0
 
 
 @pytest.mark.sweep  # minutes each

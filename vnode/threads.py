@@ -7,6 +7,8 @@ the interpreter is ending, Python before 3.14 answers with ``pthread_exit``, whi
 C++ frames that allow no such thing: the process aborts. Python 3.14 lets the thread hang instead, and `parked` has
 older ones do the same. And when the interpreter has ended, ``exit`` destroys the static objects of XLA under the hands
 of its compiler: `leave` skips that, when all that Python does at its end is done and the exit status is known.
+
+A thread that makes or destroys clients of XLA is better not left there at all: the end of the process waits for it.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import contextlib
 import contextvars
 import ctypes
 import functools
+import logging
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
 
@@ -26,16 +30,55 @@ CLEANUP, LOCK = 64, 64
 
 STARTED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
+AWAITED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+"""Threads for which the end of the process waits."""
 
-def background(work: Callable[[], None], name: str) -> threading.Thread:
-    """Starts a thread for which the end of the process does not wait, nor is it aborted by it.
+TELL_SECONDS, MOST_SECONDS = 5, 8
+"""How long it waits before it says so, and in all: less than a supervisor waits for a worker's end."""
+
+logger = logging.getLogger("vnode")
+
+
+def background(work: Callable[[], None], name: str, *, awaited: bool = False) -> threading.Thread:
+    """Starts a thread that does not keep the process from its end, nor is the process aborted because of it.
 
     It works in a copy of the caller's context: what `contextvars` say here, they say there.
+
+    Args:
+      work: what it does.
+      name: of the thread.
+      awaited: whether the end of the process waits for it, though not for ever; it has been told to come to an end.
     """
-    thread = threading.Thread(target=contextvars.copy_context().run, args=(parked()(work),), name=name, daemon=True)
+    task = [functools.partial(contextvars.copy_context().run, work)]
+    del work
+
+    def run() -> None:
+        with parked():
+            task.pop()()  # and all that it holds goes here: to destroy a client of XLA takes and gives back the lock
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
     STARTED.add(thread)
+    if awaited:
+        AWAITED.add(thread)
     thread.start()
     return thread
+
+
+def await_threads(most: float = MOST_SECONDS) -> None:
+    """Waits for threads that were told to come to an end; says so if it takes long, as a program that is compiled does.
+
+    Args:
+      most: seconds.
+    """
+    began = time.monotonic()
+    for limit in (min(TELL_SECONDS, most), most):
+        for thread in list(AWAITED):
+            thread.join(max(0.0, began + limit - time.monotonic()))
+        names = ", ".join(sorted(thread.name for thread in AWAITED if thread.is_alive()))
+        if not names:
+            return
+        if limit < most:
+            logger.warning("the process ends when %s has come to an end, in %.0f s at most", names, most - limit)
 
 
 @functools.cache
@@ -70,6 +113,7 @@ def parked() -> Iterator[None]:
 @atexit.register
 def leave() -> None:
     """If a thread is left: has the process end as soon as Python has, without what C++ would then destroy."""
+    await_threads()
     c = glibc()
     if c is not None and any(thread.is_alive() for thread in STARTED):
         c.on_exit(c._exit, None)  # called with the exit status

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from tests.budget import examples
 from vnode.errors import WorkerError
-from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Send, Spawn, StartService
+from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Record, Send, Spawn, StartService
 
 LIMITS = Limits(start=30, finish=3)
 
@@ -245,14 +245,13 @@ class World:
         return trains > 0 and (trains == self.job.wanted or used_up)
 
 
-KINDS = ("kill", "stop", "close", "resize", "error", "hang", "busy")
+KINDS = ("kill", "stop", "close", "resize", "error", "hang", "busy", "leave")
 
 
 @settings(max_examples=examples(150))
 @given(
     st.integers(0, 2**32), st.integers(1, 4), st.integers(4, 6), st.integers(0, 1), st.sampled_from((60, 10**9)),
-    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(KINDS),
-                       st.integers(0, 5)), max_size=8),
+    st.booleans(), st.lists(st.tuples(st.integers(0, 60), st.sampled_from(KINDS), st.integers(0, 5)), max_size=8),
 )  # fmt: skip
 def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
     seed: int, workers: int, nodes: int, spares: int, steps: int, saves: bool, events: list[tuple[int, str, int]]
@@ -280,7 +279,9 @@ def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
             elif event == "hang" and number in (trains := world.trains()) and len(trains) > 1:  # one alone: for ever
                 fake.hung, fake.busy = 1e9, False
             elif fake.arrived and not fake.stopped:
-                if event == "error":
+                if event == "leave":
+                    world.say(fake, kind="leaving", why="SIGTERM")
+                elif event == "error":
                     world.say(fake, kind="error", text="ValueError: odd", step=fake.step)
                     world.kill(number, 1)
                     fake.stopped = True
@@ -301,7 +302,7 @@ def test_after_any_events_a_job_trains_with_as_many_workers_as_were_asked_for(
         assert world.over is not None and world.over.code == 0
     else:
         assert (world.over.code != 0) == bool(world.over.why)
-        assert world.over.code != 0 or steps == 60
+        assert world.over.code != 0 or steps == 60 or world.job.stopping
 
 
 def test_more_workers_than_nodes_are_refused() -> None:
@@ -314,6 +315,28 @@ def test_more_workers_than_nodes_are_refused() -> None:
         world.turn()
     with pytest.raises(WorkerError, match="5 workers cannot share 4 virtual nodes"):
         world.job.resize(5, world.now)
+
+
+def test_a_worker_that_differs_is_refused_and_not_started_again() -> None:
+    """On arrival, or by those that prepare its first step with it; until somebody asks for workers again."""
+    for late in (False, True):
+        script = Script(2)
+        script.prepare(1, 0, 1)
+        script.switch(1, 0, 0, 1)
+        script.call("resize", 3)
+        script.call("connected", 2, 102)
+        facts = {} if late else {"script": "edited"}
+        script.job.reference.facts = {"script": "as it was"}
+        script.says(2, "arrived", call=0, facts=facts, handover="h2", virtual_nodes=8)
+        if late:
+            script.call("service", 2, "s2")
+            script.says(0, "unprepared", generation=2, error="ProcessError: worker 2 does not do that", differs=2)
+        assert [m["code"] for m in script.sent()[2] if m["kind"] == "end"] == [1]
+        (why,) = [a.why for a in script.done if isinstance(a, Record) and a.event == "refused"]
+        assert "worker 2" in why.lower() and "What to do:\n  - have all workers use the same script" in why
+        script.call("exited", 2, 1)
+        assert script.job.vacant(script.now + 10 * LIMITS.forget) == [] and script.job.current.number == 1
+        assert Spawn(2) in script.call("resize", 3)
 
 
 class Script:
@@ -401,6 +424,39 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once() -> None:
     script.says(1, "left", generation=1, step=7)
     script.call("service", 2, "s2")
     assert [m["worker"] for m in script.sent()[2][0]["members"]] == [1, 2]
+
+
+def test_a_worker_that_is_told_to_leave_is_left_out_without_a_loss() -> None:
+    """It trains until the others have switched, ends with code 0, and another process takes its number."""
+    script = Script(3)
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    script.says(1, "leaving", why="SIGTERM")
+    script.prepare(2, 0)
+    assert Spawn(1) not in script.done
+    script.says(2, "prepared", generation=2, seconds=1.0)
+    go = script.sent()
+    assert sorted(go) == [0, 1, 2] and go[1][0]["step"] is None
+    assert [holder["worker"] for holder in go[0][0]["holders"]] == [0, 1, 2]
+    script.switch(2, 9, 0, 2)
+    assert [(m["kind"], m["code"]) for m in script.sent()[1]] == [("end", 0)]
+    script.call("exited", 1, 0)
+    assert Spawn(1) in script.done and not script.job.losses[1]
+
+
+def test_the_run_stops_when_all_workers_are_told_to_leave() -> None:
+    """As those of a host that goes down: with a checkpoint, by those that would be left last."""
+    script = Script(2)
+    script.prepare(1, 0, 1)
+    script.switch(1, 0, 0, 1)
+    script.says(0, "leaving", why="SIGTERM")
+    script.says(1, "leaving", why="SIGTERM")
+    assert {n: m[-1]["kind"] for n, m in script.sent().items()} == {0: "stop", 1: "stop"}
+    for number in (0, 1):
+        script.says(number, "finished", generation=1, step=10, reason="signal SIGTERM")
+    script.call("exited", 0, 75)
+    script.call("exited", 1, 75)
+    assert script.job.over == End(75, "")
 
 
 def test_a_script_may_run_twice() -> None:

@@ -15,17 +15,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import Mesh
 
 from tests import worlds
 from tests.budget import examples
 from vnode.data.prefetch import Prefetch
+from vnode.elastic.worker import own_nodes
 from vnode.errors import ProcessError
+from vnode.placement.board import Notice
 from vnode.placement.placement import Placement, device_list
 from vnode.placement.rendezvous import Rendezvous
-from vnode.placement.waiting import meet, watched
+from vnode.placement.waiting import failure_error, meet, process_names, watched
 from vnode.placement.world import World, in_world, is_local, is_shared, own_index, world, world_of
 from vnode.step.ahead import Worker
 from vnode.threads import background
@@ -94,12 +98,17 @@ def test_a_thread_that_serves_several_worlds() -> None:
         assert watched(world, "to look", []) is second
 
 
+class Device(types.SimpleNamespace):
+    """A device that is none; fit for a mesh."""
+
+    __hash__, __eq__ = object.__hash__, object.__eq__
+
+
 def a_world(index: int, count: int = 3) -> World:
     """A world with devices that a fake client has, two in each process."""
     client = types.SimpleNamespace(process_index=lambda: index)
     devices = [
-        types.SimpleNamespace(id=i, process_index=i // 2, client=client, platform="cpu", device_kind="cpu")
-        for i in range(2 * count)
+        Device(id=i, process_index=i // 2, client=client, platform="cpu", device_kind="cpu") for i in range(2 * count)
     ]
     return World(count, index, own_devices=tuple(devices))
 
@@ -120,6 +129,27 @@ def test_devices_tell_their_world() -> None:
             is_shared()
     assert world().devices == tuple(jax.devices())
     assert Placement(4, jax.devices()[:1]).local_examples(6).tolist() == [*range(6)]
+
+
+def test_messages_name_workers_by_their_numbers() -> None:
+    """Ranks change with each generation; people know the numbers."""
+    with in_world(World(3, 1, workers=(4, 0, 7))):
+        error = str(failure_error(Notice(2, "ended", text="was killed by SIGKILL"), "for step 7", 1))
+        assert error.startswith("worker 7 has ended: was killed by SIGKILL\n") and "worker 0 waited for step 7" in error
+        assert process_names([0, 2]) == "workers 4, 7" and "process" not in error
+    assert process_names([0, 2]) == "processes 0, 2"
+
+
+def test_a_worker_counts_a_node_once_however_many_devices_share_it() -> None:
+    """Along a further axis of the mesh: of one worker's devices, or of those of several."""
+    devices = np.array(a_world(1).devices)
+    for rows, counted in ((devices.reshape(3, 2), [3, 3, 2]), (devices.reshape(2, 3), [4, 8, 4])):
+        for index, count in enumerate(counted):
+            placement = Placement(8, mesh=Mesh(rows, ("vnode", "model")))
+            with in_world(a_world(index)):
+                for device in devices:
+                    device.client.process_index = lambda index=index: index
+                assert own_nodes(placement) == count
 
 
 @pytest.fixture(scope="module")

@@ -32,6 +32,7 @@ from vnode.errors import ProcessError
 from vnode.placement.clients import check_reachable, join_world, leave_world
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
+from vnode.placement.records import DifferentProcess
 from vnode.placement.world import ALONE, World, in_world, one_line
 from vnode.threads import background
 
@@ -92,8 +93,9 @@ class Coming:
         self.step: Any = None
         self.finished = False
         self.error: BaseException | None = None
+        self.closed = False
         with in_world(ALONE):  # or the thread would hold the world that it is called in
-            self.thread = background(self.make, "vnode-coming")
+            self.thread = background(self.make, "vnode-coming", awaited=True)
 
     def make(self) -> None:
         """The thread that makes it, and tells the supervisor when all workers may switch to it."""
@@ -108,8 +110,10 @@ class Coming:
             self.error = error
             if self.is_wanted:
                 logger.exception("generation %d cannot be made", self.generation)
-            if not self.may_begin.is_set():
-                self.member.send("unprepared", generation=self.generation, error=one_line(error))
+            if not (self.closed or self.may_begin.is_set()):
+                odd = error.process if isinstance(error, DifferentProcess) else None
+                differs = None if odd is None else self.members[odd]["worker"]
+                self.member.send("unprepared", generation=self.generation, error=one_line(error), differs=differs)
         else:
             if not self.rejoins:
                 self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
@@ -132,6 +136,7 @@ class Coming:
             len(self.members),
             generation=self.generation,
             interface=self.member.interface,
+            workers=tuple(each["worker"] for each in self.members),
         )
         world.scopes.append(SCOPE)
         self.world = world
@@ -162,11 +167,14 @@ class Coming:
             time.sleep(0.01)
 
     def close(self) -> threading.Thread:
-        """Lets go of its world, which this process has no part in any longer, once it is made.
+        """Lets go of its world, which this process has no part in any longer, once it is made or has been given up.
 
         Returns:
           The thread that does.
         """
+        self.closed = True
+        if self.thread.is_alive():
+            self.member.lose(self.generation, [{"rank": -1, "why": "this worker has given it up"}])
 
         def end() -> None:
             self.may_begin.set()
@@ -179,12 +187,12 @@ class Coming:
                     self.step.forget()
             self.world = self.step = None
 
-        return background(end, "vnode-leave")
+        return background(end, "vnode-leave", awaited=True)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the supervisor has not given the generation up."""
-        return self.generation not in self.member.cancelled and self.generation not in self.member.left
+        """Whether neither the supervisor nor this worker has given the generation up."""
+        return not (self.closed or self.generation in self.member.cancelled or self.generation in self.member.left)
 
     def check_wanted(self) -> None:
         """Gives up where the supervisor has.

@@ -10,8 +10,12 @@ meant to go on with a smaller learning rate. What does not change it (how many d
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 import logging
+import os
+import sys
 from typing import Any, NamedTuple
 
 import jax
@@ -93,6 +97,20 @@ def facts_of_run(step: Any, state: Any, data: Any, options: RunOptions) -> dict[
             f"{jax.tree_util.keystr(path)}: {type_name(leaf)}" for path, leaf in jax.tree.leaves_with_path(state)
         ],
     }
+
+
+@functools.cache
+def script_checksum() -> str | None:
+    """A checksum of the script that this process runs, as its file was when this was asked first; None if it has none.
+
+    That of a function which `vnode.elastic.launch` was given is the file that has it.
+    """
+    for name in ("__mp_main__", sys.argv[0], "__main__"):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is not None and os.path.isfile(path):
+            with open(path, "rb") as file:
+                return hashlib.sha256(file.read()).hexdigest()[:24]
+    return None
 
 
 COMPARED = (

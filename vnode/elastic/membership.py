@@ -61,6 +61,7 @@ class Membership:
       closed: whether the channel is.
       released: whether the workers that train need this one no more, which it has not taken note of.
       answered: the newest generation which it has left because of a loss.
+      leaves: says why this process is to leave the others, who go on; empty if it is not.
     """
 
     def __init__(self, address: str, token: str, number: int) -> None:
@@ -80,6 +81,7 @@ class Membership:
         self.busy = False
         self.metrics: dict[str, float] = {}
         self.calls = 0
+        self.leaves: Callable[[], str] = str
         self.send("hello", protocol=PROTOCOL, worker=number, pid=os.getpid(), host=socket.gethostname(), token=token)
         background(self.receive, "vnode-member")
         background(self.beat, "vnode-member")
@@ -116,7 +118,10 @@ class Membership:
 
     def beat(self) -> None:
         """The thread that gives signs of life."""
+        told = ""
         while not self.closed:
+            if not told and (told := self.leaves()):
+                self.send("leaving", why=told)
             self.send(
                 "progress",
                 generation=self.generation,

@@ -106,7 +106,9 @@ def check_numbers(numbers: np.ndarray) -> None:
         raise ProcessError(
             layout_message(
                 "the processes of this run are not at the same step.",
-                facts=[f"process 0 came to step {numbers[0]}, process {odd} to step {numbers[odd]}"],
+                facts=[
+                    f"{process_names([0])} came to step {numbers[0]}, {process_names([odd])} to step {numbers[odd]}"
+                ],
                 remedies=["did one of them go back to a copy of its state, after an error that the others had not?"],
             ),
             process=odd,
@@ -144,7 +146,9 @@ def check_equal(number: int, sums: Mapping[int, tuple[int, ...]]) -> None:
         raise ProcessError(
             layout_message(
                 f"the state of {process_names(odd)} is not that of the others after {number} steps, and should be.",
-                facts=[f"process {process}: {first:08x}{second:08x}" for process, (first, second) in sums.items()],
+                facts=[
+                    f"{process_names([process])}: {first:08x}{second:08x}" for process, (first, second) in sums.items()
+                ],
                 remedies=[
                     "does the step compute something that depends on the process: a callback's result, say?",
                     "or is memory or a device of that process at fault? Restart from the last good checkpoint",

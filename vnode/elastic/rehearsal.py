@@ -73,7 +73,7 @@ class Rehearsals:
         if not wanted or busy or not self.are_kept():
             return
         self.closed = False
-        self.thread = background(lambda: self.work(wanted, types, batch), "vnode-rehearsal")
+        self.thread = background(lambda: self.work(wanted, types, batch), "vnode-rehearsal", awaited=True)
 
     def work(self, wanted: Sequence[tuple[int, int]], types: Sequence[Leaf], batch: Callable[[Placement], Any]) -> None:
         """The thread that compiles."""

@@ -261,12 +261,18 @@ def run_as_worker(step: Any, state: Any, data: Any, load: Any, options: RunOptio
     from vnode.elastic.membership import Membership  # a run without workers needs none of this
     from vnode.elastic.worker import WorkerDriver
 
-    if options.devices is not None or isinstance(step, AutoStep):
-        what = "virtual_nodes='auto'" if isinstance(step, AutoStep) else f"devices={options.devices!r}"
+    if isinstance(step, AutoStep):
         raise VnodeError(
             layout_message(
-                f"{what} has no meaning for a worker: its supervisor decides on which devices the step runs.",
-                remedies=["leave it out, with a number of virtual nodes", "or run the script without vnode run"],
+                "virtual_nodes='auto' is not for workers: the number must stay the same when they come and go.",
+                remedies=["give a number: virtual_nodes=8", "run the script alone to see which one 'auto' chooses"],
+            )
+        )
+    if options.devices is not None:
+        raise VnodeError(
+            layout_message(
+                f"devices={options.devices!r} has no meaning for a worker: its supervisor decides where the step runs.",
+                remedies=["leave devices= out", "or run the script without vnode run"],
             )
         )
     with contextlib.ExitStack() as stack:

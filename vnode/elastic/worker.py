@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import functools
 import logging
 import threading
 import time
@@ -29,7 +29,7 @@ from vnode.elastic.coming import Coming
 from vnode.elastic.driver import AHEAD, Driver, due
 from vnode.elastic.handover import Handover, Source, fetch_boxes
 from vnode.elastic.held import Held, IncompleteState, is_complete, made_state, missing, types_of
-from vnode.elastic.identity import differing_lines, facts_of_run
+from vnode.elastic.identity import differing_lines, facts_of_run, script_checksum
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
 from vnode.elastic.metrics import by_name, finished
@@ -37,18 +37,17 @@ from vnode.elastic.processes import Agreement
 from vnode.elastic.recovery import Recovery, whole
 from vnode.elastic.rehearsal import Rehearsals
 from vnode.elastic.result import FormerPlacement, Resize, Result
-from vnode.errors import CheckpointError, ProcessError
+from vnode.errors import CheckpointError, ProcessError, layout_message
 from vnode.placement.clients import MADE
 from vnode.placement.device_cache import empty_device_caches
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.gone import given_away
 from vnode.placement.leaves import bytes_of, is_key
 from vnode.placement.placement import Placement
-from vnode.placement.records import check_same
+from vnode.placement.records import check_same, flat, short
 from vnode.placement.succession import settled
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
 from vnode.placement.world import ALONE, in_world, one_line, world
-from vnode.step.identity import step_facts, versions
 from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
@@ -99,6 +98,7 @@ class WorkerDriver(Driver):
         self.ahead = 1
         self.members: list[dict[str, Any]] = []
         self.rehearsals = Rehearsals(step, state)
+        self.said_divided = False
         self.donates = bool(step.spec.donate_argnums)
         self.saves = self.options.checkpoint is not None
         self.resumed: int | None = None
@@ -107,16 +107,18 @@ class WorkerDriver(Driver):
         self.state: Any = None
         self.last_save = time.monotonic()
         self.call, self.member.calls = self.member.calls, self.member.calls + 1
+        self.facts_of_run = facts_of_run(self.home, self.script_state, self.data, self.options)
+        self.member.leaves = functools.partial(getattr, self.stop, "name")
         self.arrive()
 
     def arrive(self) -> None:
         """Tells the supervisor that this worker can be used."""
         self.member.doing, self.member.waits = "to join", True
-        facts = {**versions(), "virtual nodes": self.home.options.virtual_nodes, "step": step_facts(self.home.options)}
+        facts = flat({"script": script_checksum(), **self.facts_of_run}, ["state"])
         self.member.send(
             "arrived",
             call=self.call,
-            facts={name: json.dumps(value, sort_keys=True, default=str) for name, value in facts.items()},
+            facts={name: short(value) for name, value in facts.items() if value is not None},
             handover=self.handover.address,
             virtual_nodes=self.home.options.virtual_nodes,
             checkpoint=None if self.options.checkpoint is None else real_path(str(self.options.checkpoint)),
@@ -257,7 +259,8 @@ class WorkerDriver(Driver):
             self.own = OwnCopy(self.state)
             self.agreement.holders = self.own.holders
         self.member.generation = self.generation
-        self.member.nodes = own_nodes(self.step.placement, coming.world.index)
+        self.member.nodes = own_nodes(self.step.placement)
+        self.tell_divided()
         self.report()
         self.member.send("switched", generation=self.generation, step=self.number)
         if order["step"] != -1:
@@ -265,6 +268,25 @@ class WorkerDriver(Driver):
             change = Resize(self.number, *sizes, repeated=max(0, number - self.number))
             change.move = time.perf_counter() - began
             self.changed(self.step, change)
+
+    def tell_divided(self) -> None:
+        """Says once, and beforehand, where a state that is divided over workers comes from after a loss."""
+        if self.said_divided or world().index or not world().several:
+            return
+        self.said_divided = True
+        held = Held.from_state(self.number, self.state)
+        pairs = zip(held.leaves, held.parts, strict=True)
+        names = [f"state{leaf.path}" for leaf, parts in pairs if not is_complete([leaf], [[parts]])]
+        if not names:
+            return
+        facts = [f"{len(names)} of {len(held.leaves)} arrays: {', '.join(names[:4])}{', ...' if names[4:] else ''}"]
+        if self.saves:
+            back = f"a loss of a worker goes back to the newest checkpoint in {self.options.checkpoint}."
+            logger.info(layout_message(f"the state is divided over the workers: {back}", facts=facts))
+            return
+        remedy = "checkpoint=..., or vnode run --checkpoint FOLDER: a loss then goes back to the newest checkpoint"
+        text = "the state is divided over the workers, and has no checkpoint: the loss of a worker ends the job."
+        logger.warning(layout_message(text, facts=facts, remedies=[remedy]))
 
     def retire(self) -> threading.Thread | None:
         """Has no part any longer in the generation that it was in.
@@ -292,8 +314,7 @@ class WorkerDriver(Driver):
 
     def begin_new(self) -> None:
         """Begins with the state that the script made, or with the newest checkpoint."""
-        facts = facts_of_run(self.home, self.script_state, self.data, self.options)
-        check_same("to begin a run", facts, shows={"state": differing_lines})
+        check_same("to begin a run", self.facts_of_run, shows={"state": differing_lines})
         self.number, state = self.options.start, self.script_state
         if self.saves:
             with self.member.busy_with("to restore a checkpoint"):
@@ -420,11 +441,13 @@ class WorkerDriver(Driver):
 
     def flags(self) -> list[bool]:
         """What this worker raises its hand for."""
-        asked = self.stop.asked or bool(self.member.stop)
-        coming = self.coming
+        coming, closed = self.coming, self.member.closed
         switch = coming is not None and coming.generation in self.member.gone
-        closed = self.member.closed
-        return [asked, self.is_late(), switch, closed, not closed]
+        return [bool(self.member.stop), self.is_late(), switch, closed, not closed]
+
+    def asked_to_stop(self) -> bool:
+        """As in one process, by what the supervisor says: a signal to one worker ends its part in the run alone."""
+        return (bool(self.member.stop) or self.member.closed) and not self.agreement.delay
 
     def take_flags(self, flags: list[bool]) -> bool:
         """Does what the workers have agreed about."""
@@ -612,6 +635,7 @@ class WorkerDriver(Driver):
         super().close()
         self.handover.close()
         self.rehearsals.close()
+        self.drop_coming()
         if self.checkpoints is not None:
             with in_world(ALONE):
                 self.checkpoints.close()
@@ -650,13 +674,9 @@ class HeldCopy:
         return made_state(self.like, self.held.leaves, self.held, {}, placement)
 
 
-def own_nodes(placement: Placement, rank: int) -> int:
-    """How many nodes a worker computes."""
-    return sum(
-        count
-        for device, count in zip(placement.devices, placement.counts, strict=False)
-        if device.process_index == rank
-    )
+def own_nodes(placement: Placement) -> int:
+    """How many nodes this worker computes, some perhaps together with others: along a further axis of the mesh."""
+    return len(placement.local_examples(placement.virtual_nodes))
 
 
 def alone(placement: Placement) -> Placement:

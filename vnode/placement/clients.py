@@ -31,7 +31,15 @@ CONNECT = 20
 """Seconds within which the service must answer."""
 
 
-def join_world(address: str, index: int, count: int, *, generation: int = 0, interface: str = "127.0.0.1") -> World:
+def join_world(
+    address: str,
+    index: int,
+    count: int,
+    *,
+    generation: int = 0,
+    interface: str = "127.0.0.1",
+    workers: tuple[int, ...] = (),
+) -> World:
     """Makes this process's part of a world; waits until all of its processes do.
 
     Args:
@@ -40,6 +48,7 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
       count: of processes.
       generation: the number of the world.
       interface: the address at which other processes reach this one.
+      workers: the numbers by which people know the processes.
 
     Returns:
       The world. That of a single process has the devices that JAX shows.
@@ -48,13 +57,14 @@ def join_world(address: str, index: int, count: int, *, generation: int = 0, int
       ProcessError: this version of JAX has no such constructors, or the service does not answer.
     """
     if count == 1:
-        return World(own_devices=tuple(jax.local_devices()), generation=generation)
+        return World(own_devices=tuple(jax.local_devices()), generation=generation, workers=workers)
     check_reachable(address)
     client = connected(address)
     backend = backend_of(client, index, count, interface)
     meeting = Rendezvous(client, index, count)
     board = Board(meeting, index)
-    return World(count, index, meeting, board, own_devices=tuple(backend.devices()), generation=generation)
+    devices = tuple(backend.devices())
+    return World(count, index, meeting, board, own_devices=devices, generation=generation, workers=workers)
 
 
 def leave_world(world: World) -> None:
@@ -120,6 +130,15 @@ class Stage:
         self.count, self.service, self.client = count, None, None
 
     def __enter__(self) -> Stage:
+        try:
+            self.set_up()
+        except BaseException:  # as at the end of the process, when no more threads are started
+            self.__exit__()
+            raise
+        return self
+
+    def set_up(self) -> None:
+        """Makes the service, and the clients of all processes."""
         if self.count > 1:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -131,7 +150,6 @@ class Stage:
             with concurrent.futures.ThreadPoolExecutor(self.count) as pool:
                 made = [pool.submit(backend_of, client, i, self.count, "127.0.0.1") for i in range(self.count)]
                 self.backends = [each.result() for each in made]
-        return self
 
     def world(self, index: int) -> World:
         """The world as one of the processes is in it."""

@@ -32,6 +32,10 @@ LAUNCHED = "programs begun together"
 REMEDY = "start all processes with the same program, arguments and versions"
 
 
+class DifferentProcess(ProcessError):
+    """A process does something else than the others; `process` says which."""
+
+
 def check_same(
     what: str,
     facts: Mapping[str, Any],
@@ -52,7 +56,7 @@ def check_same(
       remedies: what to do about it.
 
     Raises:
-      ProcessError: some differ; it names the processes, and the facts with their values.
+      DifferentProcess: some differ; it names the processes, and the facts with their values.
     """
     if not world().several:
         return
@@ -73,18 +77,19 @@ def check_same(
         full = {process: json.loads(text) for process, text in words.items()}
     lines = []
     for name, (one, other) in list(odd.items())[:SHOWN]:
+        here, there = process_names([one]), process_names([other])
         values = [full[process].get(name) for process in (one, other)] if name in long else [None]
         if shows and name in shows and None not in values:
-            lines += [f"{name}, process {one} (now) and process {other} (then):"]
+            lines += [f"{name}, {here} (now) and {there} (then):"]
             lines += [f"  {line}" for line in shows[name](*values)]
         else:
             texts = [everyones[process].get(name, "none") for process in (one, other)]
-            lines.append(f"{name}: {texts[0]} in process {one}, {texts[1]} in process {other}")
+            lines.append(f"{name}: {texts[0]} in {here}, {texts[1]} in {there}")
     lines += [f"and {len(odd) - SHOWN} more"] if len(odd) > SHOWN else []
     strangers = sorted({one for one, _ in odd.values()})
     if list(odd) == [LAUNCHED]:
         remedies = ["start all processes again: an error that not all of them had has parted them"]
-    raise ProcessError(
+    raise DifferentProcess(
         layout_message(
             f"{process_names(strangers)} {'do' if len(strangers) > 1 else 'does'} not do what the others do: "
             f"{', '.join(odd)}.",

@@ -414,14 +414,13 @@ def failure_error(notice: Notice, what: str, here: int) -> ProcessError:
       what: what this one came for, or waited for.
       here: this one.
     """
+    name, own = process_names([notice.process]), process_names([here])
+    again = "then start all processes again: a run with checkpoint=... goes on from the last one"
     return ProcessError(
         layout_message(
-            f"process {notice.process} {notice.description}",
-            facts=[f"process {here} waited {what}" if what.startswith("for ") else f"process {here} came {what}"],
-            remedies=[
-                f"see what process {notice.process} wrote last",
-                "then start all processes again: a run with checkpoint=... goes on from the last one",
-            ],
+            f"{name} {notice.description}",
+            facts=[f"{own} waited {what}" if what.startswith("for ") else f"{own} came {what}"],
+            remedies=[f"see what {name} wrote last", *([] if world().workers else [again])],
         ),
         process=notice.process,
         told=notice.kind != "left",  # or the one that has left would not know
@@ -432,8 +431,8 @@ def mismatch_error(here: int, what: str, process: int, why: str) -> ProcessError
     """The error of processes that have come to the same meeting for different things."""
     return ProcessError(
         layout_message(
-            f"processes {here} and {process} do different things.",
-            facts=[f"process {here} came {what}", f"process {process} came {why}"],
+            f"{process_names([here, process])} do different things.",
+            facts=[f"{process_names([here])} came {what}", f"{process_names([process])} came {why}"],
             remedies=["call steps, put and run in the same order in every process"],
         ),
         process=process,
@@ -471,18 +470,19 @@ def absence_error(
     at_once = waited < min(1.0, timeout() / 2)
     others = [process for process in expected if process != here]
     missing = others if at_once else [p for p in others if found and found.get(p, ("", ""))[0] != place]
-    names = process_names(missing) or "the others"
+    names, own = process_names(missing) or "the others", process_names([here])
     if not at_once and not found:
-        summary = f"process {here} waited {waited:.0f} s for others, and process 0, which could tell for whom, is gone."
+        teller = "the service" if world().workers else "process 0"
+        summary = f"{own} waited {waited:.0f} s for others, and {teller}, which could tell for whom, is gone."
     elif at_once or not missing:
-        summary = f"process {here} came too late: others had given up waiting, or have ended."
+        summary = f"{own} came too late: others had given up waiting, or have ended."
     else:
-        summary = f"process {here} waited {waited:.0f} s for {names}."
+        summary = f"{own} waited {waited:.0f} s for {names}."
     return ProcessError(
         layout_message(
             summary,
             facts=[
-                f"process {here} came {what}",
+                f"{own} came {what}",
                 *(last_seen(process, found) for process in missing[:8]),
                 *([] if missing and not at_once else [str(error).splitlines()[0][:200]]),
             ],
@@ -500,7 +500,7 @@ def deadline_error(what: str, here: World, waited: float) -> ProcessError:
     found = whereabouts(here.client)
     return ProcessError(
         layout_message(
-            f"process {here.index} waited {waited:.0f} s {what}, which the processes "
+            f"{process_names([here.index])} waited {waited:.0f} s {what}, which the processes "
             f"{'compute' if what.startswith('for ') else 'do'} together.",
             facts=[last_seen(process, found) for process in here.others[:8]],
             remedies=[
@@ -517,7 +517,7 @@ def last_seen(process: int, found: dict[int, tuple[str, str]]) -> str:
     >>> last_seen(1, {1: ("", "to save a checkpoint")}), last_seen(2, {})
     ('process 1 was seen last when it came to save a checkpoint', 'process 2 was not seen')
     """
-    return f"process {process} " + (
+    return f"{process_names([process])} " + (
         f"was seen last when it came {found[process][1]}" if process in found else "was not seen"
     )
 
@@ -546,10 +546,13 @@ def check_own(asks: str, devices: Iterable[Any], remedies: Sequence[str]) -> Non
 
 
 def process_names(processes: list[int]) -> str:
-    """Processes for people.
+    """Processes for people: those of a job's generation by the numbers of its workers.
 
     >>> process_names([1]), process_names([0, 2, 3])
     ('process 1', 'processes 0, 2, 3')
     """
-    shown = ", ".join(map(str, processes[:8])) + (", ..." if len(processes) > 8 else "")
-    return f"process{'es' if len(processes) > 1 else ''} {shown}" if processes else ""
+    workers = world().workers
+    kinds = ("worker", "workers") if workers else ("process", "processes")
+    numbers = [workers[process] for process in processes] if workers else processes
+    shown = ", ".join(map(str, numbers[:8])) + (", ..." if len(processes) > 8 else "")
+    return f"{kinds[len(processes) > 1]} {shown}" if processes else ""

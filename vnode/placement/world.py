@@ -51,6 +51,7 @@ class World:
       generation: which one it is of those that a job's processes were in; 0: the world of JAX.
       own_devices: the devices of a client of XLA that is this world's alone, those of all its processes. None: those of
         JAX.
+      workers: the numbers by which people know its processes, if they are workers of a job.
       meetings: how often some of the processes have met, by which.
       runs: how often `vnode.elastic.run` was called.
       scopes: what this process does with the others just now: the runs that it is in.
@@ -69,6 +70,7 @@ class World:
     lifeline: Lifeline | None = None
     generation: int = 0
     own_devices: tuple[Any, ...] | None = None
+    workers: tuple[int, ...] = ()
     meetings: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     runs: Iterator[int] = dataclasses.field(default_factory=itertools.count)
     scopes: list[str] = dataclasses.field(default_factory=list)

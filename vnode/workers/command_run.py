@@ -16,7 +16,7 @@ from vnode.workers.generations import one_line
 from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 
-SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "gave up", "unprepared")
+SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
 """Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 
@@ -106,7 +106,7 @@ def tell(status: dict[str, Any], event: dict[str, Any] | None) -> None:
 
 
 def line(event: dict[str, Any]) -> str:
-    """An event in a line.
+    """An event in a line; of a worker that is refused in several: what differs, and what to do.
 
     Example:
       >>> line({"event": "lost", "worker": 2, "step": 40, "why": "was killed by SIGKILL"})
@@ -115,7 +115,7 @@ def line(event: dict[str, Any]) -> str:
     text = event["event"] if event["worker"] is None else f"worker {event['worker']}: {event['event']}"
     if event["step"] is not None and event["step"] >= 0:
         text += f" at step {event['step']}"
-    why = one_line(str(event["why"]))
+    why = str(event["why"]) if event["event"] == "refused" else one_line(str(event["why"]))
     return f"{text}: {why}" if why else text
 
 

@@ -70,6 +70,15 @@ class End(NamedTuple):
     why: str
 
 
+SAME = (
+    "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
+    "or start the job again: it goes on from its checkpoint"
+)
+"""What to do about a worker that differs from the others."""
+
+SHOWN = 8
+"""Facts that differ, of which a message tells."""
+
 Action = Send | Spawn | Kill | StartService | EndService | Record | End
 
 
@@ -129,6 +138,7 @@ class Worker:
     error: str | None = None
     errored: float = 0
     why: str = ""
+    leaving: str = ""
     kill_at: float | None = None
     again: dict[str, Any] | None = None
     code: int | None = None
@@ -203,6 +213,7 @@ class Generations:
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
         self.losses: dict[int, list[float]] = {}
         self.anew: list[float] = []  # when all were asked to leave, though none was lost
+        self.refused: dict[int, str] = {}  # numbers that are not started again until others are asked for, and why
         self.services: dict[str, list[Worker]] = {}
         self.generation, self.call, self.failures = 0, 0, 0
         self.trained = False
@@ -240,9 +251,11 @@ class Generations:
         if worker is not None and not self.over:
             worker.code = code
             if worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
-                self.end(code or 1, self.never_ran(worker) if code == 0 else f"Worker {number} {ending(code)}.")
+                self.end(code or 1, self.never_ran(worker) if code == 0 else self.ended_early(worker))
             elif worker.state in (STARTING, READY):
                 self.lose(worker, ending(code), now)
+            elif worker.state in (FINISHED, ENDING):
+                self.record("exited", worker, ending(code))
         return self.settle(now)
 
     def stopped(self, number: int, now: float) -> list[Action]:
@@ -313,6 +326,7 @@ class Generations:
                     remedies=["call vnode.elastic.run once in a script"],
                 )
             )
+        self.refused.clear()
         if workers != self.wanted:
             self.record("resize", None, f"{self.wanted} -> {workers} workers asked for")
             self.wanted, self.failures = workers, 0
@@ -329,6 +343,11 @@ class Generations:
           code: the exit code of the job if nothing trains yet.
           now: the time.
         """
+        self.begin_stop(why, code)
+        return self.settle(now)
+
+    def begin_stop(self, why: str, code: int) -> None:
+        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
         if not self.stopping and not self.over:
             self.record("stop", None, why)
             self.stopping = why, code
@@ -337,7 +356,6 @@ class Generations:
                 self.send_stop()
             elif not self.trained:
                 self.end(code, f"Stopped before it trained: {why}.")
-        return self.settle(now)
 
     # What workers say
 
@@ -358,7 +376,7 @@ class Generations:
                 self.record("prepared", worker, f"generation {self.next.number}, {float(message['seconds']):.2f} s")
         elif kind == "unprepared":
             if self.next is not None and message["generation"] == self.next.number:
-                self.unprepared(worker, str(message["error"]), now)
+                self.unprepared(worker, str(message["error"]), message.get("differs"), now)
         elif kind == "switched":
             worker.step = int(message["step"])
             if self.next is not None and message["generation"] == self.next.number:
@@ -368,6 +386,9 @@ class Generations:
             if leave is not None and worker in leave.asked and int(message["generation"]) in leave.generations:
                 leave.steps.setdefault(worker, int(message["step"]))
                 leave.first = leave.first or now
+        elif kind == "leaving":
+            if not worker.leaving and worker.state in (STARTING, READY):
+                self.leaves(worker, str(message["why"]), now)
         elif kind == "lost_peer":  # a hint: who is lost, the supervisor finds out itself
             self.record("lost peer", worker, str(message["text"]))
             if message.get("vain"):
@@ -404,18 +425,38 @@ class Generations:
             if worker.virtual_nodes < self.wanted:
                 self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
         elif why := difference(self.reference, worker):
-            self.record("refused", worker, why)
             if not self.trained:
                 self.end(1, why)
             else:
-                self.losses.setdefault(worker.number, []).extend([now] * (self.limits.restarts + 1))
-                self.tell_end(worker, why, 1, now)
+                self.refuse(worker, why, now)
 
-    def unprepared(self, worker: Worker, error: str, now: float) -> None:
-        """A worker could not prepare the next generation."""
+    def refuse(self, worker: Worker, why: str, now: float) -> None:
+        """Ends a worker that differs from the others; another process with its number is likely to, too."""
+        self.record("refused", worker, why)
+        self.refused[worker.number] = one_line(why)
+        self.tell_end(worker, why, 1, now)
+
+    def leaves(self, worker: Worker, why: str, now: float) -> None:
+        """A worker was told to end by others, as by a notice of preemption: the others go on without it.
+
+        One that trains does so until the next generation, which it is not in, has begun.
+        """
+        worker.leaving = why
+        self.record("leaving", worker, why)
+        if worker not in self.active() + (self.leave.asked if self.leave else []):
+            self.tell_end(worker, f"it leaves: {why}", 0, now)
+        elif self.current is not None and self.next is not None and worker in self.next.members:
+            self.cancel(f"worker {worker.number} leaves")
+
+    def unprepared(self, worker: Worker, error: str, differs: int | None, now: float) -> None:
+        """A worker could not prepare the next generation; perhaps since another one differs."""
         assert self.next is not None
         self.record("unprepared", worker, error)
-        if not self.trained and self.leave is None:
+        trains = self.current.members if self.current else self.leave.asked if self.leave else self.next.members
+        odd = next((w for w in self.next.members if w.number == differs and w not in trains), None)
+        if odd is not None:
+            self.refuse(odd, layout_message(error, remedies=[SAME]), now)
+        elif not self.trained and self.leave is None:
             self.end(1, f"Worker {worker.number} could not prepare the first step.\n{error}")
         elif self.current is not None and worker in self.current.members:
             self.cancel(f"worker {worker.number} could not prepare it")
@@ -492,7 +533,7 @@ class Generations:
                 for worker in outside:
                     self.lose(worker, f"did not prepare generation {following.number} in time ({worker.doing})", now)
             elif late:
-                self.unprepared(late[0], f"not ready after {self.limits.start:g} s ({late[0].doing})", now)
+                self.unprepared(late[0], f"not ready after {self.limits.start:g} s ({late[0].doing})", None, now)
             return bool(late)
         steps = [worker.step for worker in following.members if worker.step is not None]
         if steps and max(steps) != following.seen:  # the old generation still trains
@@ -548,7 +589,11 @@ class Generations:
         members = self.desired()
         if members is None or (self.current is not None and members == self.current.members):
             return False
-        self.propose(members, now)
+        if members:
+            self.propose(members, now)
+        else:
+            assert self.current is not None
+            self.begin_stop(f"all workers leave: {self.current.members[0].leaving}", 143)
         return True
 
     def finish_stalls(self, current: Generation, now: float) -> bool:
@@ -616,7 +661,8 @@ class Generations:
             return
         saves = self.reference is not None and self.reference.checkpoint is not None
         if saves and self.respawns() and not any(w.error for w in active):
-            self.last = []
+            self.last, self.reference = [], next(iter(self.spare()), None)
+            self.refused.clear()
             self.record("all lost", None, "new workers begin with the newest checkpoint")
             return
         first = min((w for w in active if w.error), key=lambda w: w.errored, default=None)
@@ -664,7 +710,11 @@ class Generations:
         step = max((w.step for w in following.members if w.step is not None), default=None)
         self.record("trains", None, f"generation {following.number}: workers {names}", step)
         for worker in old:
-            if worker not in following.members and worker.state == READY:
+            if worker in following.members or worker.state != READY:
+                continue
+            if worker.leaving:
+                self.tell_end(worker, f"it leaves: {worker.leaving}", 0, now)
+            else:
                 self.send(worker, kind="release", generation=following.number)
                 worker.state, worker.started, worker.doing = STARTING, now, "is released"
         if self.stopping:
@@ -681,7 +731,10 @@ class Generations:
                 self.tell_end(worker, "the run has ended", 0, now)
 
     def desired(self) -> list[Worker] | None:
-        """The workers that shall train next, or None as long as some are waited for, or nothing is to be changed."""
+        """The workers that shall train next, or None as long as some are waited for, or nothing is to be changed.
+
+        An empty list if all that train leave, and no other is ready.
+        """
         if self.call > 0 and self.current is None:
             return self.desired_again()
         coming = any(w.state == STARTING for w in self.workers.values()) or self.respawns()
@@ -692,10 +745,11 @@ class Generations:
             if not coming and not self.over:
                 self.end(1, self.not_come())
             return None
-        members = self.current.members
-        if self.stopping or any(w.state == FINISHED for w in members):
+        if self.stopping or any(w.state == FINISHED for w in self.current.members):
             return None
-        wanted = min(self.wanted, members[0].virtual_nodes)
+        members = [w for w in self.current.members if not w.leaving]
+        coming = coming and len(members) == len(self.current.members)  # who leaves waits for nobody
+        wanted = min(self.wanted, self.current.members[0].virtual_nodes)
         if len(members) >= wanted:
             return members[:wanted]
         ready = self.spare()[: wanted - len(members)]
@@ -744,7 +798,8 @@ class Generations:
             return
         alive = [w for w in self.workers.values() if w.state in (STARTING, READY)]
         if not any(w.state == FINISHED for w in self.active() + self.last):
-            for number in self.vacant(now)[: max(self.wanted + self.spares - len(alive), 0)]:
+            missing = self.wanted + self.spares - sum(not w.leaving for w in alive)
+            for number in self.vacant(now)[: max(missing, 0)]:
                 self.workers[number] = Worker(number, now)
                 self.record("start", self.workers[number], "")
                 self.do(Spawn(number))
@@ -762,18 +817,18 @@ class Generations:
         for number in range(self.wanted + self.spares):
             recent = [t for t in self.losses.get(number, ()) if now - t < self.limits.forget]
             self.losses[number] = recent
-            if number not in self.workers and len(recent) <= self.limits.restarts:
+            if number not in self.workers and number not in self.refused and len(recent) <= self.limits.restarts:
                 free.append(number)
         return free
 
     def respawns(self) -> bool:
         """Whether a worker that is missing will be started once its process has ended, or is about to be."""
         restarts = self.limits.restarts
-        numbers = range(self.wanted + self.spares)
-        alive = sum(w.state in (STARTING, READY) for w in self.workers.values())
+        numbers = [number for number in range(self.wanted + self.spares) if number not in self.refused]
+        alive = sum(w.state in (STARTING, READY) and not w.leaving for w in self.workers.values())
         if self.call > 0 or self.stopping or alive >= self.wanted + self.spares:
             return False
-        ending = {n for n, w in self.workers.items() if w.state in (LOST, ENDING)}
+        ending = {n for n, w in self.workers.items() if w.state in (LOST, ENDING) or w.leaving}
         return any((n in ending or n not in self.workers) and len(self.losses.get(n, ())) <= restarts for n in numbers)
 
     def end_services(self) -> None:
@@ -870,7 +925,7 @@ class Generations:
     def not_come(self) -> str:
         """The message of workers that did not come to `run`."""
         facts = [
-            f"worker {w.number} {w.why or w.doing} (process {w.pid or 'without connection'})"
+            f"worker {w.number} {w.why or w.doing} ({f'process {w.pid}' if w.pid else 'not connected yet'})"
             for w in self.workers.values()
             if w.state != READY
         ]
@@ -879,6 +934,7 @@ class Generations:
             for n, times in sorted(self.losses.items())
             if len(times) > self.limits.restarts
         ]
+        facts += [f"worker {n} was refused: {why}" for n, why in sorted(self.refused.items())]
         ready = sum(w.state == READY for w in self.workers.values())
         return layout_message(
             f"Only {ready} of {self.wanted} workers have called vnode.elastic.run.",
@@ -886,7 +942,15 @@ class Generations:
             remedies=[
                 "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
                 f"if their start takes longer than {self.limits.start:g} s: start_timeout=, --start-timeout",
+                "have them use this version of vnode: an older one does not know workers",
             ],
+        )
+
+    def ended_early(self, worker: Worker) -> str:
+        """The message of a worker that failed before it came to `run`, or within the beginning of it."""
+        return layout_message(
+            f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
+            remedies=["see what it printed: its output is above, and in the job's folder (vnode runs)"],
         )
 
     def never_ran(self, worker: Worker) -> str:
@@ -935,13 +999,13 @@ def is_no_room(error: str) -> bool:
 def difference(first: Worker, other: Worker) -> str:
     """What a worker has otherwise than the first; empty if nothing."""
     mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
-    fields = [name for name in {**mine, **its} if mine.get(name) != its.get(name)]
+    fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
     if not fields:
         return ""
     return layout_message(
         f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
-        facts=[f"{name}: {mine.get(name)!r} in worker {first.number}, {its.get(name)!r} in it" for name in fields],
-        remedies=["start all workers with the same script and the same versions", "or start the job again"],
+        facts=[f"{name}: {mine[name]!r} in worker {first.number}, {its[name]!r} in it" for name in fields[:SHOWN]],
+        remedies=[SAME],
     )
 
 

@@ -320,7 +320,12 @@ class Supervisor:
         number = hello.get("worker")
         worker = self.running.get(number) if isinstance(number, int) else None
         if hello.get("protocol") != PROTOCOL or worker is None or worker.channel is not None:
-            why = f"worker {number!r} with protocol {hello.get('protocol')!r} is not waited for"
+            why = f"no worker {number!r} is waited for"
+            if (spoken := hello.get("protocol")) != PROTOCOL:
+                why = layout_message(
+                    f"Worker {number!r} speaks version {spoken!r} of the messages, this supervisor version {PROTOCOL}.",
+                    remedies=["have the workers' Python use the same version of vnode as `vnode run`"],
+                )
             with contextlib.suppress(WireError):
                 channel.send({"kind": "end", "why": why, "code": 1})
             channel.close()
@@ -550,7 +555,10 @@ def listen(interface: str, port: int) -> socket.socket:
             layout_message(
                 f"the supervisor cannot listen at {interface}:{port}.",
                 facts=[str(error)],
-                remedies=["another process may use the port: leave port= out for one that is free", "see `vnode runs`"],
+                remedies=[
+                    "if another process uses the port: leave port= (--port) out for one that is free",
+                    "if this host has no such address: give interface= (--interface) one of its own",
+                ],
             )
         ) from error
     return sock
