@@ -40,13 +40,18 @@ DEADLINE = 60.0
 ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
 
 
+def environment(model: str) -> dict[str, str]:
+    """The variables of a process that trains a model."""
+    return {**ENVIRONMENT, "XLA_FLAGS": "--xla_force_host_platform_device_count=2"} if model == "axis" else ENVIRONMENT
+
+
 def reference(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
     """The hash, the losses and the checkpoint of the script in one process."""
-    environment = {**os.environ, **ENVIRONMENT}
     own = {**asked, "folder": str(folder / "alone"), "out": str(folder)} if asked.get("folder") else asked
     alone = {**own, "out": str(folder), "slow": None, "pause": 0}
     command = [sys.executable, str(SCRIPT)]
-    subprocess.run([*command, json.dumps(alone)], env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
+    variables = {**os.environ, **environment(asked["model"])}
+    subprocess.run([*command, json.dumps(alone)], env=variables, check=True, timeout=120, stdout=subprocess.DEVNULL)
     left = json.loads((folder / "alone.json").read_text())
     if asked.get("folder"):
         left["saved"] = saved(asked["model"], alone["folder"])
@@ -56,9 +61,9 @@ def reference(asked: dict[str, Any], folder: Path) -> dict[str, Any]:
 def saved(model: str, folder: str) -> str:
     """The hash of the newest checkpoint."""
     command = [sys.executable, str(SCRIPT), "hash", model, folder]
-    environment = {**os.environ, **ENVIRONMENT}
+    variables = {**os.environ, **environment(model)}
     return subprocess.run(
-        command, env=environment, check=True, timeout=120, capture_output=True, text=True
+        command, env=variables, check=True, timeout=120, capture_output=True, text=True
     ).stdout.strip()
 
 
@@ -85,7 +90,7 @@ class Chaos:
             checkpoint=folder,
             arguments=[json.dumps(self.asked)],
             max_restarts=100,
-            env=ENVIRONMENT,
+            env=environment(self.asked["model"]),
         )
         self.folders.append(job.folder)
         return job
@@ -208,7 +213,7 @@ class Chaos:
 
 KINDS = ["kill", "kill", "stop", "kill two", "kill all but one", "resize", "resize", "resize and back"]
 KINDS += ["resize, kill", "switch, kill", "switch, kill", "supervisor", "slow", "full disk"]
-MODELS = ["plain", "donated", "sharded", "convolution", "attention"]
+MODELS = ["plain", "donated", "sharded", "axis", "convolution", "attention"]
 
 
 def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[str], None] = print) -> None:

@@ -3,7 +3,8 @@
 Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argument is JSON:
 
     model    "plain": an MLP with dropout; "donated": the same, which gives its state away; "sharded": the same, with
-             divided slots; "convolution": a CNN; "attention": a transformer; all clip gradients
+             divided slots; "axis": the same, divided over a model axis of this process's devices; "convolution": a CNN;
+             "attention": a transformer; all clip gradients
     steps    how many
     pause    seconds that the callback sleeps
     slow     a file; while it is there, the callback sleeps 50 ms
@@ -26,12 +27,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import Mesh, PartitionSpec
 
 import vnode
 from vnode.placement.clients import MADE
 
 WIDTH = 48
 EXAMPLES = 256
+AXES = {"first": PartitionSpec(None, "model"), "second": PartitionSpec("model", None)}
 DIMENSIONS = ("NHWC", "HWIO", "NHWC")
 
 
@@ -93,7 +96,11 @@ def problem(model: str) -> tuple[Any, Any, Any]:
         return state, {"loss": loss}
 
     donated = {"donate_argnums": 0} if model == "donated" else {}
-    made = vnode.virtualize(step, virtual_nodes=8, **donated)
+    axis: dict[str, Any] = {}
+    if model == "axis":
+        mesh = Mesh(np.array(jax.local_devices()).reshape(1, -1), ("vnode", "model"))
+        axis = {"placement": vnode.Placement(8, mesh=mesh), "partition": AXES}
+    made = vnode.virtualize(step, virtual_nodes=8, **donated, **axis)
     state = {"params": params, "slots": optimizer.init(params), "key": jax.random.key(0), "count": jnp.int32(0)}
     state["used"] = jnp.zeros(EXAMPLES, jnp.int32)  # how often each example was, whoever had it
     if model == "sharded":
@@ -102,17 +109,25 @@ def problem(model: str) -> tuple[Any, Any, Any]:
         state["slots"] = jax.tree.map(
             lambda leaf: jax.device_put(leaf, divided) if leaf.shape[:1] == (WIDTH,) else leaf, state["slots"]
         )
+    if model == "axis":
+        state = made.put(state)
     data = {"x": rng.randn(EXAMPLES, 16), "y": rng.randn(EXAMPLES, 1)}
     data = {**{name: value.astype(np.float32) for name, value in data.items()}, "number": np.arange(EXAMPLES)}
     return made, state, vnode.data.Batches(data, batch_size=32, seed=0)
 
 
 def digest(state: Any) -> str:
-    """A hash of all bits of a state that is whole in this process."""
-    leaves = [
-        jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in jax.tree.leaves(state)
-    ]
-    return hashlib.sha256(b"".join(np.asarray(leaf.addressable_data(0)).tobytes() for leaf in leaves)).hexdigest()
+    """A hash of all bits of a state; empty if this process has not all of it."""
+    found = hashlib.sha256()
+    for leaf in jax.tree.leaves(state):
+        data = jax.random.key_data(leaf) if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else leaf
+        whole, there = np.zeros(data.shape, data.dtype), np.zeros(data.shape, bool)
+        for shard in data.addressable_shards:
+            whole[shard.index], there[shard.index] = np.asarray(shard.data), True
+        if not there.all():
+            return ""
+        found.update(whole.tobytes())
+    return found.hexdigest()
 
 
 def main(asked: dict[str, Any]) -> None:
@@ -126,10 +141,9 @@ def main(asked: dict[str, Any]) -> None:
 
     saves = {"checkpoint": asked["folder"], "checkpoint_every": asked.get("every", 20)} if asked.get("folder") else {}
     result = vnode.elastic.run(step, state, data, steps=asked["steps"], callback=callback, keep_every=10, **saves)
-    whole = all(leaf.is_fully_replicated for leaf in jax.tree.leaves(result.state))
     said = {
         "step": result.step,
-        "hash": digest(result.state) if whole else "",
+        "hash": digest(result.state),
         "used": np.asarray(result.state["used"].addressable_data(0)).tolist(),
         "clients": len(MADE),
         "losses": [[count, float(metrics["loss"]).hex()] for count, metrics in result.history],

@@ -453,6 +453,8 @@ class WorkerDriver(Driver):
         """Does what the workers have agreed about."""
         asked, self.late, switch, closed, open_ = flags
         self.stopping = asked or (closed and not open_)  # one whose connection alone has broken stops nobody
+        if self.stopping:
+            self.reason = self.reason or self.member.stop or "the supervisor has died"
         if switch and not self.stopping:
             self.switch()
             return False  # the workers of the next generation vote, too

@@ -92,10 +92,13 @@ def after(array: jax.Array, last: Mapping[Any, jax.Array]) -> jax.Array:
     """A copy of an array that is there once others are, on each of this process's devices."""
     parts = []
     for shard in array.addressable_shards:
-        other = last.get(shard.device)
-        if other is None:
-            other = jax.device_put(next(iter(last.values())), shard.device)
-        parts.append(shard.data if other.is_deleted() else behind(shard.data, other))  # who took it has waited for it
+        other = last.get(shard.device, next(iter(last.values())))
+        if other.is_deleted():  # who took it has waited for it
+            parts.append(shard.data)
+            continue
+        if other.devices() != {shard.device}:
+            other = jax.device_put(other, shard.device)
+        parts.append(behind(shard.data, other))
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts, dtype=array.dtype)
 
 
