@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,14 +40,15 @@ class Handover:
     Args:
       interface: the address at which other workers reach it.
       token: which they must know.
+      past: gives the metrics of the steps so far, as plain data.
 
     Attributes:
       address: ``host:port``.
       types: the arrays of the state as this worker trains with them; none while it does not train.
     """
 
-    def __init__(self, interface: str, token: str) -> None:
-        self.token = token
+    def __init__(self, interface: str, token: str, past: Callable[[], list[Any]] = list) -> None:
+        self.token, self.past = token, past
         self.offers: dict[int, Held] = {}
         self.types: tuple[Leaf, ...] = ()
         self.changed = threading.Condition()
@@ -92,6 +93,9 @@ class Handover:
                 line.settimeout(STALL)
                 if asked["kind"] == "types":
                     send_line(line, {"leaves": [leaf.to_json() for leaf in self.types]})
+                    continue
+                if asked["kind"] == "past":
+                    send_line(line, {"past": self.past()})
                     continue
                 held = self.held(int(asked["generation"]))
                 if held is None:
@@ -204,6 +208,18 @@ class Source:
         except (OSError, ValueError, KeyError) as error:
             raise self.failed(error) from error
         return said["step"], leaves, boxes
+
+    def past(self) -> list[Any]:
+        """The metrics of the steps so far, as plain data.
+
+        Raises:
+          ProcessError: the holder does not answer.
+        """
+        try:
+            self.ask("past")
+            return json.loads(self.stream.readline())["past"]
+        except (OSError, ValueError, KeyError) as error:
+            raise self.failed(error) from error
 
     def boxes(self, leaves: Sequence[Leaf], requests: Sequence[Request]) -> dict[Request, np.ndarray]:
         """Fetches boxes.

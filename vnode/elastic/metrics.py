@@ -5,10 +5,13 @@ Knows pytrees of metrics. Must not know which step they are of, nor who is told.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from vnode.placement.placement import Placement
@@ -31,6 +34,27 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
         name = prefix + (jax.tree_util.keystr(path, simple=True, separator="/") or "loss")
         named[name] = leaf.item() if isinstance(leaf, np.ndarray | np.generic) and np.ndim(leaf) == 0 else leaf
     return named
+
+
+def packed(metrics: Any) -> list[list[Any]]:
+    """Metrics on the host as plain data: type, shape and bytes of each leaf.
+
+    >>> packed({"loss": np.float32(0.5)})
+    [['float32', [], 'AAAAPw==']]
+    """
+    arrays = [np.asarray(leaf) for leaf in jax.tree.leaves(metrics)]
+    return [[str(each.dtype), [*each.shape], base64.b64encode(each.tobytes()).decode()] for each in arrays]
+
+
+def unpacked(said: Sequence[Sequence[Any]], like: Any) -> Any:
+    """The reverse of `packed`.
+
+    Args:
+      said: what it gave.
+      like: metrics of the same structure.
+    """
+    parts = [np.frombuffer(base64.b64decode(data), jnp.dtype(kind)).reshape(shape) for kind, shape, data in said]
+    return jax.tree.unflatten(jax.tree.structure(like), parts)
 
 
 def finished(metrics: Any) -> bool:

@@ -113,7 +113,8 @@ class Result:
     Attributes:
       state: the state after the last step.
       step: how many steps the state has behind it, those of earlier runs included.
-      history: ``(step number, metrics)`` of the last steps of this run, with metrics on the host; each step once.
+      history: ``(step number, metrics)`` of the last steps of this run, with metrics on the host; each step once. In a
+        worker also of those before it joined.
       evaluations: ``(steps behind the state, metrics)`` of the evaluations.
       resizes: the changes of devices.
       resumed: the step number of the checkpoint that this run began with, if it did.

@@ -32,7 +32,7 @@ from vnode.elastic.held import Held, IncompleteState, is_complete, made_state, m
 from vnode.elastic.identity import differing_lines, facts_of_run, script_checksum
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
-from vnode.elastic.metrics import by_name, finished
+from vnode.elastic.metrics import by_name, finished, packed, unpacked
 from vnode.elastic.processes import Agreement
 from vnode.elastic.recovery import Recovery, whole
 from vnode.elastic.rehearsal import Rehearsals
@@ -76,6 +76,7 @@ class WorkerDriver(Driver):
       recent: the states before the last steps, of which the last that is computed is what a loss leaves.
       given: the newest generation of others to which this worker has offered what it holds.
       held: what this worker holds of the last state that was whole, between two generations.
+      inherited: metrics of steps that other workers have seen, until this one knows their structure.
     """
 
     def __init__(self, member: Membership, *args: Any) -> None:
@@ -87,7 +88,8 @@ class WorkerDriver(Driver):
         self.home = self.step = step
         self.script_state = state
         self.recovery = HeldRecovery(self.recovery.alive, None, self.recovery.like)
-        self.handover = Handover(self.member.interface, self.member.token)
+        self.inherited: list[Any] = []
+        self.handover = Handover(self.member.interface, self.member.token, self.past)
         self.context = contextlib.ExitStack()
         self.generation = 0
         self.coming: Coming | None = None
@@ -251,6 +253,7 @@ class WorkerDriver(Driver):
             self.take_over(order)
         self.held = None
         self.back_to(self.number)
+        self.inherited = [each for each in self.inherited if each[0] < self.number]
         self.first = self.number
         self.handover.types = types_of(self.state)
         self.recent.clear()
@@ -425,7 +428,20 @@ class WorkerDriver(Driver):
             leaves, boxes = known[0], {name: boxes for name, (_, _, boxes) in manifests.items()}
             is_complete(leaves, [*boxes.values(), *([] if held is None else [held.parts])], needed=True)
             got = fetch_boxes(sources, leaves, missing(leaves, held, boxes, placement))
-        return next(iter(steps.values())), made_state(self.script_state, leaves, held, got, placement)
+            step = next(iter(steps.values()))
+            self.inherit(next(iter(sources.values())), step)
+        return step, made_state(self.script_state, leaves, held, got, placement)
+
+    def past(self) -> list[Any]:
+        """The metrics of the steps so far, for a worker that has not seen them."""
+        return [*self.inherited, *([number, packed(metrics)] for number, metrics, _ in list(self.history.entries))]
+
+    def inherit(self, source: Source, step: int) -> None:
+        """Asks a holder of the state for the metrics of the steps behind it that this worker has not seen."""
+        seen = max([number for number, _ in [*self.inherited, *self.history]], default=-1)
+        with contextlib.suppress(ProcessError):  # training does not need them
+            past = {number: said for number, said in source.past() if seen < number < step}
+            self.inherited += sorted(past.items())
 
     def agree(self) -> bool:
         """Learns what is due before the next step: the end, a checkpoint, a switch to the next generation."""
@@ -555,6 +571,9 @@ class WorkerDriver(Driver):
 
     def tell(self, number: int, values: Any) -> None:
         """As in one process; the supervisor is told the numbers, too."""
+        for before, said in self.inherited:
+            self.history.append(before, unpacked(said, values))
+        self.inherited = []
         self.member.metrics = {
             name: float(value) for name, value in by_name(values).items() if isinstance(value, bool | int | float)
         }
