@@ -174,8 +174,17 @@ def test_a_script_that_is_edited_while_a_job_runs_is_for_the_next_job(
     assert job.wait(DEADLINE) == 0
 
 
-@pytest.mark.sweep  # minutes each
-@pytest.mark.parametrize(("seed", "model"), [(5 + i, model) for i, model in enumerate(MODELS)])
+IN_CI = ("plain", "axis")
+"""Models that the thorough run has; a minute each."""
+
+
+@pytest.mark.parametrize(
+    ("seed", "model"),
+    [
+        pytest.param(5 + i, model, marks=pytest.mark.thorough if model in IN_CI else pytest.mark.sweep)
+        for i, model in enumerate(MODELS)
+    ],
+)
 def test_chaos(seed: int, model: str) -> None:
     """Random kills, stops, full disks and resizes, and the supervisor's death: the bits of one process."""
     play(seed, 5, model)
