@@ -426,6 +426,25 @@ def test_a_spare_takes_the_place_of_a_lost_worker_at_once() -> None:
     assert [m["worker"] for m in script.sent()[2][0]["members"]] == [1, 2]
 
 
+def test_a_generation_without_room_beside_the_one_that_trains_is_made_after_it() -> None:
+    """Once; the one after that is made beside it again."""
+    script, error = Script(3), "JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory"
+    script.prepare(1, 0, 1, 2)
+    script.switch(1, 0, 0, 1, 2)
+    rejoins = []
+    for generation, workers in ((2, 2), (3, 2), (4, 1)):
+        script.call("resize", workers)
+        script.call("service", generation, f"s{generation}")
+        rejoins.append(script.sent()[0][0]["rejoin"])
+        if generation == 2:
+            script.says(0, "unprepared", generation=2, error=error, differs=None)
+            continue
+        for number in range(workers):
+            script.says(number, "prepared", generation=generation, seconds=0.0)
+        script.switch(generation, 9, *range(workers))
+    assert rejoins == [False, True, False] and script.job.current.number == 4
+
+
 def test_a_worker_that_is_told_to_leave_is_left_out_without_a_loss() -> None:
     """It trains until the others have switched, ends with code 0, and another process takes its number."""
     script = Script(3)
