@@ -4,7 +4,7 @@ Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argum
 
     model    "plain": an MLP with dropout; "donated": the same, which gives its state away; "sharded": the same, with
              divided slots; "axis": the same, divided over a model axis of this process's devices; "convolution": a CNN;
-             "attention": a transformer; all clip gradients
+             "attention": a transformer, of which grain reads the examples; all clip gradients
     steps    how many
     pause    seconds that the callback sleeps
     slow     a file; while it is there, the callback sleeps 50 ms
@@ -113,7 +113,10 @@ def problem(model: str) -> tuple[Any, Any, Any]:
         state = made.put(state)
     data = {"x": rng.randn(EXAMPLES, 16), "y": rng.randn(EXAMPLES, 1)}
     data = {**{name: value.astype(np.float32) for name, value in data.items()}, "number": np.arange(EXAMPLES)}
-    return made, state, vnode.data.Batches(data, batch_size=32, seed=0)
+    source: Any = data
+    if model == "attention":
+        source = vnode.grain.dataset([{name: value[i] for name, value in data.items()} for i in range(EXAMPLES)])
+    return made, state, vnode.data.Batches(source, batch_size=32, seed=0)
 
 
 def digest(state: Any) -> str:
