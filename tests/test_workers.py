@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.programs.chaos_of_workers import ENVIRONMENT, MODELS, SCRIPT, play, reference, saved
-from vnode.workers.generations import WorkerError
+from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
 from vnode.workers.registry import find
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from vnode.data.order import Order
-from vnode.workers.generations import WorkerError
+from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
 
 SCRIPT = Path(__file__).parent / "trained_by_workers.py"

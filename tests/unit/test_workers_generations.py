@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from tests.budget import examples
 from vnode.errors import WorkerError
-from vnode.workers.generations import End, EndService, Generations, Kill, Limits, Record, Send, Spawn, StartService
+from vnode.workers.actions import End, EndService, Kill, Record, Send, Spawn, StartService
+from vnode.workers.generations import Generations, Limits
 
 LIMITS = Limits(start=30, finish=3)
 

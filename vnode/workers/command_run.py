@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from vnode.errors import WorkerError
-from vnode.workers.generations import one_line
+from vnode.workers.messages import one_line
 from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 

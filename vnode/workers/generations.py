@@ -14,72 +14,24 @@ while the current one trains:
 from __future__ import annotations
 
 import dataclasses
-import signal
-from typing import Any, NamedTuple
+from typing import Any
 
 from vnode.errors import WorkerError, layout_message
+from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
+from vnode.workers.messages import (
+    SAME,
+    difference,
+    ended_early,
+    ending,
+    is_no_room,
+    never_ran,
+    not_come,
+    one_line,
+    too_few_nodes,
+)
 
 STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "ending", "lost"
 """States of a worker: its process runs; `run` was called; its run ended well; it was told to end; it is gone."""
-
-
-class Send(NamedTuple):
-    """Sends a message to a worker."""
-
-    worker: int
-    message: dict[str, Any]
-
-
-class Spawn(NamedTuple):
-    """Starts the process of a worker."""
-
-    worker: int
-
-
-class Kill(NamedTuple):
-    """Ends the process of a worker with SIGKILL."""
-
-    worker: int
-
-
-class StartService(NamedTuple):
-    """Starts a coordination service; `Generations.service` is told its address."""
-
-    generation: int
-
-
-class EndService(NamedTuple):
-    """Ends a coordination service, to which no process is connected any more."""
-
-    service: str
-
-
-class Record(NamedTuple):
-    """Writes an event down."""
-
-    event: str
-    worker: int | None
-    step: int | None
-    why: str
-
-
-class End(NamedTuple):
-    """Ends the job with an exit code. `why` is empty if it ended well."""
-
-    code: int
-    why: str
-
-
-SAME = (
-    "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
-    "or start the job again: it goes on from its checkpoint"
-)
-"""What to do about a worker that differs from the others."""
-
-SHOWN = 8
-"""Facts that differ, of which a message tells."""
-
-Action = Send | Spawn | Kill | StartService | EndService | Record | End
 
 
 @dataclasses.dataclass(frozen=True)
@@ -251,7 +203,7 @@ class Generations:
         if worker is not None and not self.over:
             worker.code = code
             if worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
-                self.end(code or 1, self.never_ran(worker) if code == 0 else self.ended_early(worker))
+                self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
             elif worker.state in (STARTING, READY):
                 self.lose(worker, ending(code), now)
             elif worker.state in (FINISHED, ENDING):
@@ -924,94 +876,12 @@ class Generations:
 
     def not_come(self) -> str:
         """The message of workers that did not come to `run`."""
-        facts = [
-            f"worker {w.number} {w.why or w.doing} ({f'process {w.pid}' if w.pid else 'not connected yet'})"
-            for w in self.workers.values()
-            if w.state != READY
-        ]
-        facts += [
-            f"worker {n} was lost {len(times)} times"
-            for n, times in sorted(self.losses.items())
-            if len(times) > self.limits.restarts
-        ]
-        facts += [f"worker {n} was refused: {why}" for n, why in sorted(self.refused.items())]
-        ready = sum(w.state == READY for w in self.workers.values())
-        return layout_message(
-            f"Only {ready} of {self.wanted} workers have called vnode.elastic.run.",
-            facts=facts,
-            remedies=[
-                "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
-                f"if their start takes longer than {self.limits.start:g} s: start_timeout=, --start-timeout",
-                "have them use this version of vnode: an older one does not know workers",
-            ],
-        )
-
-    def ended_early(self, worker: Worker) -> str:
-        """The message of a worker that failed before it came to `run`, or within the beginning of it."""
-        return layout_message(
-            f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
-            remedies=["see what it printed: its output is above, and in the job's folder (vnode runs)"],
-        )
-
-    def never_ran(self, worker: Worker) -> str:
-        """The message of a script that does not call `run`."""
-        return layout_message(
-            f"Worker {worker.number} ended without a call of vnode.elastic.run.",
-            facts=["its script came to its end with exit code 0"],
-            remedies=["call vnode.elastic.run(step, state, data) in the script", "or run it without workers"],
-        )
+        there, limits = list(self.workers.values()), self.limits
+        missing = [w for w in there if w.state != READY]
+        lost = {number: len(times) for number, times in self.losses.items() if len(times) > limits.restarts}
+        return not_come(len(there) - len(missing), self.wanted, missing, lost, self.refused, limits.start)
 
 
 def holder(worker: Worker) -> dict[str, Any]:
     """A worker, and where its state can be fetched."""
     return {"worker": worker.number, "handover": worker.handover}
-
-
-def ending(code: int) -> str:
-    """How a process ended, after the name of its worker.
-
-    >>> ending(-9), ending(1)
-    ('was killed by SIGKILL', 'ended with exit code 1')
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:
-        return f"was killed by signal {-code}"
-
-
-def one_line(text: str | None) -> str:
-    """The first line of a text that is not empty; of a traceback the last, which is the error."""
-    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
-    return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
-
-
-def is_no_room(error: str) -> bool:
-    """Whether a worker could not prepare a generation for want of memory.
-
-    >>> is_no_room("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), is_no_room("ValueError")
-    (True, False)
-    """
-    return "RESOURCE_EXHAUSTED" in error or error.startswith("MemoryError")
-
-
-def difference(first: Worker, other: Worker) -> str:
-    """What a worker has otherwise than the first; empty if nothing."""
-    mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
-    fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
-    if not fields:
-        return ""
-    return layout_message(
-        f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
-        facts=[f"{name}: {mine[name]!r} in worker {first.number}, {its[name]!r} in it" for name in fields[:SHOWN]],
-        remedies=[SAME],
-    )
-
-
-def too_few_nodes(nodes: int, workers: int) -> str:
-    """The message of more workers than virtual nodes."""
-    return layout_message(
-        f"{workers} workers cannot share {nodes} virtual nodes: each needs one at least.",
-        remedies=[f"ask for at most {nodes} workers", "or virtualize the step with more virtual_nodes"],
-    )

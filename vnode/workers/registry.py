@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from vnode import files
 from vnode.errors import WorkerError, layout_message
-from vnode.workers.generations import Record
+from vnode.workers.actions import Record
 
 try:
     import fcntl

@@ -21,19 +21,8 @@ from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
 from vnode.workers import CHECKPOINT, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
-from vnode.workers.generations import (
-    STARTING,
-    Action,
-    End,
-    EndService,
-    Generations,
-    Kill,
-    Limits,
-    Record,
-    Send,
-    Spawn,
-    StartService,
-)
+from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
+from vnode.workers.generations import STARTING, Generations, Limits
 from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import Entry, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError

@@ -1,0 +1,126 @@
+"""Turns what happened to a job's workers into the messages that people read.
+
+Knows which facts help, and what to do. Must not know what is decided because of them.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vnode.errors import layout_message
+
+if TYPE_CHECKING:
+    from vnode.workers.generations import Worker
+
+SAME = (
+    "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
+    "or start the job again: it goes on from its checkpoint"
+)
+"""What to do about a worker that differs from the others."""
+
+SHOWN = 8
+"""Facts that differ, of which a message tells."""
+
+
+def not_come(
+    ready: int,
+    wanted: int,
+    missing: Iterable[Worker],
+    lost: Mapping[int, int],
+    refused: Mapping[int, str],
+    start: float,
+) -> str:
+    """The message of workers that did not come to `run`.
+
+    Args:
+      ready: how many did.
+      wanted: how many should have.
+      missing: those that are there, and did not.
+      lost: by number, how often a worker was lost that is not started again.
+      refused: by number, why a worker was refused.
+      start: seconds that a start may take.
+    """
+    facts = [
+        f"worker {w.number} {w.why or w.doing} ({f'process {w.pid}' if w.pid else 'not connected yet'})"
+        for w in missing
+    ]
+    facts += [f"worker {number} was lost {times} times" for number, times in sorted(lost.items())]
+    facts += [f"worker {number} was refused: {why}" for number, why in sorted(refused.items())]
+    return layout_message(
+        f"Only {ready} of {wanted} workers have called vnode.elastic.run.",
+        facts=facts,
+        remedies=[
+            "see what the workers printed: their output is above, and in the job's folder (vnode runs)",
+            f"if their start takes longer than {start:g} s: start_timeout=, --start-timeout",
+            "have them use this version of vnode: an older one does not know workers",
+        ],
+    )
+
+
+def ended_early(worker: Worker) -> str:
+    """The message of a worker that failed before it came to `run`, or within the beginning of it."""
+    return layout_message(
+        f"Worker {worker.number} {ending(worker.code or 1)} before training began.",
+        remedies=["see what it printed: its output is above, and in the job's folder (vnode runs)"],
+    )
+
+
+def never_ran(worker: Worker) -> str:
+    """The message of a script that does not call `run`."""
+    return layout_message(
+        f"Worker {worker.number} ended without a call of vnode.elastic.run.",
+        facts=["its script came to its end with exit code 0"],
+        remedies=["call vnode.elastic.run(step, state, data) in the script", "or run it without workers"],
+    )
+
+
+def ending(code: int) -> str:
+    """How a process ended, after the name of its worker.
+
+    >>> ending(-9), ending(1)
+    ('was killed by SIGKILL', 'ended with exit code 1')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def one_line(text: str | None) -> str:
+    """The first line of a text that is not empty; of a traceback the last, which is the error."""
+    lines = [line.strip() for line in (text or "").splitlines() if line.strip()]
+    return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
+
+
+def is_no_room(error: str) -> bool:
+    """Whether a worker could not prepare a generation for want of memory.
+
+    >>> is_no_room("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), is_no_room("ValueError")
+    (True, False)
+    """
+    return "RESOURCE_EXHAUSTED" in error or error.startswith("MemoryError")
+
+
+def difference(first: Worker, other: Worker) -> str:
+    """What a worker has otherwise than the first; empty if nothing."""
+    mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
+    fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
+    if not fields:
+        return ""
+    return layout_message(
+        f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
+        facts=[f"{name}: {mine[name]!r} in worker {first.number}, {its[name]!r} in it" for name in fields[:SHOWN]],
+        remedies=[SAME],
+    )
+
+
+def too_few_nodes(nodes: int, workers: int) -> str:
+    """The message of more workers than virtual nodes."""
+    return layout_message(
+        f"{workers} workers cannot share {nodes} virtual nodes: each needs one at least.",
+        remedies=[f"ask for at most {nodes} workers", "or virtualize the step with more virtual_nodes"],
+    )
