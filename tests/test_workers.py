@@ -97,7 +97,8 @@ def test_workers_that_rejoin_end_with_the_bits_of_one_process(tmp_path: Path) ->
     slow.unlink()
     assert job.wait(DEADLINE) == 0
     left = [json.loads(path.read_text()) for path in tmp_path.glob("[0-9].json")]
-    assert [(each["step"], each["hash"], each["clients"]) for each in left] == [(200, expected["hash"], 1)] * 2
+    assert [(each["step"], each["hash"]) for each in left] == [(200, expected["hash"])] * 2
+    assert [each["clients"] for each in left] == [[2, 1]] * 2  # a loss leaves its generation's: its threads may wait
 
 
 def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ Knows jax, optax and `vnode.elastic.run`. Must not know who starts it. Its argum
     folder   of checkpoints
     every    steps between two of them
     out      a folder, for what each process leaves: the final step, a hash of the state, the losses, and how many
-             clients of JAX it has besides the first
+             clients of JAX it has besides the first, and how many of them will never go
 """
 
 import hashlib
@@ -30,7 +30,7 @@ import optax
 from jax.sharding import Mesh, PartitionSpec
 
 import vnode
-from vnode.placement.clients import MADE
+from vnode.placement.clients import KEPT, MADE
 
 WIDTH = 48
 EXAMPLES = 256
@@ -148,7 +148,7 @@ def main(asked: dict[str, Any]) -> None:
         "step": result.step,
         "hash": digest(result.state),
         "used": np.asarray(result.state["used"].addressable_data(0)).tolist(),
-        "clients": len(MADE),
+        "clients": [len(MADE), len(KEPT)],
         "losses": [[count, float(metrics["loss"]).hex()] for count, metrics in result.history],
     }
     if "out" in asked:

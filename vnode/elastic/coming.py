@@ -29,7 +29,7 @@ from vnode.elastic.integrity import copy_holders, unchecked
 from vnode.elastic.membership import Membership
 from vnode.elastic.processes import Agreement
 from vnode.errors import ProcessError
-from vnode.placement.clients import check_reachable, join_world, leave_world
+from vnode.placement.clients import check_reachable, join_world, keep_client, leave_world
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
 from vnode.placement.records import DifferentProcess
@@ -180,6 +180,8 @@ class Coming:
             self.may_begin.set()
             self.thread.join()
             if self.world is not None and self.world.board is not None:
+                if self.error is not None or self.generation in {*self.member.left, *self.member.cancelled}:
+                    keep_client(self.world.devices[0].client)  # a program may still wait for a worker there
                 leave_world(self.world)
                 self.member.forget(self.generation)
                 self.member.send("disconnected", service=self.order["service"])

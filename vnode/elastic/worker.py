@@ -38,7 +38,7 @@ from vnode.elastic.recovery import Recovery, whole
 from vnode.elastic.rehearsal import Rehearsals
 from vnode.elastic.result import FormerPlacement, Resize, Result
 from vnode.errors import CheckpointError, ProcessError, layout_message
-from vnode.placement.clients import MADE
+from vnode.placement.clients import KEPT, MADE
 from vnode.placement.device_cache import empty_device_caches
 from vnode.placement.exchange import whole_everywhere
 from vnode.placement.gone import given_away
@@ -56,7 +56,8 @@ LEAVE = 5.0
 """Seconds to wait until a world is left, before the next one is made all the same."""
 
 FORMER_CLIENTS = 8
-"""Clients of JAX that this process may have, those of generations and rehearsals that are over included."""
+"""Clients of JAX that this process may have, those of generations and rehearsals that are over included. Those of
+generations that ended by a loss come on top."""
 
 NO_MEMORY = "RESOURCE_EXHAUSTED"
 """What errors of the runtime say where a device has no memory left."""
@@ -481,6 +482,7 @@ class WorkerDriver(Driver):
         """Goes on in the next generation, or leaves; every worker of this one does before the same step."""
         self.fetch(0)
         ready(self.state, f"step {self.number - 1}")
+        ready(list(self.agreement.votes), "the last votes")  # then nothing of this generation is under way
         self.held = Held.from_state(self.number, self.state)
         known = self.member.wait(self.knows_switch, WORD)
         if not known:
@@ -597,7 +599,7 @@ class WorkerDriver(Driver):
         """
         if self.number != self.first + CHECK_AFTER:
             return
-        if len(MADE) > FORMER_CLIENTS:
+        if len(MADE) - len(KEPT) > FORMER_CLIENTS:
             empty_device_caches()
         if not self.agreement.delay:
             return

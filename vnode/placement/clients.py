@@ -112,11 +112,22 @@ MADE: weakref.WeakSet[Any] = weakref.WeakSet()
 """The clients of XLA that were made here, as far as they are there."""
 
 
+KEPT: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Those of them that are never destroyed."""
+
+
+def keep_client(backend: Any) -> None:
+    """Has this process never destroy a client: that waits for its threads, and they perhaps for a lost process."""
+    if backend not in KEPT:
+        KEPT.add(backend)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
 @atexit.register
 def keep_clients() -> None:
-    """Has the end of the process destroy no client: one waits for its threads, which may wait for a lost process."""
-    for backend in MADE:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+    """Has the end of the process destroy no client."""
+    for backend in list(MADE):
+        keep_client(backend)
 
 
 class Stage:
