@@ -29,7 +29,6 @@ from vnode.placement.leaves import bytes_of, is_array, is_key
 from vnode.placement.placement import Placement
 from vnode.placement.sharded import ShardedBatch
 from vnode.placement.statics import map_arrays
-from vnode.placement.succession import leave, smallest
 from vnode.placement.transfer import lies_on, replicated, resharding, target_sharding, to_placement
 from vnode.placement.waiting import exchange_words, process_names, ready
 from vnode.placement.world import in_world, is_local, is_shared, world, world_of
@@ -295,6 +294,8 @@ def whole_everywhere(tree: Any) -> Any:
     def whole(leaf: Any) -> Any:
         if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
             return leaf
+        from vnode.placement.succession import leave, smallest  # a single process needs none
+
         made = replicated(leaf)
         leave([made], smallest([made]))
         return made

@@ -29,7 +29,6 @@ from vnode.placement.patterns import check_found
 from vnode.placement.placement import Placement
 from vnode.placement.records import check_same
 from vnode.placement.sharded import ShardedBatch, abstract_batch, is_sharded_batch, whole_batches
-from vnode.placement.succession import following, leave, smallest
 from vnode.placement.transfer import (
     arriving,
     partition,
@@ -183,6 +182,8 @@ class Executor:
             return self._inside(around, *args, **kwargs)
         if not self.arguments.across:
             return self._jit(around, *args, **kwargs)
+        from vnode.placement.succession import leave, smallest  # a single process needs none
+
         leaves, structure = jax.tree.flatten((args, kwargs))
         program = around, structure, tuple((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
         processes = self._processes
@@ -211,6 +212,8 @@ class Executor:
         self, waits: int | None, around: Surroundings, leaves: Sequence[Any], structure: Any
     ) -> tuple[Any, list[Any]]:
         """Runs a program of several processes after the last one of theirs; its results, and their leaves."""
+        from vnode.placement.succession import following
+
         world().launches[self._processes] += 1
         args, kwargs = jax.tree.unflatten(structure, following(leaves, waits))
         results = self._jit(around, *args, **kwargs)

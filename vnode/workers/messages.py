@@ -111,9 +111,10 @@ def difference(first: Worker, other: Worker) -> str:
     fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
     if not fields:
         return ""
+    known = f"worker {first.number}" if first.number != other.number else "the one before it"
     return layout_message(
-        f"Worker {other.number} differs from worker {first.number} in {fields[0]}.",
-        facts=[f"{name}: {mine[name]!r} in worker {first.number}, {its[name]!r} in it" for name in fields[:SHOWN]],
+        f"Worker {other.number} differs from {known} in {fields[0]}.",
+        facts=[f"{name}: {mine[name]!r} in {known}, {its[name]!r} in it" for name in fields[:SHOWN]],
         remedies=[SAME],
     )
 
