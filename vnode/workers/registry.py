@@ -15,6 +15,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import socket
 import stat
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any, TextIO
 
 from vnode import files
 from vnode.errors import WorkerError, layout_message
+from vnode.stopped import Resident
 from vnode.workers.actions import Record
 
 try:
@@ -40,6 +42,9 @@ KEPT = 20
 
 LEAVE_SECONDS = 60
 """How long workers of a supervisor that was killed are waited for."""
+
+STOPPED_SECONDS = 1
+"""How long one of them may be stopped."""
 
 
 def home() -> Path:
@@ -300,12 +305,21 @@ def parsed(text: bytes) -> dict[str, Any]:
 def wait_for_workers(before: dict[str, Any], checkpoint: Path) -> None:
     """Waits for the workers of a supervisor that was killed: they may still save to the same folder.
 
+    One that is stopped will not, and the others wait for it: it is killed, as its supervisor would have done.
+
     Raises:
       WorkerError: they do not end.
     """
     job = load(Path(before["job"])) if "job" in before else None
     end = time.monotonic() + LEAVE_SECONDS
+    stopped: dict[int, float] = {}
     while job is not None and (left := job.workers_alive()):
+        here = Resident.this_process()
+        stopped = {pid: stopped.get(pid, time.monotonic()) for pid in left if here._replace(pid=pid).is_stopped()}
+        for pid, since in stopped.items():
+            if time.monotonic() - since > STOPPED_SECONDS:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
         if time.monotonic() > end:
             raise WorkerError(
                 layout_message(
