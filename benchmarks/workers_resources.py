@@ -33,7 +33,7 @@ LOOK_SECONDS = 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Use:
-    """What a process has: MB of resident memory, threads, descriptors."""
+    """The use of a process: MB of resident memory, threads, descriptors."""
 
     megabytes: float
     threads: int
@@ -213,7 +213,7 @@ def main() -> None:
 
 
 def growth(used: dict[int, list[Use]]) -> str:
-    """What each resize has left in the worker, from the second look to the last."""
+    """The worker's growth for each resize, from the second look to the last."""
     looks = sorted(used)[1:]
     if len(looks) < 2:
         return ""

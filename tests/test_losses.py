@@ -10,13 +10,13 @@ import dataclasses
 import functools
 import json
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import jobs
 from tests.programs.chaos_of_workers import ENVIRONMENT, ROOT, reference, saved, used
 from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
@@ -24,6 +24,7 @@ from vnode.workers.supervisor import KEEP_ALL
 
 SCRIPT = ROOT / "tests" / "programs" / "kill_points.py"
 DEADLINE = 120.0
+until = functools.partial(jobs.until, seconds=DEADLINE)
 STEPS = 400
 EVERY = 10
 """Steps between two checkpoints."""
@@ -47,7 +48,7 @@ SWITCH = "vnode.elastic.worker:WorkerDriver.switch"
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What happens to the workers of one job.
+    """The events of the workers of one job.
 
     Attributes:
       name: for people.
@@ -190,7 +191,7 @@ def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: str) ->
 
 @functools.cache
 def expected(saves: bool) -> dict[str, Any]:
-    """What one process leaves."""
+    """The result of one process."""
     with tempfile.TemporaryDirectory() as name:
         return reference({"model": "plain", "steps": STEPS, **({"folder": name} if saves else {})}, Path(name))
 
@@ -203,7 +204,7 @@ class Run:
     asked: dict[str, Any]
 
     @classmethod
-    def of(cls, case: Case, place: Path) -> Run:
+    def from_case(cls, case: Case, place: Path) -> Run:
         for name in ("marks", "out"):
             (place / name).mkdir()
         (place / "slow").touch()
@@ -231,14 +232,6 @@ class Run:
             assert saved("plain", self.asked["folder"]) == expected(saves)["saved"]
 
 
-def until(job: Job, found: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not found():
-        assert job.process.poll() is None, f"the job has ended: {what}: {job.events}"
-        assert time.monotonic() < end, f"{what}: {job.events}"
-        time.sleep(0.05)
-
-
 def story(job: Job) -> Iterator[str]:
     """The events, in short."""
     return (f"{each['event']} {each['worker']} {each['why']}" for each in job.events)
@@ -252,7 +245,7 @@ def trains_after_loss(job: Job) -> bool:
 
 def play(case: Case, place: Path) -> None:
     """Runs the job of a case."""
-    run = Run.of(case, place)
+    run = Run.from_case(case, place)
     if case.first:
         asked = {"steps": case.first, "points": [], "out": str(place / "marks")}
         assert run.launched(1, asked=asked).wait(DEADLINE) == 0
@@ -283,7 +276,7 @@ def test_a_loss_at_the_worst_moment(case: Case, tmp_path: Path) -> None:
 @pytest.mark.thorough
 def test_workers_save_when_the_supervisor_dies(tmp_path: Path) -> None:
     """All of them see it, and agree on a step: the run goes on from there, though no checkpoint was due."""
-    run = Run.of(Case("", 2, [point(1, ADVANCE, "kill supervisor", step=15)], [], saves=True), tmp_path)
+    run = Run.from_case(Case("", 2, [point(1, ADVANCE, "kill supervisor", step=15)], [], saves=True), tmp_path)
     run.asked["every"] = STEPS
     with pytest.raises(WorkerError, match="has ended with exit code -9"):
         run.launched(2).wait(DEADLINE)

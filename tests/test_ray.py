@@ -7,17 +7,18 @@ Without Ray (`pip install 'vnode[ray]'`, which the tests' own extra leaves out f
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import jobs
 from tests.programs.chaos_of_workers import ENVIRONMENT, SCRIPT, reference
 from vnode.workers import registry
 from vnode.workers.launch import Job, launch
@@ -25,6 +26,7 @@ from vnode.workers.launch import Job, launch
 pytest.importorskip("ray")
 pytestmark = pytest.mark.thorough
 DEADLINE = 120.0
+until = functools.partial(jobs.until, seconds=DEADLINE)
 
 
 @pytest.fixture(autouse=True)
@@ -33,14 +35,6 @@ def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run").mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
-def until(job: Job, found: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not found():
-        assert job.process.poll() is None, f"the job has ended: {what}: {job.events}"
-        assert time.monotonic() < end, f"{what}: {job.events}"
-        time.sleep(0.05)
 
 
 @contextlib.contextmanager

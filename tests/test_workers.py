@@ -5,23 +5,24 @@ Knows `vnode.workers.launch`, signals, and scripts in `tests.programs`. Must not
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
 import signal
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import jobs
 from tests.programs.chaos_of_workers import ENVIRONMENT, MODELS, SCRIPT, play, reference, saved
 from vnode.errors import WorkerError
 from vnode.workers.launch import Job, launch
 from vnode.workers.registry import find
 
 DEADLINE = 60.0
+until = functools.partial(jobs.until, seconds=DEADLINE)
 
 
 @pytest.fixture(autouse=True)
@@ -30,14 +31,6 @@ def _own_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     folder.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-
-
-def until(job: Job, found: Callable[[], Any], what: str) -> None:
-    end = time.monotonic() + DEADLINE
-    while not found():
-        assert job.process.poll() is None, f"the job has ended: {what}"
-        assert time.monotonic() < end, f"{what}: {job.events}"
-        time.sleep(0.02)
 
 
 def started(asked: dict[str, Any], workers: int, **options: Any) -> Job:

@@ -55,7 +55,7 @@ RECENT: collections.deque[tuple[int, Any]] = collections.deque(maxlen=6)
 
 
 class Proxy:
-    """What is between this worker and the supervisor; may hold back what either of them says.
+    """A proxy between this worker and the supervisor; it may hold back messages of either.
 
     Args:
       address: of the supervisor, ``host:port``.
@@ -88,7 +88,7 @@ class Proxy:
 
 
 def does(what: str, marks: Path, proxy: Proxy | None, arguments: tuple[Any, ...]) -> None:
-    """What happens at a point."""
+    """Does what a point asks for."""
     word, *others = what.split()
     if word == "kill":
         for other in others:
@@ -144,7 +144,7 @@ def remember() -> None:
     WorkerDriver.take_flags = remembered
 
 
-def place(point: dict[str, Any], mark: Path, happens: Callable[[tuple[Any, ...]], None]) -> None:
+def install_point(point: dict[str, Any], mark: Path, happens: Callable[[tuple[Any, ...]], None]) -> None:
     """Has something happen before a function is called."""
     module, _, path = point["at"].partition(":")
     *homes, name = path.split(".")
@@ -176,7 +176,7 @@ def main(asked: dict[str, Any]) -> None:
     if any(point["does"] == "forget" for _, point in points):
         remember()
     for i, point in reversed(points):  # the first in the list happens first
-        place(point, marks / str(i), functools.partial(does, point["does"], marks, proxy))
+        install_point(point, marks / str(i), functools.partial(does, point["does"], marks, proxy))
     membership.SILENCE = asked.get("silence", membership.SILENCE)
     trained_by_workers.main(asked)
 

@@ -33,6 +33,7 @@ from vnode.placement.clients import check_reachable, join_world, keep_client, le
 from vnode.placement.leaves import is_array
 from vnode.placement.placement import Placement
 from vnode.placement.records import DifferentProcess
+from vnode.placement.waiting import meet
 from vnode.placement.world import ALONE, World, in_world, one_line
 from vnode.threads import background
 
@@ -40,9 +41,6 @@ logger = logging.getLogger("vnode")
 
 MAKING = threading.Lock()
 """Held by whoever traces and compiles for a generation: two at once would take the processors from training."""
-
-COMPILED = "vnode/compiled/"
-"""Under which keys the workers of a generation say that they have compiled for it."""
 
 FLAGS = 5
 """How many flags workers vote on before each step (`vnode.elastic.worker`)."""
@@ -103,9 +101,11 @@ class Coming:
         try:
             if self.rejoins:
                 check_reachable(self.order["service"])
-                self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
+                self.say_prepared(began)
                 self.may_begin.wait()
             self.build()
+            if not self.rejoins:
+                self.say_prepared(began)
         except BaseException as error:  # the supervisor decides what becomes of it
             self.error = error
             if self.is_wanted:
@@ -114,12 +114,13 @@ class Coming:
                 odd = error.process if isinstance(error, DifferentProcess) else None
                 differs = None if odd is None else self.members[odd]["worker"]
                 self.member.send("unprepared", generation=self.generation, error=one_line(error), differs=differs)
-        else:
-            if not self.rejoins:
-                self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
         with self.member.changed:
             self.finished = True
             self.member.changed.notify_all()
+
+    def say_prepared(self, began: float) -> None:
+        """Tells the supervisor that this worker may switch; `began` is when it started to prepare."""
+        self.member.send("prepared", generation=self.generation, seconds=time.monotonic() - began)
 
     def let_begin(self) -> None:
         """This process has left the generation before."""
@@ -149,22 +150,9 @@ class Coming:
             state = abstract_state(self.like, types, placement)
             args, kwargs = self.step.spec.bound((state, self.batch(placement)), {})
             self.step.executor.compile_for(args, kwargs)
-        self.await_others(world)
         with in_world(world):
+            meet("to connect with the other workers")  # gloo waits for half a minute only, and some compile for longer
             vote_once(copy_groups(state))
-
-    def await_others(self, world: World) -> None:
-        """Waits until all workers have compiled: gloo waits for half a minute only until two of them are connected.
-
-        Raises:
-          ProcessError: the supervisor has given the generation up.
-        """
-        if world.board is None:
-            return
-        world.client.key_value_set(f"{COMPILED}{self.rank}", "")
-        while len(world.client.key_value_dir_get(COMPILED)) < world.count:
-            self.check_wanted()
-            time.sleep(0.01)
 
     def close(self) -> threading.Thread:
         """Lets go of its world, which this process has no part in any longer, once it is made or has been given up.
@@ -177,7 +165,7 @@ class Coming:
             self.member.lose(self.generation, [{"rank": -1, "why": "this worker has given it up"}])
 
         def end() -> None:
-            self.may_begin.set()
+            self.let_begin()
             self.thread.join()
             if self.world is not None and self.world.board is not None:
                 if self.error is not None or self.generation in {*self.member.left, *self.member.cancelled}:

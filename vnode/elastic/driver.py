@@ -556,9 +556,8 @@ class Driver:
 
     def finish(self) -> None:
         """Waits for the last step, saves the state, and evaluates it."""
-        if (
-            self.reason and self.agreement.delay and not self.stopping
-        ):  # where they voted to stop, the others leave, too
+        voted = self.stopping  # then the others leave, too
+        if self.reason and self.agreement.delay and not voted:
             here = world()
             assert here.board is not None
             why = f"before step {self.number}, as {self.reason}"

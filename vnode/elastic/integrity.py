@@ -184,7 +184,7 @@ class OwnCopy:
 
 
 def unchecked(groups: int) -> list[int]:
-    """What is said of a state that was not looked at: 0, and no checksum for each group of arrays."""
+    """The words of a vote for a state that was not looked at: step 0, and zeros as each group's checksum."""
     return [0] * (1 + 2 * groups)
 
 

@@ -3,9 +3,9 @@
 Knows the channel to the supervisor, and worlds that end. Must not know steps, states, nor what is done about a message.
 
 The supervisor gives a worker its address, a file with a token, and a number, in the environment. One thread receives
-its messages, of which one a second is a sign of life; another thread sends one five times a second. Whoever waits in a
-world looks at the board of that world: when the supervisor says that a worker is lost, the receiving thread writes it
-there.
+its messages: the supervisor gives a sign of life each second. Another thread gives one five times a second. Whoever
+waits in a world looks at the board of that world: when the supervisor says that a worker is lost, the receiving thread
+writes it there.
 """
 
 from __future__ import annotations

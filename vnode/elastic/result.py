@@ -37,7 +37,7 @@ class FormerPlacement:
 
     @classmethod
     def from_placement(cls, placement: Placement) -> FormerPlacement:
-        """What is kept of a placement."""
+        """The numbers of a placement, without its devices."""
         return cls(tuple(map(str, placement.devices)), tuple(placement.counts), placement.virtual_nodes, placement.size)
 
 

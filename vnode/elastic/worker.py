@@ -48,6 +48,7 @@ from vnode.placement.records import check_same, flat, short
 from vnode.placement.succession import settled
 from vnode.placement.waiting import exchange_words, is_runtime_error, ready
 from vnode.placement.world import ALONE, in_world, one_line, world
+from vnode.workers.messages import is_out_of_memory
 from vnode.workers.registry import real_path
 
 logger = logging.getLogger("vnode")
@@ -58,9 +59,6 @@ LEAVE = 5.0
 FORMER_CLIENTS = 8
 """Clients of JAX that this process may have, those of generations and rehearsals that are over included. Those of
 generations that ended by a loss come on top."""
-
-NO_MEMORY = "RESOURCE_EXHAUSTED"
-"""What errors of the runtime say where a device has no memory left."""
 
 CHECK_AFTER = 8
 """Steps of a generation after which its copies of the state are compared for the first time."""
@@ -523,7 +521,7 @@ class WorkerDriver(Driver):
         if not (isinstance(error, ProcessError) or is_runtime_error(error)):
             raise error  # of the script, whatever happens to others at the same time
         loss = self.member.loss()
-        if loss is None and NO_MEMORY in one_line(error):
+        if loss is None and is_out_of_memory(one_line(error)):
             raise error  # no other worker is the cause
         if loss is None:
             vain = getattr(error, "process", None) is None  # it names no worker that is at fault

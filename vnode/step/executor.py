@@ -199,7 +199,7 @@ class Executor:
         program_of = self._fingerprints.get(form_of(leaves, structure))
         check_same(what, identity_of(self.spec, self.placement, program_of), processes, shows={"program": differences})
         donated = [i in self.spec.donate_argnums for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
-        kept = [k for k in range(len(leaves)) if not any(donated[k : k + 1])]
+        kept = [k for k in range(len(leaves)) if k >= len(donated) or not donated[k]]
         waits = smallest(leaves, kept)
         waits = smallest(leaves) if waits is None else waits
         results, made = self._follow(waits, around, leaves, structure)

@@ -1,4 +1,4 @@
-"""What a decision about a job's workers asks of whoever carries it out, as plain values.
+"""Actions that a decision about a job's workers asks for, as plain values.
 
 Knows nothing else. Must not know why something is asked, nor how it is done.
 """

@@ -23,7 +23,7 @@ from vnode.workers.messages import (
     difference,
     ended_early,
     ending,
-    is_no_room,
+    is_out_of_memory,
     never_ran,
     not_come,
     one_line,
@@ -412,7 +412,7 @@ class Generations:
             self.end(1, f"Worker {worker.number} could not prepare the first step.\n{error}")
         elif self.current is not None and worker in self.current.members:
             self.cancel(f"worker {worker.number} could not prepare it")
-            if is_no_room(error) and not (self.rejoin or self.no_room):
+            if is_out_of_memory(error) and not (self.rejoin or self.no_room):
                 self.no_room = True  # beside this generation: there may be once it is left
                 return
             self.failures += 1

@@ -18,7 +18,7 @@ SAME = (
     "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
     "or start the job again: it goes on from its checkpoint"
 )
-"""What to do about a worker that differs from the others."""
+"""The remedy for a worker that differs from the others."""
 
 SHOWN = 8
 """Facts that differ, of which a message tells."""
@@ -96,17 +96,17 @@ def one_line(text: str | None) -> str:
     return lines[0] if lines and not lines[0].startswith("Traceback") else lines[-1] if lines else ""
 
 
-def is_no_room(error: str) -> bool:
-    """Whether a worker could not prepare a generation for want of memory.
+def is_out_of_memory(error: str) -> bool:
+    """Whether an error says that there is no memory left, on a device or on the host.
 
-    >>> is_no_room("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes."), is_no_room("ValueError")
+    >>> is_out_of_memory("JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory."), is_out_of_memory("ValueError")
     (True, False)
     """
     return "RESOURCE_EXHAUSTED" in error or error.startswith("MemoryError")
 
 
 def difference(first: Worker, other: Worker) -> str:
-    """What a worker has otherwise than the first; empty if nothing."""
+    """The message of a worker that differs from the first; empty if it does not."""
     mine, its = ({**w.facts, "virtual_nodes": w.virtual_nodes} for w in (first, other))
     fields = [name for name in mine if name in its and mine[name] != its[name]]  # a fact may not be known to one
     if not fields:

@@ -44,7 +44,7 @@ LEAVE_SECONDS = 60
 """How long workers of a supervisor that was killed are waited for."""
 
 STOPPED_SECONDS = 1
-"""How long one of them may be stopped."""
+"""How long a worker may be stopped, as by SIGSTOP, before it counts as lost."""
 
 
 def home() -> Path:

@@ -24,7 +24,7 @@ from vnode.workers import CHECKPOINT, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_F
 from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
 from vnode.workers.generations import STARTING, Generations, Limits
 from vnode.workers.processes import Backend, Handle
-from vnode.workers.registry import Entry, started
+from vnode.workers.registry import STOPPED_SECONDS, Entry, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError
 
 ALIVE_SECONDS = 1
@@ -32,9 +32,6 @@ ALIVE_SECONDS = 1
 
 TICK = 0.05
 """Seconds between two looks at processes, output and deadlines."""
-
-STOPPED_SECONDS = 1
-"""How long a process may be stopped."""
 
 HELLO_SECONDS = 10
 HELLO_BYTES = 1 << 16
