@@ -95,6 +95,43 @@ def test_workers_that_rejoin_end_with_the_bits_of_one_process(tmp_path: Path) ->
     assert [each["clients"] for each in left] == [[2, 1]] * 2  # a loss leaves its generation's: its threads may wait
 
 
+@pytest.mark.thorough
+def test_workers_that_are_replaced_at_each_change_end_with_the_bits_of_one_process(tmp_path: Path) -> None:
+    """Each is in one world of JAX, that of `jax.distributed`; a checkpoint goes from one set of workers to the next.
+
+    Grown from two workers to three, one killed, one sent SIGTERM, then shrunk to one.
+    """
+    slow, out = tmp_path / "slow", tmp_path / "out"
+    slow.touch()
+    out.mkdir()
+    asked = {"model": "sharded", "steps": 300, "slow": str(slow), "out": str(out), "folder": str(tmp_path / "saved")}
+    expected = reference(asked, tmp_path)
+    job = started(asked, 2, restart=True)
+
+    def trains(times: int, workers: int) -> None:
+        until(job, lambda: sum(each["event"] == "trains" for each in job.events) == times, f"to train, {times}")
+        assert len(job.workers) == workers
+
+    trains(1, 2)
+    job.resize(3)
+    trains(2, 3)
+    os.kill(job.workers[0]["pid"], signal.SIGKILL)
+    trains(3, 3)
+    os.kill(job.workers[1]["pid"], signal.SIGTERM)
+    trains(4, 3)
+    job.resize(1)
+    trains(5, 1)
+    slow.unlink()
+    assert job.wait(DEADLINE) == 0
+    (left,) = [json.loads(path.read_text()) for path in out.glob("[0-9].json")]
+    assert (left["step"], left["hash"], left["used"]) == (300, expected["hash"], expected["used"])
+    losses = dict(expected["losses"])
+    assert all(losses[number] == loss for number, loss in left["losses"])
+    told = [each["event"] for each in job.events]
+    assert told.count("lost") == told.count("leaving") == 1 and told[-1] == "ended"
+    assert saved("sharded", asked["folder"]) == expected["saved"]
+
+
 def test_an_error_in_all_workers_ends_the_job(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The job fails with the first error; who was a step behind may be given a new peer before it fails, too."""
     job = started({"model": "plain", "steps": 50, "raises": 7}, 2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import random
@@ -74,10 +75,11 @@ class Chaos:
       seed: of all that is drawn.
       asked: the script's argument.
       workers: how many begin.
+      restart: whether all workers are replaced at each change.
     """
 
-    def __init__(self, seed: int, asked: dict[str, Any], workers: int) -> None:
-        self.random, self.asked, self.count = random.Random(seed), asked, workers
+    def __init__(self, seed: int, asked: dict[str, Any], workers: int, restart: bool) -> None:
+        self.random, self.asked, self.count, self.restart = random.Random(seed), asked, workers, restart
         self.folders: list[Path] = []
         self.job = self.launched()
 
@@ -90,6 +92,7 @@ class Chaos:
             checkpoint=folder,
             arguments=[json.dumps(self.asked)],
             max_restarts=100,
+            restart=self.restart,
             env=environment(self.asked["model"]),
         )
         self.folders.append(job.folder)
@@ -150,8 +153,8 @@ class Chaos:
         try:
             self.job.resize(workers)
             self.count = workers
-        except WorkerError:
-            if not self.over():
+        except WorkerError as error:
+            if "the run has come to its end" not in str(error) and not self.over():
                 time.sleep(0.5)
                 if not self.over():
                     raise
@@ -216,7 +219,19 @@ KINDS += ["resize, kill", "switch, kill", "switch, kill", "supervisor", "slow", 
 MODELS = ["plain", "donated", "sharded", "axis", "convolution", "attention"]
 
 
-def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[str], None] = print) -> None:
+RESTART_KINDS = ["kill", "stop", "kill two", "kill all but one", "resize", "resize and back", "resize, kill", "slow"]
+RESTART_KINDS += ["supervisor", "full disk"]
+"""Those of workers that are all replaced at each change."""
+
+
+def play(
+    seed: int,
+    events: int,
+    model: str,
+    steps: int = 400,
+    say: Callable[[str], None] = print,
+    restart: bool = False,
+) -> None:
     """One job with random events.
 
     Raises:
@@ -230,10 +245,10 @@ def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[st
         slow.touch()
         (place / "out").mkdir()
         asked = {"model": model, "steps": steps, "pause": 0.002, "slow": str(slow), "out": str(place / "out")}
-        if model == "sharded" or drawn.random() < 0.5:
+        if model == "sharded" or restart or drawn.random() < 0.5:
             asked["folder"] = str(place / "checkpoints")
         expected = reference(asked, place)
-        chaos = Chaos(seed, asked, drawn.randint(1, 4))
+        chaos = Chaos(seed, asked, drawn.randint(1, 4), restart)
         say(f"seed {seed}: {model}, {chaos.count} workers, {'saves' if 'folder' in asked else 'does not save'}")
         try:
             waited = chaos.until(lambda: chaos.job.step, "the first step")
@@ -242,7 +257,8 @@ def play(seed: int, events: int, model: str, steps: int = 400, say: Callable[[st
                 if chaos.over():
                     break
                 time.sleep(drawn.uniform(0.1, 2))
-                kinds = [each for each in KINDS if chaos.count > 1 or "resize" in each or "switch" in each]
+                kinds = RESTART_KINDS if restart else KINDS
+                kinds = [each for each in kinds if chaos.count > 1 or "resize" in each or "switch" in each]
                 kind = drawn.choice([each for each in kinds if each != "full disk" or "folder" in asked])
                 said = chaos.happens(kind)
                 say(f"  {kind}: {said}: step {chaos.job.step}, trains after {chaos.trains():.2f} s")
@@ -288,8 +304,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--events", type=int, default=8)
     parser.add_argument("--model", choices=MODELS, default="plain")
+    parser.add_argument("--restart", action="store_true", help="all workers are replaced at each change")
     options = parser.parse_args()
-    play(options.seed, options.events, options.model, say=lambda line: print(line, flush=True))
+    say = functools.partial(print, flush=True)
+    play(options.seed, options.events, options.model, say=say, restart=options.restart)
 
 
 if __name__ == "__main__":

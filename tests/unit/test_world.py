@@ -24,7 +24,6 @@ from jax.sharding import Mesh
 from tests import worlds
 from tests.budget import examples
 from vnode.data.prefetch import Prefetch
-from vnode.elastic.worker import own_nodes
 from vnode.errors import ProcessError
 from vnode.placement.board import Notice
 from vnode.placement.placement import Placement, device_list
@@ -149,7 +148,7 @@ def test_a_worker_counts_a_node_once_however_many_devices_share_it() -> None:
             with in_world(a_world(index)):
                 for device in devices:
                     device.client.process_index = lambda index=index: index
-                assert own_nodes(placement) == count
+                assert placement.own_nodes == count
 
 
 @pytest.fixture(scope="module")

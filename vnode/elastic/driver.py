@@ -226,6 +226,9 @@ class Driver:
             self.rescue(error)
             raise
 
+    def leave(self, result: Result) -> None:
+        """The run has ended, and its checkpoints are written."""
+
     def alone(self, error: Exception) -> bool:
         """Whether other processes know nothing of an error, and would go on: one of their runtimes may have none."""
         return bool(self.agreement.delay) and not isinstance(error, DeviceLost)

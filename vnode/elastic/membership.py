@@ -58,6 +58,8 @@ class Membership:
       doing: what this worker does, for people.
       busy: whether that is something that waits for no other worker, and that a loss does not interrupt.
       stop: why the supervisor has asked for the end of the run; empty if it has not.
+      replaced: whether other workers go on with the run that is to end.
+      order: the world that this worker is to be in, where it is in one for all of its life.
       closed: whether the channel is.
       released: whether the workers that train need this one no more, which it has not taken note of.
       answered: the newest generation which it has left because of a loss.
@@ -75,7 +77,8 @@ class Membership:
         self.cancelled: dict[int, str] = {}
         self.released, self.answered = False, 0
         self.end: dict[str, Any] | None = None
-        self.stop, self.closed = "", False
+        self.stop, self.replaced, self.closed = "", False, False
+        self.order: dict[str, Any] | None = None
         self.worlds: dict[int, World] = {}
         self.step, self.doing, self.waits, self.nodes, self.generation = -1, "to start", False, 0, 0
         self.busy = False
@@ -173,6 +176,9 @@ class Membership:
             self.released = True
         elif kind == "stop":
             self.stop = message.get("why") or "the supervisor asked for it"
+            self.replaced = bool(message.get("anew"))
+        elif kind == "world":
+            self.order = message
         elif kind == "end":
             self.end = message
             self.lose(self.generation, [{"rank": -1, "why": "the supervisor ends this worker"}])

@@ -36,6 +36,15 @@ def by_name(metrics: Any, prefix: str = "") -> dict[str, Any]:
     return named
 
 
+def numbers(metrics: Any) -> dict[str, float]:
+    """The metrics that are single numbers, by name.
+
+    >>> numbers({"loss": 0.5, "by class": np.zeros(3)})
+    {'loss': 0.5}
+    """
+    return {name: float(value) for name, value in by_name(metrics).items() if isinstance(value, bool | int | float)}
+
+
 def packed(metrics: Any) -> list[list[Any]]:
     """Metrics on the host as plain data: type, shape and bytes of each leaf.
 

@@ -6,6 +6,8 @@ Knows what may be passed to it, and who does what. Must not know how anything is
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import math
 import numbers
@@ -229,9 +231,17 @@ def repeated(data: Any) -> Any:
 
 def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
     """`run` for a step on pytrees."""
-    load = loader(data, options.steps)
+    load, make = loader(data, options.steps), Driver
     if SUPERVISOR in os.environ:
-        return run_as_worker(step, state, data, load, options)
+        from vnode.elastic.membership import Membership  # a run without workers needs none of this
+        from vnode.elastic.replaced import ReplacedDriver
+
+        check_for_worker(step, options)
+        member = Membership.from_environment()
+        if member.order is None:
+            return run_as_worker(member, step, state, data, load, options)
+        make = functools.partial(ReplacedDriver, member)
+        options = dataclasses.replace(options, progress=False)
     if world().several:
         facts = facts_of_run(step, state, data, options)
         check_same("to begin a run", facts, shows={"state": differing_lines})
@@ -242,25 +252,23 @@ def run_step(step: Any, state: Any, data: Any, options: RunOptions) -> Result:
         if isinstance(step, AutoStep):
             step = with_known_nodes(step, state, load, options, saved)
         feed = stack.enter_context(Prefetch(load, depth=options.prefetch, stop=options.steps))
-        driver = Driver(step, data, feed, state, options, saved, stop)
+        driver = make(step, data, feed, state, options, saved, stop)
         del state
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(options.progress, driver.number, options.steps))
         result = driver.run()
         if saved is not None:
             finish_checkpoints(saved, result, stop)
+        driver.leave(result)
         return result
 
 
-def run_as_worker(step: Any, state: Any, data: Any, load: Any, options: RunOptions) -> Result:
-    """`run` in a process that a supervisor has started, as one of several that come and go.
+def check_for_worker(step: Any, options: RunOptions) -> None:
+    """Looks whether workers whose number changes can do what is asked for.
 
     Raises:
       VnodeError: an option needs what the supervisor decides.
     """
-    from vnode.elastic.membership import Membership  # a run without workers needs none of this
-    from vnode.elastic.worker import WorkerDriver
-
     if isinstance(step, AutoStep):
         raise VnodeError(
             layout_message(
@@ -275,11 +283,17 @@ def run_as_worker(step: Any, state: Any, data: Any, load: Any, options: RunOptio
                 remedies=["leave devices= out", "or run the script without vnode run"],
             )
         )
+
+
+def run_as_worker(member: Any, step: Any, state: Any, data: Any, load: Any, options: RunOptions) -> Result:
+    """`run` in a process that a supervisor has started, as one of several that come and go."""
+    from vnode.elastic.worker import WorkerDriver
+
     with contextlib.ExitStack() as stack:
         stack.enter_context(plain_interrupt())
         stop = stack.enter_context(Stop.on(options.stop_signals))
         feed = stack.enter_context(Prefetch(load, depth=options.prefetch, stop=options.steps))
-        driver = WorkerDriver(Membership.from_environment(), step, data, feed, state, options, None, stop)
+        driver = WorkerDriver(member, step, data, feed, state, options, None, stop)
         del state
         stack.callback(driver.close)
         driver.display = stack.enter_context(display(False, driver.number, options.steps))

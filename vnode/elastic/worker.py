@@ -32,7 +32,7 @@ from vnode.elastic.held import Held, IncompleteState, is_complete, made_state, m
 from vnode.elastic.identity import differing_lines, facts_of_run, script_checksum
 from vnode.elastic.integrity import OwnCopy
 from vnode.elastic.membership import ORPHANED, WORD, Membership, Orphaned
-from vnode.elastic.metrics import by_name, finished, packed, unpacked
+from vnode.elastic.metrics import finished, numbers, packed, unpacked
 from vnode.elastic.processes import Agreement
 from vnode.elastic.recovery import Recovery, whole
 from vnode.elastic.rehearsal import Rehearsals
@@ -261,7 +261,7 @@ class WorkerDriver(Driver):
             self.own = OwnCopy(self.state)
             self.agreement.holders = self.own.holders
         self.member.generation = self.generation
-        self.member.nodes = own_nodes(self.step.placement)
+        self.member.nodes = self.step.placement.own_nodes
         self.tell_divided()
         self.report()
         self.member.send("switched", generation=self.generation, step=self.number)
@@ -574,9 +574,7 @@ class WorkerDriver(Driver):
         for before, said in self.inherited:
             self.history.append(before, unpacked(said, values))
         self.inherited = []
-        self.member.metrics = {
-            name: float(value) for name, value in by_name(values).items() if isinstance(value, bool | int | float)
-        }
+        self.member.metrics = numbers(values)
         with self.member.busy_with(f"the callbacks of step {number}"):
             super().tell(number, values)
 
@@ -693,11 +691,6 @@ class HeldCopy:
         """The state on a placement's devices, if this worker holds all that it needs there."""
         missing(self.held.leaves, self.held, {}, placement)
         return made_state(self.like, self.held.leaves, self.held, {}, placement)
-
-
-def own_nodes(placement: Placement) -> int:
-    """How many nodes this worker computes, some perhaps together with others: along a further axis of the mesh."""
-    return len(placement.local_examples(placement.virtual_nodes))
 
 
 def alone(placement: Placement) -> Placement:

@@ -204,7 +204,10 @@ def constructors() -> dict[str, Any]:
         raise ProcessError(
             layout_message(
                 f"a second client of JAX was tried on CPUs only, and this process computes on {jax.default_backend()}.",
-                remedies=["run the workers on CPUs: JAX_PLATFORMS=cpu", "or without workers: python train.py"],
+                remedies=[
+                    "replace all workers at each change: vnode run --restart, launch(restart=True)",
+                    "or run them on CPUs: JAX_PLATFORMS=cpu",
+                ],
             )
         )
     try:

@@ -272,6 +272,16 @@ class Placement(Drawn, Bound):
         return np.unique(np.minimum(np.concatenate(rows), batch_size - 1))
 
     @property
+    def own_nodes(self) -> int:
+        """How many nodes this process computes, some perhaps together with others: along a further axis of the mesh.
+
+        Example:
+          >>> Placement(4, jax.devices()[:1]).own_nodes
+          4
+        """
+        return len(self.local_examples(self.virtual_nodes))
+
+    @property
     def names(self) -> list[str]:
         """What to call the devices along the node axis; each stands for those of the mesh's other axes too."""
         found = []

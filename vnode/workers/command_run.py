@@ -17,6 +17,7 @@ from vnode.workers.start import BACKENDS, Spec, script_command
 from vnode.workers.supervisor import Supervisor
 
 SAID = ("trains", "resize", "lost", "error", "refused", "stop", "left", "leaving", "gave up", "unprepared")
+SAID += ("all replaced", "no checkpoints")
 """Events that are told while a job runs; all of them are in `vnode runs --events`."""
 
 
@@ -46,6 +47,19 @@ def add_parser(commands: Any) -> None:
         action="store_true",
         help="leave a generation before the next is made: less memory, slower",
     )
+    parser.add_argument(
+        "--restart",
+        action="store_true",
+        help="replace all workers at each change, from a checkpoint: for GPUs and TPUs",
+    )
+    parser.add_argument(
+        "--env",
+        action="append",
+        type=variable,
+        default=[],
+        metavar="NAME=VALUE",
+        help="a variable of the workers; {worker} in it is the number of the worker",
+    )
     parser.add_argument("--interface", default="127.0.0.1", metavar="ADDRESS", help="where the supervisor listens")
     parser.add_argument("--port", type=int, default=0, metavar="PORT", help="of the supervisor; default: a free one")
     parser.set_defaults(execute=execute)
@@ -58,6 +72,18 @@ def resources(text: str) -> dict[str, float]:
     {'CPU': 2.0, 'TPU': 4.0}
     """
     return {name: float(amount) for name, _, amount in (each.partition("=") for each in text.split(","))}
+
+
+def variable(text: str) -> tuple[str, str]:
+    """A variable and its value.
+
+    >>> variable("CUDA_VISIBLE_DEVICES={worker}")
+    ('CUDA_VISIBLE_DEVICES', '{worker}')
+    """
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
 
 
 def execute(chosen: argparse.Namespace) -> int:
@@ -79,9 +105,11 @@ def execute(chosen: argparse.Namespace) -> int:
             max_restarts=chosen.max_restarts,
             silence=chosen.silence,
             rejoin=chosen.rejoin,
+            restart=chosen.restart,
             interface=chosen.interface,
             port=chosen.port,
             resources=chosen.resources,
+            env=dict(chosen.env),
         )
         spec.check()
         if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:

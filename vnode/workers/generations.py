@@ -17,7 +17,8 @@ import dataclasses
 from typing import Any
 
 from vnode.errors import WorkerError, layout_message
-from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
+from vnode.workers.actions import Action, EndService, Kill, Spawn, StartService
+from vnode.workers.decisions import Decisions, exit_code
 from vnode.workers.messages import (
     SAME,
     difference,
@@ -29,76 +30,7 @@ from vnode.workers.messages import (
     one_line,
     too_few_nodes,
 )
-
-STARTING, READY, FINISHED, ENDING, LOST = "starting", "ready", "finished", "ending", "lost"
-"""States of a worker: its process runs; `run` was called; its run ended well; it was told to end; it is gone."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """How long waits may last, in seconds, and how often workers are started again.
-
-    Attributes:
-      start: from the start of a process to its call of `run`, of a preparation, of a switch without a further step.
-      silence: of a worker that sends nothing.
-      restarts: of each worker number within `forget`.
-      forget: after this long a restart does not count any more.
-      errors: how long to wait for errors of other workers, once one has reported its own.
-      left: from the first answer to `leave` to the last.
-      leave: from `leave` to the last answer.
-      busy: the same, of workers in a callback, an evaluation or a save.
-      vain: from the report that others are waited for in vain until all leave, so that the one at fault is found.
-      finish: of workers that do no further step while others have finished.
-      end: from `end`, or the report of an error, to the end of the process.
-    """
-
-    start: float = 300
-    silence: float = 10
-    restarts: int = 3
-    forget: float = 600
-    errors: float = 0.3
-    left: float = 1
-    leave: float = 5
-    busy: float = 300
-    vain: float = 2
-    finish: float = 30
-    end: float = 10
-
-
-@dataclasses.dataclass(eq=False)
-class Worker:
-    """One process with a number; a replacement of it is another `Worker` with the same number."""
-
-    number: int
-    started: float
-    state: str = STARTING
-    pid: int | None = None
-    connected: bool = False
-    heard: float = 0
-    call: int = 0
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    handover: str = ""
-    virtual_nodes: int = 0
-    checkpoint: str | None = None
-    step: int | None = None
-    doing: str = "starts"
-    nodes: int = 0
-    metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
-    waits: bool = False
-    busy: bool = False
-    vain: tuple[int, float] | None = None
-    error: str | None = None
-    errored: float = 0
-    why: str = ""
-    leaving: str = ""
-    kill_at: float | None = None
-    again: dict[str, Any] | None = None
-    code: int | None = None
-
-    @property
-    def is_usable(self) -> bool:
-        """Whether it can train: it has called `run`, and has not failed."""
-        return self.state == READY and self.error is None
+from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,8 +60,8 @@ class Leave:
     complete: bool = False
 
 
-class Generations:
-    """Decides for one job. Each method is an event; it returns actions, to be done in their order.
+class Generations(Decisions):
+    """Decides for one job whose generations follow one another while processes stay.
 
     Args:
       workers: how many shall train.
@@ -139,8 +71,6 @@ class Generations:
       rejoin: whether workers make a generation only after they have left the one before, and not beside it.
 
     Attributes:
-      wanted: how many workers shall train; at most as many as there are virtual nodes.
-      workers: the processes that have not ended, by number.
       current: the generation that trains.
       next: the one that is prepared, or switched to.
       leave: what is left of a broken one, from the loss until the survivors train again.
@@ -155,47 +85,18 @@ class Generations:
         limits: Limits | None = None,
         rejoin: bool = False,
     ) -> None:
-        self.wanted, self.spares, self.most, self.limits = workers, spares, most, limits or Limits()
+        super().__init__(workers, most, limits)
+        self.spares = spares
         self.rejoin, self.no_room = rejoin, False
-        self.workers: dict[int, Worker] = {}
         self.current: Generation | None = None
         self.next: Generation | None = None
         self.leave: Leave | None = None
-        self.reference: Worker | None = None  # the first that arrived: others must not differ
         self.last: list[Worker] = []  # in order of ranks: those of the last generation that trained
-        self.losses: dict[int, list[float]] = {}
         self.anew: list[float] = []  # when all were asked to leave, though none was lost
         self.refused: dict[int, str] = {}  # numbers that are not started again until others are asked for, and why
-        self.services: dict[str, list[Worker]] = {}
         self.generation, self.call, self.failures = 0, 0, 0
-        self.trained = False
-        self.stopping: tuple[str, int] | None = None
-        self.over: End | None = None
-        self.actions: list[Action] = []
 
     # Events
-
-    def begin(self, now: float) -> list[Action]:
-        """The job begins."""
-        return self.settle(now)
-
-    def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
-        return self.settle(now)
-
-    def connected(self, number: int, pid: int, now: float) -> list[Action]:
-        """A worker has connected."""
-        if worker := self.workers.get(number):
-            worker.connected, worker.pid, worker.heard = True, pid, now
-            self.send(worker, kind="welcome")
-        return self.settle(now)
-
-    def closed(self, number: int, why: str, now: float) -> list[Action]:
-        """The connection of a worker is closed."""
-        worker = self.workers.get(number)
-        if worker is not None and worker.state in (STARTING, READY):
-            self.lose(worker, why, now)
-        return self.settle(now)
 
     def exited(self, number: int, code: int, now: float) -> list[Action]:
         """The process of a worker has ended."""
@@ -208,13 +109,6 @@ class Generations:
                 self.lose(worker, ending(code), now)
             elif worker.state in (FINISHED, ENDING):
                 self.record("exited", worker, ending(code))
-        return self.settle(now)
-
-    def stopped(self, number: int, now: float) -> list[Action]:
-        """The process of a worker has been stopped for a while, as by SIGSTOP."""
-        worker = self.workers.get(number)
-        if worker is not None and worker.state in (STARTING, READY):
-            self.lose(worker, "is stopped (SIGSTOP or a debugger)", now)
         return self.settle(now)
 
     def service(self, generation: int, address: str, now: float) -> list[Action]:
@@ -236,41 +130,12 @@ class Generations:
                 )
         return self.settle(now)
 
-    def message(self, number: int, message: dict[str, Any], now: float) -> list[Action]:
-        """A worker has said something."""
-        worker = self.workers.get(number)
-        if worker is None or worker.state == LOST:
-            return []
-        worker.heard = now
-        try:
-            self.take(worker, message["kind"], message, now)
-        except (KeyError, TypeError, ValueError) as error:
-            self.lose(worker, f"sent a message that cannot be read ({type(error).__name__}: {error})", now)
-        return self.settle(now)
-
-    def resize(self, workers: int, now: float) -> list[Action]:
-        """Someone asks for another number of workers.
+    def check_resize(self, workers: int) -> None:
+        """Refuses new workers after the run.
 
         Raises:
-          WorkerError: so many cannot be.
+          WorkerError: so it is.
         """
-        if workers < 1:
-            raise WorkerError(
-                layout_message(
-                    f"a job cannot have {workers} workers.",
-                    remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
-                )
-            )
-        if self.most is not None and workers > self.most:
-            raise WorkerError(
-                layout_message(
-                    f"this job may have {self.most} workers at most, not {workers}.",
-                    remedies=["start it with a larger max_workers (--max-workers)"],
-                )
-            )
-        nodes = self.reference.virtual_nodes if self.reference else workers
-        if workers > nodes:
-            raise WorkerError(too_few_nodes(nodes, workers))
         if self.call > 0 and workers > self.wanted:
             raise WorkerError(
                 layout_message(
@@ -278,27 +143,16 @@ class Generations:
                     remedies=["call vnode.elastic.run once in a script"],
                 )
             )
+
+    def resized(self, changed: bool, now: float) -> None:
+        """Gives up what is prepared for another number of workers; refused workers may try again."""
         self.refused.clear()
-        if workers != self.wanted:
-            self.record("resize", None, f"{self.wanted} -> {workers} workers asked for")
-            self.wanted, self.failures = workers, 0
-            self.losses.clear()
-            if self.current is not None:
-                self.cancel("another number of workers was asked for")
-        return self.settle(now)
+        if changed:
+            self.failures = 0
+        if changed and self.current is not None:
+            self.cancel("another number of workers was asked for")
 
-    def stop(self, why: str, code: int, now: float) -> list[Action]:
-        """Someone asks the run to end with a checkpoint.
-
-        Args:
-          why: for the log.
-          code: the exit code of the job if nothing trains yet.
-          now: the time.
-        """
-        self.begin_stop(why, code)
-        return self.settle(now)
-
-    def begin_stop(self, why: str, code: int) -> None:
+    def begin_stop(self, why: str, code: int, now: float) -> None:
         """Has the run end with a checkpoint, unless it ends already; as `stop`."""
         if not self.stopping and not self.over:
             self.record("stop", None, why)
@@ -314,9 +168,7 @@ class Generations:
     def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
         """Takes in one message."""
         if kind == "progress":
-            worker.step, worker.doing = message["step"], str(message["doing"])
-            worker.nodes, worker.metrics = int(message["nodes"]), dict(message["metrics"] or {})
-            worker.waits, worker.busy = bool(message.get("waits")), bool(message.get("busy"))
+            self.take_progress(worker, message)
         elif kind == "arrived":
             if worker.state == FINISHED:
                 worker.again = message
@@ -431,8 +283,7 @@ class Generations:
         if not self.over:
             self.fill(now)
             self.end_services()
-        done, self.actions = self.actions, []
-        return done
+        return self.taken()
 
     def expired(self, now: float) -> bool:
         """Looks at the deadlines. Returns whether one has passed."""
@@ -545,7 +396,7 @@ class Generations:
             self.propose(members, now)
         else:
             assert self.current is not None
-            self.begin_stop(f"all workers leave: {self.current.members[0].leaving}", 143)
+            self.begin_stop(f"all workers leave: {self.current.members[0].leaving}", 143, now)
         return True
 
     def finish_stalls(self, current: Generation, now: float) -> bool:
@@ -824,28 +675,17 @@ class Generations:
             if worker.state == READY:
                 self.send(worker, kind="stop", why=self.stopping[0])
 
-    def end(self, code: int, why: str) -> None:
-        """Ends the job."""
-        if not self.over:
-            self.over = End(code, why)
-            self.actions += [Record("ended", None, None, f"exit code {code}" + (f": {why}" if why else "")), self.over]
+    def members(self) -> list[Worker]:
+        """The workers that train, in the order of their ranks; after the end of a run those that were last."""
+        return self.current.members if self.current else [w for w in self.last if w.state == READY]
 
-    def status(self) -> dict[str, Any]:
-        """What is said of the job: its step, and the workers that train, in order of their ranks."""
-        members = self.current.members if self.current else [w for w in self.last if w.state == READY]
-        ranks = [
-            {"rank": rank, "pid": w.pid, "nodes": w.nodes, "worker": w.number, "doing": w.doing}
-            for rank, w in enumerate(members)
-        ]
-        steps = [w.step for w in self.last if w.step is not None]
-        return {
-            "step": max(steps, default=None),
-            "workers": ranks,
-            "wanted": self.wanted,
-            "metrics": members[0].metrics if members else {},
-            "starting": sum(w.state == STARTING for w in self.workers.values()),
-            "spares": len(self.spare()) if self.current else 0,
-        }
+    def step(self) -> int | None:
+        """How many steps are done, as far as is known."""
+        return max((w.step for w in self.last if w.step is not None), default=None)
+
+    def standing_by(self) -> int:
+        """How many workers could join."""
+        return len(self.spare()) if self.current else 0
 
     def speaker(self) -> int | None:
         """The worker whose output is passed on: the lowest rank that is there."""
@@ -857,22 +697,7 @@ class Generations:
     def code(self) -> int:
         """The exit code of a run that came to its end: that of its lowest rank."""
         codes = [w.code for w in self.last if w.state == FINISHED and w.code is not None]
-        return 0 if not codes else codes[0] if codes[0] >= 0 else 128 - codes[0]
-
-    def do(self, action: Action) -> None:
-        """Adds an action, unless the job has ended: whoever runs it ends all processes then."""
-        if not self.over:
-            self.actions.append(action)
-
-    def send(self, worker: Worker, **message: Any) -> None:
-        """Adds a message to send."""
-        self.do(Send(worker.number, message))
-
-    def record(self, event: str, worker: Worker | None, why: str, step: int | None = None) -> None:
-        """Adds an event to write down."""
-        if worker is not None:
-            step = worker.step
-        self.do(Record(event, None if worker is None else worker.number, step, why))
+        return exit_code(codes[0]) if codes else 0
 
     def not_come(self) -> str:
         """The message of workers that did not come to `run`."""

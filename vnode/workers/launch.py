@@ -158,6 +158,7 @@ def launch(
     max_restarts: int = 3,
     silence: float = 10,
     rejoin: bool = False,
+    restart: bool = False,
     interface: str = "127.0.0.1",
     port: int = 0,
     env: Mapping[str, str] | None = None,
@@ -182,9 +183,11 @@ def launch(
       silence: seconds without a sign of life after which a worker is killed.
       rejoin: whether workers leave a generation before they make the next one. A change then takes seconds, and less
         memory: otherwise two clients of JAX are in each worker meanwhile.
+      restart: whether all workers are replaced at each change, and go on from a checkpoint: as GPUs and TPUs need it.
       interface: the address of this host at which supervisor and services listen.
       port: at which the supervisor listens; 0 for any that is free.
-      env: further environment variables of the workers.
+      env: further environment variables of the workers. ``{worker}`` in a value is the number of the worker, as in
+        ``{"CUDA_VISIBLE_DEVICES": "{worker}"}``.
       resources: with "ray", what Ray must have for each worker, as ``{"CPU": 4, "TPU": 4}``.
 
     Returns:
@@ -206,6 +209,7 @@ def launch(
         max_restarts=max_restarts,
         silence=silence,
         rejoin=rejoin,
+        restart=restart,
         interface=interface,
         port=port,
         env={**variables, **(env or {})},

@@ -9,10 +9,10 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
-from vnode.errors import layout_message
+from vnode.errors import WorkerError, layout_message
 
 if TYPE_CHECKING:
-    from vnode.workers.generations import Worker
+    from vnode.workers.worker import Worker
 
 SAME = (
     "have all workers use the same script, data and versions, and ask for workers again (vnode workers JOB N); "
@@ -125,3 +125,32 @@ def too_few_nodes(nodes: int, workers: int) -> str:
         f"{workers} workers cannot share {nodes} virtual nodes: each needs one at least.",
         remedies=[f"ask for at most {nodes} workers", "or virtualize the step with more virtual_nodes"],
     )
+
+
+def check_number(workers: int, most: int | None, nodes: int | None) -> None:
+    """Makes sure that a job may have so many workers.
+
+    Args:
+      workers: how many are asked for.
+      most: how many it may have; None for any number.
+      nodes: virtual nodes of its step; None if they are not known yet.
+
+    Raises:
+      WorkerError: it may not.
+    """
+    if workers < 1:
+        raise WorkerError(
+            layout_message(
+                f"a job cannot have {workers} workers.",
+                remedies=["ask for one or more", "to end the job with a checkpoint: job.stop(), or Ctrl-C"],
+            )
+        )
+    if most is not None and workers > most:
+        raise WorkerError(
+            layout_message(
+                f"this job may have {most} workers at most, not {workers}.",
+                remedies=["start it with a larger max_workers (--max-workers)"],
+            )
+        )
+    if nodes is not None and workers > nodes:
+        raise WorkerError(too_few_nodes(nodes, workers))

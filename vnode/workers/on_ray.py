@@ -30,7 +30,7 @@ from typing import Any
 from vnode.errors import WorkerError, layout_message
 from vnode.stopped import Resident
 from vnode.workers import INTERFACE, JOB, TOKEN_FILE
-from vnode.workers.processes import Processes
+from vnode.workers.processes import Processes, of_worker
 from vnode.workers.registry import write_privately
 
 LOOK = 0.03
@@ -223,7 +223,7 @@ class Ray:
             name = f"vnode {self.folder.name} worker {number} {time.monotonic_ns()}"
             actor = ray.remote(Starter).options(name=name, lifetime="detached", **self.needs).remote()
             run = actor.run.options(num_returns="streaming")
-            variables = {**self.environment, **environment}
+            variables = {**of_worker(self.environment, number), **environment}
             said = run.remote(number, self.command, os.getcwd(), variables, token, self.reachable)
         except (ray.exceptions.RayError, ConnectionError) as error:
             raise OSError(f"Ray does not answer: {error}") from error

@@ -83,7 +83,8 @@ class Processes:
       command: the command line of each.
       folder: where ``worker-0.out`` and ``worker-0.err`` are written. Files, and no pipes: a worker goes on to print
         while it saves, when the supervisor is gone.
-      environment: variables for all workers, besides those of this process.
+      environment: variables for all workers, besides those of this process; ``{worker}`` in a value is the number of
+        the worker.
     """
 
     def __init__(self, command: Sequence[str], folder: Path, environment: Mapping[str, str] | None = None) -> None:
@@ -96,7 +97,8 @@ class Processes:
         Raises:
           OSError: the system starts no process.
         """
-        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **self.environment, **environment}
+        own = of_worker(self.environment, number)
+        variables = {**os.environ, "PYTHONUNBUFFERED": "1", **own, **environment}
         with (
             open(self.folder / f"worker-{number}.out", "ab") as out,
             open(self.folder / f"worker-{number}.err", "ab") as err,
@@ -105,3 +107,12 @@ class Processes:
                 self.command, env=variables, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True
             )
         return Child(process)
+
+
+def of_worker(environment: Mapping[str, str], number: int) -> dict[str, str]:
+    """The variables of one worker.
+
+    >>> of_worker({"CUDA_VISIBLE_DEVICES": "{worker}"}, 3)
+    {'CUDA_VISIBLE_DEVICES': '3'}
+    """
+    return {name: value.replace("{worker}", str(number)) for name, value in environment.items()}

@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from vnode.errors import WorkerError, layout_message
-from vnode.workers.generations import Limits
+from vnode.workers.decisions import Decisions
+from vnode.workers.generations import Generations
 from vnode.workers.on_ray import Ray
 from vnode.workers.processes import Backend, Processes
 from vnode.workers.registry import Entry
+from vnode.workers.restarts import Restarts
 from vnode.workers.supervisor import Supervisor
+from vnode.workers.worker import Limits
 
 BACKENDS = ("processes", "ray")
 
@@ -39,6 +42,7 @@ class Spec:
       max_restarts: how often a worker is started again within ten minutes.
       silence: seconds without a sign of life after which a worker is killed.
       rejoin: whether workers leave a generation before they make the next one, in place of making it beside.
+      restart: whether all workers are replaced at each change, and go on from a checkpoint.
       interface: the address at which the supervisor and the services listen.
       port: of the supervisor; 0 for any that is free.
       env: further variables of the workers.
@@ -56,6 +60,7 @@ class Spec:
     max_restarts: int = 3
     silence: float = 10
     rejoin: bool = False
+    restart: bool = False
     interface: str = "127.0.0.1"
     port: int = 0
     env: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -84,6 +89,14 @@ class Spec:
                     remedies=["leave resources= out", "or use backend 'ray'"],
                 )
             )
+        if self.restart and (self.rejoin or self.spares):
+            other = "rejoin" if self.rejoin else "spares"
+            raise WorkerError(
+                layout_message(
+                    f"restart and {other} cannot be together: all workers are replaced at each change.",
+                    remedies=[f"leave one of them out: --restart or --{other}"],
+                )
+            )
         if self.workers < 1 or self.spares < 0:
             raise WorkerError(
                 layout_message(
@@ -106,8 +119,20 @@ class Spec:
           WorkerError: Ray cannot.
         """
         if self.backend == "ray":
-            return Ray(self.command, folder, self.env, self.resources, self.interface)
-        return Processes(self.command, folder, self.env)
+            return Ray(self.command_line(), folder, self.env, self.resources, self.interface)
+        return Processes(self.command_line(), folder, self.env)
+
+    def command_line(self) -> tuple[str, ...]:
+        """The command line of a worker: with `restart`, it joins its world of JAX first."""
+        python, *rest = self.command
+        return (python, "-m", "vnode.elastic.joined", *rest) if self.restart else self.command
+
+    def decisions(self) -> Decisions:
+        """What is done about what happens to workers."""
+        limits = Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence)
+        if self.restart:
+            return Restarts(self.workers, most=self.max_workers, limits=limits)
+        return Generations(self.workers, spares=self.spares, most=self.max_workers, limits=limits, rejoin=self.rejoin)
 
     def supervisor(
         self,
@@ -131,12 +156,8 @@ class Spec:
         try:
             return Supervisor(
                 self.started_by(entry.folder),
-                self.workers,
+                self.decisions(),
                 entry,
-                spares=self.spares,
-                most=self.max_workers,
-                limits=Limits(start=self.start_timeout, restarts=self.max_restarts, silence=self.silence),
-                rejoin=self.rejoin,
                 interface=self.interface,
                 port=self.port,
                 checkpoint=entry.checkpoint,

@@ -1,4 +1,4 @@
-"""Runs a job: hands what sockets, processes and clocks deliver to `Generations`, and does what it decides.
+"""Runs a job: hands what sockets, processes and clocks deliver to `Decisions`, and does what they say.
 
 Knows sockets, the keeper, output of workers. Must not know which workers train, nor jax.
 """
@@ -22,7 +22,7 @@ from typing import Any, TextIO
 from vnode.errors import WorkerError, layout_message
 from vnode.workers import CHECKPOINT, JOB, NUMBER, PROTOCOL, SUPERVISOR, TOKEN_FILE
 from vnode.workers.actions import Action, End, EndService, Kill, Record, Send, Spawn, StartService
-from vnode.workers.generations import STARTING, Generations, Limits
+from vnode.workers.decisions import Decisions
 from vnode.workers.processes import Backend, Handle
 from vnode.workers.registry import STOPPED_SECONDS, Entry, started
 from vnode.workers.wire import LARGEST, Channel, Message, WireError
@@ -94,18 +94,14 @@ class Supervisor:
 
     Args:
       backend: starts them.
-      workers: how many shall train.
+      decisions: what is done about what happens.
       entry: the folder of the job.
-      spares: how many more stand by.
-      most: how many may be asked for.
-      limits: deadlines.
-      rejoin: whether workers leave a generation before they make the next one.
       interface: the address at which it and the services listen.
       port: of the supervisor; 0 for any that is free.
       checkpoint: the folder of checkpoints, which workers are told of.
       out: where the output of the lowest rank goes.
       err: where errors of all workers go, and the supervisor's words.
-      observe: called a few times a second with what `Generations.status` says, and with each event.
+      observe: called a few times a second with what `Decisions.status` says, and with each event.
 
     Raises:
       WorkerError: the port is in use.
@@ -114,13 +110,9 @@ class Supervisor:
     def __init__(
         self,
         backend: Backend,
-        workers: int,
+        decisions: Decisions,
         entry: Entry,
         *,
-        spares: int = 0,
-        most: int | None = None,
-        limits: Limits | None = None,
-        rejoin: bool = False,
         interface: str = "127.0.0.1",
         port: int = 0,
         checkpoint: str | None = None,
@@ -132,7 +124,7 @@ class Supervisor:
         self.out, self.err = out or sys.stdout, err or sys.stderr
         self.observer = observe
         self.checkpoint = checkpoint
-        self.generations = Generations(workers, spares=spares, most=most, limits=limits, rejoin=rejoin)
+        self.decisions = decisions
         self.running: dict[int, Running] = {}
         self.tails: dict[int, list[Tail]] = {}
         self.events: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
@@ -164,7 +156,7 @@ class Supervisor:
 
         def work(now: float) -> None:
             try:
-                self.do(self.generations.resize(self.generations.wanted + by, now))
+                self.do(self.decisions.resize(self.decisions.wanted + by, now))
             except WorkerError as error:
                 self.say(str(error))
 
@@ -216,7 +208,7 @@ class Supervisor:
           Its exit code.
         """
         try:
-            self.do(self.generations.begin(time.monotonic()))
+            self.do(self.decisions.begin(time.monotonic()))
             while self.over is None:
                 self.turn()
             self.finish(self.over)
@@ -228,12 +220,12 @@ class Supervisor:
             for worker in self.running.values():
                 if worker.channel is not None:
                     worker.channel.close()
-        for service in self.generations.services:
+        for service in self.decisions.services:
             self.tell_keeper(f"end {service}")
         with contextlib.suppress(OSError):
             assert self.keeper.stdin is not None
             self.keeper.stdin.close()
-        self.entry.close(self.over.code, self.over.why, self.generations.status()["step"])
+        self.entry.close(self.over.code, self.over.why, self.decisions.status()["step"])
         return self.over.code
 
     def turn(self) -> None:
@@ -261,7 +253,7 @@ class Supervisor:
         self.learn_checkpoint()
         if self.keeper.poll() is not None and self.over is None:
             self.over = End(1, "The process that keeps jax's coordination services has ended; see keeper.err.")
-        self.do(self.generations.tick(now))
+        self.do(self.decisions.tick(now))
         self.observe(None)
 
     def look_at(self, number: int, worker: Running, now: float) -> None:
@@ -276,18 +268,18 @@ class Supervisor:
                 worker.channel.close()
             for tail in self.tails.get(number, []):
                 tail.look(whole=True)
-            self.do(self.generations.exited(number, code, now))
+            self.do(self.decisions.exited(number, code, now))
             self.save_children()
         elif worker.handle.is_stopped():
             worker.stopped_since = worker.stopped_since or now
             if now - worker.stopped_since >= STOPPED_SECONDS:
-                self.do(self.generations.stopped(number, now))
+                self.do(self.decisions.stopped(number, now))
         else:
             worker.stopped_since = None
 
     def learn_checkpoint(self) -> None:
         """Writes down the folder of checkpoints that the script names itself: the job is found by it, too."""
-        first = self.generations.reference
+        first = self.decisions.reference
         if first is not None and first.checkpoint and self.entry.checkpoint is None:
             self.entry.checkpoint = first.checkpoint
             with contextlib.suppress(WorkerError):
@@ -319,7 +311,7 @@ class Supervisor:
             return
         worker.channel = channel
         assert isinstance(number, int)
-        self.do(self.generations.connected(number, int(hello.get("pid") or worker.handle.pid), now))
+        self.do(self.decisions.connected(number, int(hello.get("pid") or worker.handle.pid), now))
         self.save_children()  # a process that Ray has started has its number by now
 
     def find(self, channel: Channel) -> int | None:
@@ -329,7 +321,7 @@ class Supervisor:
     def hear(self, channel: Channel, message: Message, now: float) -> None:
         """A worker has said something."""
         if (number := self.find(channel)) is not None:
-            self.do(self.generations.message(number, message, now))
+            self.do(self.decisions.message(number, message, now))
 
     def hang_up(self, channel: Channel, why: str, now: float) -> None:
         """A connection is closed: usually because its process has ended."""
@@ -342,21 +334,21 @@ class Supervisor:
                 self.look_at(number, worker, now)
                 return
             time.sleep(0.001)
-        self.do(self.generations.closed(number, f"closed its connection: {why}", now))
+        self.do(self.decisions.closed(number, f"closed its connection: {why}", now))
 
     def control(self, channel: Channel, message: Message, now: float) -> None:
         """Someone asks for something."""
         kind = message["kind"]
         try:
             if kind == "resize":
-                self.do(self.generations.resize(int(message["workers"]), now))
+                self.do(self.decisions.resize(int(message["workers"]), now))
             elif kind == "stop":
                 self.stop_now(str(message.get("why") or "asked for"), 143, now)
             elif kind == "kill":
                 self.end_now(137, "killed by request")
             elif kind != "status":
                 raise WorkerError(f"a supervisor does not know {kind!r}")
-            answer = {"kind": "ok", **self.generations.status()}
+            answer = {"kind": "ok", **self.decisions.status()}
         except (WorkerError, KeyError, TypeError, ValueError) as error:
             answer = {"kind": "error", "text": str(error)}
         with contextlib.suppress(WireError):
@@ -364,10 +356,10 @@ class Supervisor:
 
     def stop_now(self, why: str, code: int, now: float) -> None:
         """The run shall end."""
-        if self.generations.stopping:
+        if self.decisions.stopping:
             self.end_now(code, f"{why}, again")
         else:
-            self.do(self.generations.stop(why, code, now))
+            self.do(self.decisions.stop(why, code, now))
 
     def end_now(self, code: int, why: str) -> None:
         """All workers are ended at once."""
@@ -409,14 +401,10 @@ class Supervisor:
             NUMBER: str(number),
             JOB: str(self.entry.folder),
         }
-        if (
-            "JAX_COMPILATION_CACHE_DIR" not in os.environ
-        ):  # of each process alone: jax does not write whole files at once
+        if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # of one process: jax does not write whole files at once
             self.started += 1
-            environment |= {
-                "JAX_COMPILATION_CACHE_DIR": str(self.entry.folder / f"programs-{self.started}"),
-                **KEEP_ALL,
-            }
+            programs = f"programs-of-{number}" if self.decisions.keeps_programs else f"programs-{self.started}"
+            environment |= {"JAX_COMPILATION_CACHE_DIR": str(self.entry.folder / programs), **KEEP_ALL}
         if self.checkpoint is not None:
             environment[CHECKPOINT] = self.checkpoint
         try:
@@ -438,7 +426,7 @@ class Supervisor:
 
     def printed(self, number: int, line: str) -> None:
         """A worker has printed a line."""
-        if number == self.generations.speaker() and not line.startswith(CHATTER):
+        if number == self.decisions.speaker() and not line.startswith(CHATTER):
             with contextlib.suppress(OSError):
                 print(line, file=self.out, flush=True)
 
@@ -456,7 +444,7 @@ class Supervisor:
         """Tells who looks what is new."""
         if self.observer is not None:
             with contextlib.suppress(OSError):  # nobody reads what it prints
-                self.observer(self.generations.status(), event)
+                self.observer(self.decisions.status(), event)
 
     # The keeper
 
@@ -494,14 +482,14 @@ class Supervisor:
         if answer.startswith("error "):
             self.over = self.over or End(1, f"No coordination service of jax can be started: {answer[6:]}")
         else:
-            self.do(self.generations.service(generation, answer, now))
+            self.do(self.decisions.service(generation, answer, now))
 
     # The end
 
     def finish(self, over: End) -> None:
         """Ends all workers, and waits until they are gone."""
         end = time.monotonic() + (0 if self.killed else GRACE)
-        arrived = {number for number, worker in self.generations.workers.items() if worker.state != STARTING}
+        arrived = {number for number, worker in self.decisions.workers.items() if not worker.is_starting}
         for number in arrived & set(self.running):
             self.do([Send(number, {"kind": "end", "why": over.why or "the job has ended", "code": over.code})])
         while self.running:

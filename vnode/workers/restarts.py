@@ -1,0 +1,333 @@
+"""Turns events into actions of a supervisor that replaces all workers at each change of their number, and at each loss.
+
+Knows which processes there are, and the deadlines of all waits. Must not know processes, sockets or clocks.
+
+The workers of a job are the processes of one world of JAX, as `jax.distributed.initialize` makes it: it has no way out
+but the end of the process. So this works wherever JAX does, on GPUs and TPUs, too. What goes from one set of workers to
+the next is a checkpoint:
+
+    begin                ->  Spawn(0 1)
+    connected by all     ->  Send(0 1, world): how many they are, and where process 0 has its coordination service
+    resize(3)            ->  Send(0 1, stop, anew): they save a checkpoint after the same step, and end
+    exited by all        ->  Spawn(0 1 2)
+    a loss               ->  Kill what is left, then Spawn(0 1 2): they begin with the newest checkpoint
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vnode.errors import WorkerError, layout_message
+from vnode.workers.actions import Action, EndService, Kill, Spawn
+from vnode.workers.decisions import Decisions, exit_code
+from vnode.workers.messages import ended_early, ending, never_ran, not_come, one_line, too_few_nodes
+from vnode.workers.worker import ENDING, FINISHED, LOST, READY, STARTING, Limits, Worker
+
+SAVES = "checkpoint=... in the script, or vnode run --checkpoint FOLDER"
+
+
+class Restarts(Decisions):
+    """Decides for one job whose workers are all replaced at each change.
+
+    Args:
+      workers: how many shall train.
+      most: how many may be asked for at most; None for as many as there are virtual nodes.
+      limits: deadlines.
+
+    Attributes:
+      anew: why workers are asked to save and end, so that others take their place; empty if they are not.
+      broken: when the first worker of this set was lost; None if none was.
+      size: how many workers this set has.
+      told: whether they know their world.
+      coordinator: where process 0 will have its coordination service; empty if it has not said so.
+      codes: exit codes of the workers of this set that have come to the end of their run.
+      failures: errors of the workers of this set that have failed.
+      lost: whether one of this set was lost for another reason.
+    """
+
+    keeps_programs = True
+
+    def __init__(self, workers: int, *, most: int | None = None, limits: Limits | None = None) -> None:
+        super().__init__(workers, most, limits)
+        self.furthest: int | None = None
+        self.begin_set()
+
+    broken: float | None
+
+    def begin_set(self) -> None:
+        """Forgets the workers that were."""
+        self.anew, self.told, self.coordinator, self.lost = "", False, "", False
+        self.size, self.broken = self.wanted, None
+        self.asked: float | None = None
+        self.codes: dict[int, int] = {}
+        self.failures: dict[int, str] = {}
+
+    # Events
+
+    def exited(self, number: int, code: int, now: float) -> list[Action]:
+        """The process of a worker has ended."""
+        worker = self.workers.pop(number, None)
+        if worker is None or self.over:
+            return self.settle(now)
+        worker.code = code
+        if worker.state == FINISHED:
+            self.codes[number] = code
+            self.record("exited", worker, ending(code))
+        elif worker.state == ENDING:
+            self.record("exited", worker, ending(code))
+        elif worker.state == STARTING and not self.trained and code >= 0 and not self.stopping:
+            self.end(code or 1, never_ran(worker) if code == 0 else ended_early(worker))
+        elif worker.state != LOST:
+            self.lose(worker, ending(code), now)
+        return self.settle(now)
+
+    def service(self, generation: int, address: str, now: float) -> list[Action]:
+        """Nobody has asked for one."""
+        self.do(EndService(address))
+        return self.settle(now)
+
+    def check_resize(self, workers: int) -> None:
+        """Refuses another number of workers where there is no folder of checkpoints.
+
+        Raises:
+          WorkerError: so it is.
+        """
+        if workers != self.wanted and self.reference is not None and not self.saves:
+            raise WorkerError(
+                layout_message(
+                    "workers that are replaced at each change need a folder of checkpoints.", remedies=[SAVES]
+                )
+            )
+
+    def resized(self, changed: bool, now: float) -> None:
+        """Has the workers be replaced."""
+        if changed:
+            self.replace(f"{self.wanted} workers are wanted", now)
+
+    def begin_stop(self, why: str, code: int, now: float) -> None:
+        """Has the run end with a checkpoint, unless it ends already; as `stop`."""
+        if self.stopping or self.over:
+            return
+        self.record("stop", None, why)
+        self.stopping = why, code
+        if not any(w.state == READY for w in self.workers.values()):
+            self.end(code, f"Stopped before it trained{' again' if self.trained else ''}: {why}.")
+        elif not self.anew:
+            self.ask("stop", why, now)
+
+    # What workers say
+
+    def take(self, worker: Worker, kind: str, message: dict[str, Any], now: float) -> None:
+        """Takes in one message."""
+        if kind == "progress":
+            self.take_progress(worker, message)
+            if worker.state == READY and (worker.step or 0) > (self.furthest or 0):
+                self.furthest, self.trained = worker.step, True
+        elif kind == "leads":
+            if worker.number == 0:
+                self.coordinator = str(message["address"])
+        elif kind == "arrived":
+            self.arrive(worker, message)
+        elif kind == "leaving":
+            if not worker.leaving and worker.may_train:
+                worker.leaving = str(message["why"])
+                self.record("leaving", worker, worker.leaving)
+                self.asked = self.asked or now + self.limits.errors
+        elif kind == "saved":
+            if worker.state == READY:
+                worker.state, worker.kill_at = ENDING, now + self.limits.end
+        elif kind == "finished":
+            if worker.state == READY:
+                worker.state, worker.step = FINISHED, int(message["step"])
+                self.record("finished", worker, str(message.get("reason") or ""))
+        elif kind == "error" and worker.error is None:
+            worker.error, worker.errored = str(message["text"]), now
+            worker.kill_at = now + self.limits.end
+            self.record("error", worker, worker.error)
+
+    def arrive(self, worker: Worker, message: dict[str, Any]) -> None:
+        """A worker has called `run`."""
+        worker.facts, worker.checkpoint = dict(message["facts"]), message["checkpoint"]
+        worker.virtual_nodes, worker.state = int(message["virtual_nodes"]), READY
+        self.record("arrived", worker, f"process {worker.pid}")
+        if self.reference is None:
+            self.reference = worker
+            if not self.saves:
+                self.record("no checkpoints", None, f"a loss of a worker ends the job: it has none. Use {SAVES}")
+        if worker.virtual_nodes < self.wanted:
+            self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
+        if all(w.state == READY for w in self.workers.values()) and self.is_whole:
+            names = " ".join(str(number) for number in sorted(self.workers))
+            self.record("trains", None, f"workers {names}", self.furthest)
+
+    # What follows
+
+    def settle(self, now: float) -> list[Action]:
+        """Does what is due; returns the actions since the last event."""
+        if not self.over:
+            self.expire(now)
+            self.follow(now)
+        return self.taken()
+
+    def expire(self, now: float) -> None:
+        """Looks at the deadlines."""
+        limits = self.limits
+        for worker in list(self.workers.values()):
+            silent = worker.connected and now - worker.heard > limits.silence
+            if worker.state == LOST:
+                continue
+            if worker.kill_at is not None and now >= worker.kill_at:
+                if worker.state == ENDING:
+                    self.put_down(worker)
+                    continue
+                self.lose(worker, "did not end after its error", now)
+            elif silent and worker.may_train:
+                self.lose(worker, f"has given no sign of life for {limits.silence:g} s", now)
+            elif worker.state == STARTING and now - worker.started > limits.start:
+                if not self.trained:
+                    self.end(1, self.not_come())
+                    return
+                self.lose(worker, f"did not call vnode.elastic.run within {limits.start:g} s", now)
+        if self.asked is not None and now >= self.asked:
+            self.expire_asked(now)
+        if self.broken is not None and now >= self.broken + limits.left:
+            for worker in list(self.workers.values()):
+                if worker.state not in (LOST, FINISHED):
+                    self.put_down(worker)
+
+    def expire_asked(self, now: float) -> None:
+        """Workers that leave have been listened to for long enough; or those that were asked to end have not."""
+        self.asked = None
+        if self.anew or self.stopping:
+            for worker in list(self.workers.values()):
+                if worker.may_train:
+                    self.lose(worker, f"did not save and end in {self.limits.busy:g} s ({worker.doing})", now)
+            return
+        leaving = [w for w in self.workers.values() if w.leaving]
+        staying = [w for w in self.workers.values() if w.may_train and not w.leaving]
+        if staying and self.saves:
+            self.replace(f"worker {leaving[0].number} leaves: {leaving[0].leaving}", now)
+        elif leaving:
+            self.begin_stop(f"workers leave: {leaving[0].leaving}", 143, now)
+
+    def follow(self, now: float) -> None:
+        """Goes on, once all workers of this set are gone, or are there."""
+        if self.over:
+            return
+        if not self.workers:
+            if self.stopping or self.codes:
+                self.end(*self.outcome())
+            elif self.broken is None or self.may_begin_again(now):
+                self.begin_set()
+                for number in range(self.wanted):
+                    self.workers[number] = Worker(number, now)
+                    self.record("start", self.workers[number], "")
+                    self.do(Spawn(number))
+        elif not self.told and self.coordinator and self.is_whole and all(w.connected for w in self.workers.values()):
+            self.told = True
+            for worker in self.workers.values():
+                self.send(worker, kind="world", coordinator=self.coordinator, count=len(self.workers))
+
+    def outcome(self) -> tuple[int, str]:
+        """The exit code of a job whose run has ended, and why if it has not ended well."""
+        if self.codes:
+            return exit_code(self.codes[min(self.codes)]), ""
+        assert self.stopping is not None
+        why, code = self.stopping
+        return code, f"Stopped ({why}). The newest checkpoint has what was done."
+
+    def may_begin_again(self, now: float) -> bool:
+        """Whether new workers begin with the newest checkpoint after a loss; ends the job otherwise."""
+        limits = self.limits
+        counts = {n: sum(now - t < limits.forget for t in times) for n, times in self.losses.items()}
+        often = [n for n, times in counts.items() if times > limits.restarts]
+        facts = [f"worker {number}: {error}" for number, error in sorted(self.failures.items())]
+        own = {one_line(error) for error in self.failures.values()}
+        if len(self.failures) == self.size and not self.lost and not any(e.startswith("ProcessError") for e in own):
+            self.end(1, layout_message("All workers have failed.", facts=facts))
+        elif not self.trained and self.failures:
+            self.end(1, layout_message("Workers failed before the first step.", facts=facts))
+        elif often:
+            facts = [f"worker {n} was lost {counts[n]} times in {limits.forget:g} s" for n in often] + facts
+            self.end(1, layout_message("Workers are lost again and again.", facts=facts))
+        elif self.trained and not self.saves:
+            text = "A worker is lost, and the run has no checkpoint to begin again with."
+            self.end(1, layout_message(text, facts=facts, remedies=[SAVES]))
+        else:
+            self.record("all replaced", None, "new workers begin with the newest checkpoint")
+            return True
+        return False
+
+    def replace(self, why: str, now: float) -> None:
+        """Has the workers save and end, so that others take their place; those that have not begun are killed."""
+        if self.anew or self.stopping or self.broken is not None:
+            return
+        if all(w.state == READY for w in self.workers.values()):
+            self.ask("anew", why, now)
+        else:
+            for worker in list(self.workers.values()):
+                self.put_down(worker)
+        self.anew = why
+
+    def ask(self, what: str, why: str, now: float) -> None:
+        """Asks all workers to save a checkpoint and end, for good or (``anew``) to be replaced."""
+        self.asked = now + self.limits.busy
+        for worker in self.workers.values():
+            if worker.may_train:
+                self.send(worker, kind="stop", why=why, anew=what == "anew")
+
+    def put_down(self, worker: Worker) -> None:
+        """Kills a worker whose set is over; that is no loss of its own."""
+        worker.state, worker.why = LOST, "its set of workers is over"
+        self.do(Kill(worker.number))
+
+    def lose(self, worker: Worker, why: str, now: float) -> None:
+        """Counts a worker as lost; the others of its set follow a little later: they may have more to say."""
+        alive = self.workers.get(worker.number) is worker
+        worker.state, worker.why = LOST, f"failed: {one_line(worker.error)}" if worker.error else why
+        if worker.error:
+            self.failures[worker.number] = worker.error
+        else:
+            self.lost = True
+        first = self.broken is None  # the others end because of it
+        if first:
+            self.losses.setdefault(worker.number, []).append(now)
+            self.broken = now
+        self.record("lost" if first else "exited", worker, worker.why)
+        if alive:
+            self.do(Kill(worker.number))
+
+    # What is said
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers of this set are there, and stay."""
+        return len(self.workers) == self.size and self.broken is None and not self.anew
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run has a folder of checkpoints."""
+        return self.reference is not None and self.reference.checkpoint is not None
+
+    def members(self) -> list[Worker]:
+        """The workers that train, in the order of their ranks."""
+        there = [w for _, w in sorted(self.workers.items())]
+        return there if self.is_whole and all(w.state == READY for w in there) else []
+
+    def step(self) -> int | None:
+        """How many steps are done, as far as is known."""
+        return max((w.step for w in self.workers.values() if w.step is not None and w.step >= 0), default=self.furthest)
+
+    def standing_by(self) -> int:
+        """None: all of them train."""
+        return 0
+
+    def speaker(self) -> int | None:
+        """The lowest rank."""
+        return 0
+
+    def not_come(self) -> str:
+        """The message of workers that did not come to `run`."""
+        there = list(self.workers.values())
+        missing = [w for w in there if w.state != READY]
+        return not_come(len(there) - len(missing), self.wanted, missing, {}, {}, self.limits.start)
