@@ -18,8 +18,10 @@ import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from benchmarks import workers_script as script
 from benchmarks.workers_script import wait, wait_steps
@@ -57,18 +59,25 @@ def train(megabytes: int, steps: int, folder: Path | None) -> str:
 
 
 def main() -> None:
-    """Measures, and prints a table."""
+    """Trains as a worker; or launches a job, and measures."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--mb", type=int, default=100, help="of the state")
     parser.add_argument("--repeat", type=int, default=5, help="turns")
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--rejoin", action="store_true", help="leave a generation before the next is made")
+    parser.add_argument("--restart", action="store_true", help="replace all workers at each change")
     options = parser.parse_args()
     if folder := script.job_folder():
         train(options.mb, options.steps, folder)
         return
+    with tempfile.TemporaryDirectory() as saved:
+        way = {"rejoin": options.rejoin, "restart": options.restart, "checkpoint": saved if options.restart else None}
+        measure(script.launch(__file__, 2, ["--mb", str(options.mb)], max_restarts=4 * options.repeat, **way), options)
+
+
+def measure(job: Any, options: argparse.Namespace) -> None:
+    """Has workers of a job come, go and be killed; prints a table, and ends the process."""
     signals: dict[str, list[float]] = {"SIGKILL, last rank": [], "SIGKILL, rank 0": [], "SIGSTOP, last rank": []}
-    job = script.launch(__file__, 2, ["--mb", str(options.mb)], max_restarts=4 * options.repeat, rejoin=options.rejoin)
     wait(lambda: (job.step or 0) > 10)
 
     def lose(name: str, rank: int, number: int) -> None:
