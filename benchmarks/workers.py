@@ -114,8 +114,10 @@ def measure(job: Any, options: argparse.Namespace) -> None:
     for stamp, number in stamps:
         at.setdefault(number, stamp)
     for step, kind in kinds[1:]:
+        if kind is None:
+            continue
         gaps = [at[n] - at[n - 1] for n in range(step, step + WITHIN) if n in at and n - 1 in at]
-        if kind and gaps:
+        if gaps:
             sizes[kind].append(max(gaps) - usual)
     recoveries = {name: [recovery(stamps, job.events, sent) for sent in times] for name, times in signals.items()}
     print(f"{options.mb} MB, {steps} steps, median step {usual:.3f} s; load {os.getloadavg()[0]:.1f}")

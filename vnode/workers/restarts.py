@@ -35,10 +35,12 @@ class Restarts(Decisions):
       limits: deadlines.
 
     Attributes:
+      furthest: the highest step that a worker has come to.
       anew: why workers are asked to save and end, so that others take their place; empty if they are not.
       broken: when the first worker of this set was lost; None if none was.
       size: how many workers this set has.
       told: whether they know their world.
+      repeats: whether this set begins before the step that the one before it had come to.
       coordinator: where process 0 will have its coordination service; empty if it has not said so.
       codes: exit codes of the workers of this set that have come to the end of their run.
       failures: errors of the workers of this set that have failed.
@@ -50,12 +52,12 @@ class Restarts(Decisions):
     def __init__(self, workers: int, *, most: int | None = None, limits: Limits | None = None) -> None:
         super().__init__(workers, most, limits)
         self.furthest: int | None = None
+        self.broken: float | None = None
         self.begin_set()
-
-    broken: float | None
 
     def begin_set(self) -> None:
         """Forgets the workers that were."""
+        self.repeats = self.broken is not None
         self.anew, self.told, self.coordinator, self.lost = "", False, "", False
         self.size, self.broken = self.wanted, None
         self.asked: float | None = None
@@ -139,6 +141,7 @@ class Restarts(Decisions):
         elif kind == "finished":
             if worker.state == READY:
                 worker.state, worker.step = FINISHED, int(message["step"])
+                self.furthest = worker.step
                 self.record("finished", worker, str(message.get("reason") or ""))
         elif kind == "error" and worker.error is None:
             worker.error, worker.errored = str(message["text"]), now
@@ -158,7 +161,7 @@ class Restarts(Decisions):
             self.end(1, too_few_nodes(worker.virtual_nodes, self.wanted))
         if all(w.state == READY for w in self.workers.values()) and self.is_whole:
             names = " ".join(str(number) for number in sorted(self.workers))
-            self.record("trains", None, f"workers {names}", self.furthest)
+            self.record("trains", None, f"workers {names}", None if self.repeats else self.furthest)
 
     # What follows
 
